@@ -1,8 +1,8 @@
-"""Asynchronous against synchronous training: same server, model, tasks and heavy-tailed lengths.
+"""Compare asynchronous and synchronous training: same server, model, tasks, heavy-tailed lengths.
 
-Prints trained tokens a second of `async_ppo` and `ppo`, run in turn, and their ratio pair by pair;
-writes out/bench/async.json. Lengths are log-normal (median 20, clipped to 4 … 128): each episode's
-length is drawn from its name, so both trainers see the same mix.
+Runs `async_ppo` and `ppo` alternately; prints trained tokens per second and the ratio of each pair,
+and writes out/bench/async.json. Lengths are log-normal (median 20, clipped to 4 … 128). The length
+of an episode is drawn from its name, so both trainers have the same lengths.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_STEPS = 3
 
 @envs.register("coin")
 class CoinEnv(Env):
-    """Rewards each episode by a coin that its seat's name tosses: every batch has a gradient."""
+    """Gives a random reward of 0 or 1, derived from the seat's name: every batch has a gradient."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
         (agent,) = agents.values()
@@ -47,7 +47,7 @@ class CoinEnv(Env):
 
 @agents.register("heavy_tail")
 class HeavyTailAgent(MathCodeSingleStepAgent):
-    """Generates exactly as many tokens as its episode's name says."""
+    """Generates the number of tokens that is drawn from its episode's name."""
 
     def __init__(self, config: Any, **context: Any) -> None:
         super().__init__(config, **context)
@@ -60,7 +60,7 @@ class HeavyTailAgent(MathCodeSingleStepAgent):
 
 
 def main() -> None:
-    """Run both trainers in turn and compare them."""
+    """Run both trainers alternately and compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
@@ -77,7 +77,7 @@ def main() -> None:
                 rows.append((pair[0], pair[1]))
                 print(f"run {repeat}: async {pair[0]:8.0f}  sync {pair[1]:8.0f}  trained tokens/s")
     ratio = statistics.median(a / s for a, s in rows)
-    print(f"async / sync, median of {len(rows)} pairs: {ratio:.2f} (asked for: 1.3)")
+    print(f"async / sync, median of {len(rows)} pairs: {ratio:.2f} (goal: 1.3)")
     found = {
         "async_tokens_per_s": statistics.median(a for a, _ in rows),
         "sync_tokens_per_s": statistics.median(s for _, s in rows),
@@ -105,7 +105,7 @@ def make_kit(folder: Path) -> None:
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[None]:
-    """Run launch_llm_server for the body's time."""
+    """Run launch_llm_server during the body."""
     script = ROOT / "arealite" / "launch_llm_server.py"
     command = [sys.executable, str(script), *names(folder), f"model.path={folder / 'model'}"]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
@@ -122,12 +122,12 @@ def names(folder: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """One maths thread a process; this module importable as a plugin."""
+    """Return the environment: one maths thread per process, and this module as a plugin."""
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tools")}
 
 
 def tokens_per_s(folder: Path, trainer: str, steps: int, repeat: int) -> float:
-    """Train; return trained tokens a second of wall time after the first steps."""
+    """Train; return trained tokens per second of wall time, without the first steps."""
     run_root = folder / f"{trainer}-{repeat}"
     command = [
         sys.executable,

@@ -1,6 +1,6 @@
-"""MiniWoB++ in real Chromium: steps a second, a reset's time, and the memory of a context.
+"""Measure MiniWoB++ in real Chromium: steps per second, reset time, and memory of a context.
 
-Here because a browser environment is slow and large unless many contexts share one browser.
+Many contexts share one browser; this benchmark measures how time and memory grow with them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tools import figures  # noqa: E402
 
 CONTEXTS, REPEATS, EPISODES, STEPS = (1, 3, 15, 30), 3, 45, 5
 TASKS = ("click-checkboxes-large", "email-inbox", "choose-list")
-"""Of several steps, with pages of common size; the agent stops at none of them early."""
+"""Tasks of several steps, with pages of usual size; the agent ends none of them early."""
 
 
 class Clicker:
-    """Clicks the first element, which ends none of the tasks."""
+    """Agent that clicks the first element, which ends none of the tasks."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -43,11 +43,11 @@ class Clicker:
         return Action(observation.choices[0])
 
     def reward(self, value: float, **parts: float) -> None:
-        """Take no notice."""
+        """Ignore the reward."""
 
 
 def memory_mb() -> float:
-    """Return what the browser and its driver hold, shared pages shared out (PSS)."""
+    """Return the memory of the browser and its driver as proportional set size (PSS)."""
     children = psutil.Process().children(recursive=True)
     return sum(child.memory_full_info().pss for child in children) / 2**20
 
@@ -71,7 +71,7 @@ async def bench(contexts: int) -> dict[str, float]:
         rows = islice(BrowserEnv.rows(config, split="train", seed=1), EPISODES)
         tasks = [Task(row["prompt"], row["prompt"], None, row["extra_info"]) for row in rows]
         empty = memory_mb()
-        for _ in range(REPEATS + 1):  # the first makes the contexts and fills the caches
+        for _ in range(REPEATS + 1):  # the first round creates the contexts and fills the caches
             begin, used = time.perf_counter(), cpu_s()
             players = [Clicker() for _ in tasks]
             each: list[tuple[Task, Any]] = [*zip(tasks, players, strict=True)]

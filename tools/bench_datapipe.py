@@ -1,7 +1,7 @@
-"""Trajectories a second from worker links through a datapipe process into its durable ledger, the
-ledger alone, its log's size under load, and the datapipe's recovery with a large ledger.
+"""Measure the datapipe: trajectories per second from worker links to the durable ledger, the ledger
+alone, the size of its log under load, and recovery with a large ledger.
 
-The shares stand against two baselines of the same run: raw acknowledged DEALER/ROUTER, and SQLite
+The baselines of the same run are acknowledged messages over DEALER/ROUTER sockets, and SQLite
 alone. Records are trajectories of 1,000 tokens.
 Run: python tools/bench_datapipe.py [--repeats 3] [--kilobytes 64] [--records 100000]
 """
@@ -48,11 +48,11 @@ from tests.system.scenes import payload as make_payload
 from tools import figures
 
 RECORD_BYTES = 17 * 1000
-"""Of a trajectory of 1,000 tokens: token, mask, logprob, version and reward of each."""
+"""Bytes of a trajectory of 1,000 tokens: token, mask, logprob, version and reward of each."""
 OPEN = 1000
-"""Trajectories of the large ledger that are not durable yet."""
+"""Number of trajectories of the large ledger that are not durable yet."""
 GROUP, BATCH = 8, 64
-"""Trajectories a group, and groups a batch, in the large ledger."""
+"""Trajectories per group, and groups per batch, in the large ledger."""
 Process = subprocess.Popen[bytes]
 TASKS = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
 SERVE = """
@@ -74,7 +74,7 @@ asyncio.run(main())
 
 
 def settings(root: Path, count: int, *, security: bool = True) -> ExperimentConfig:
-    """An experiment whose first batch takes everything the benchmark makes."""
+    """Return an experiment whose first batch holds all trajectories of the benchmark."""
     config = ExperimentConfig()
     ppo = replace(config.trainer.ppo, batch_size=count, max_staleness=0)
     where = {"run_root": str(root), "name_root": str(root / "names")}
@@ -88,7 +88,7 @@ def settings(root: Path, count: int, *, security: bool = True) -> ExperimentConf
 def make_header(
     group_id: str, member: int, task_id: str = "train-0", tokens: int = 1000
 ) -> TrajectoryHeader:
-    """A trajectory, by default of 1,000 tokens."""
+    """Return a trajectory, by default of 1,000 tokens."""
     return TrajectoryHeader(
         f"{group_id}/{member}/agent", group_id, member, "agent", task_id, 1.0, {}, [tokens],
         tokens - 100, 0, 0, 1, False, 0, 1.0, {"generation": 1.0},
@@ -96,7 +96,7 @@ def make_header(
 
 
 async def collect(names: NameRegistry, count: int, size: int) -> float:
-    """Answer leases as fast as they come; return seconds until all is acknowledged."""
+    """Return results of leases at once; return the seconds until all are acknowledged."""
     find = partial(names.address, "datapipe")
     link = WorkerLink(find, worker_id="bench", capacity=512, secret=names.secret)
     payload = make_payload(make_header("g0", 0, tokens=size // 17))
@@ -122,7 +122,7 @@ async def collect(names: NameRegistry, count: int, size: int) -> float:
 
 @contextmanager
 def serving(config: ExperimentConfig) -> Iterator[tuple[Process, float, NameRegistry]]:
-    """A datapipe process: (it, when it was started, where its name is)."""
+    """Run a datapipe process; yield the process, its start time, and the folder of its name."""
     folder = run_paths(config).ledger.parent
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pickle").write_bytes(pickle.dumps(config))
@@ -144,8 +144,8 @@ def serving(config: ExperimentConfig) -> Iterator[tuple[Process, float, NameRegi
 def through_datapipe(
     folder: Path, count: int, size: int, *, security: bool = True
 ) -> tuple[float, float, float]:
-    """Return trajectories a second, seconds from process start to answering, and CPU seconds of the
-    datapipe a trajectory."""
+    """Return trajectories per second, seconds from process start to the first reply, and CPU
+    seconds of the datapipe per trajectory."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         config = settings(Path(name), count, security=security)
         with serving(config) as (process, begin, names):
@@ -169,7 +169,7 @@ def connect_trainer(names: NameRegistry) -> TrainerLink:
 
 
 def cpu_seconds(process: Process) -> float:
-    """Return how long a process has computed."""
+    """Return the CPU seconds of a process."""
     times = psutil.Process(process.pid).cpu_times()
     return times.user + times.system
 
@@ -178,7 +178,7 @@ def cpu_seconds(process: Process) -> float:
 
 
 def lease_one(seq: int) -> Group:
-    """A group that one worker runs."""
+    """Return a group that one worker runs."""
     group = Group(seq, f"g{seq}", TASKS[seq % 1000], GROUP, *divmod(seq, 1000))
     version, members = seq // GROUP // BATCH, list(range(GROUP))
     lease = Lease(f"{group.group_id}.1.1", group.group_id, "train", group.task, members, version)
@@ -188,7 +188,7 @@ def lease_one(seq: int) -> Group:
 
 
 def fill(path: Path, count: int) -> dict[str, float]:
-    """Write a trial of `count` trajectories, all but the last thousand durable."""
+    """Write a trial of `count` trajectories; all but the last thousand are durable."""
     ledger = Ledger(path, fingerprint=identity(ExperimentConfig(), TASKS))
     groups: list[Group] = []
     payload, log = os.urandom(RECORD_BYTES), path.with_name(path.name + "-wal")
@@ -202,7 +202,7 @@ def fill(path: Path, count: int) -> dict[str, float]:
         for member in range(GROUP):
             ledger.add_trajectory(make_header(group.group_id, member), payload)
         step, place = divmod(seq, BATCH)
-        if seq % 3 or step < steps:  # of the open ones, every third group waits for a member
+        if seq % 3 or step < steps:  # every third open group lacks a member
             group.leases.clear()
             group.state = "complete"
         if place == BATCH - 1 and step < steps:
@@ -234,7 +234,7 @@ def fill(path: Path, count: int) -> dict[str, float]:
 def _fill_and_die(path: Path, count: int, found) -> None:
     found.send(fill(path, count))
     found.close()
-    os._exit(9)  # no farewell: the log stays as a kill leaves it
+    os._exit(9)  # without cleanup: the log remains as after a kill
 
 
 def _read_on(path: Path, done: threading.Event, hold_s: float) -> None:
@@ -254,7 +254,7 @@ def _read_on(path: Path, done: threading.Event, hold_s: float) -> None:
 
 
 def in_child(path: Path, count: int) -> dict[str, float]:
-    """Fill a ledger in a process that dies."""
+    """Fill a ledger in a process that exits without cleanup."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(target=_fill_and_die, args=(path, count, theirs))
     process.start()
@@ -278,8 +278,7 @@ def under_readers(folder: Path, count: int, hold_s: float) -> dict[str, float]:
 
 
 def recovery(folder: Path, count: int, repeats: int) -> tuple[dict[str, float], list[float]]:
-    """Return (what filling a ledger took, seconds from process start until a trainer is
-    answered)."""
+    """Return the seconds to fill a ledger, and from process start to a trainer's first reply."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         config = settings(Path(name), GROUP * BATCH)
         path = run_paths(config).ledger
@@ -308,7 +307,7 @@ def _echo(port_pipe, count: int) -> None:
 
 
 def raw_zmq(count: int, size: int) -> float:
-    """Acknowledged messages a second between two processes, 512 under way."""
+    """Return acknowledged messages per second between two processes, with 512 in flight."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(target=_echo, args=(theirs, count))
     process.start()
@@ -331,7 +330,7 @@ def raw_zmq(count: int, size: int) -> float:
 
 
 def raw_sqlite(folder: Path, count: int, size: int) -> float:
-    """Inserts a second, WAL, 64 a transaction."""
+    """Return inserts per second in WAL mode, with 64 inserts per transaction."""
     payload = os.urandom(size)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         db = sqlite3.connect(Path(name) / "db", isolation_level=None)
@@ -355,8 +354,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=6000)
     parser.add_argument("--kilobytes", type=int, default=64)
     parser.add_argument("--folder", type=Path, default=Path("out/bench"))
-    parser.add_argument("--records", type=int, default=100_000, help="of the large ledger")
-    parser.add_argument("--hold", type=float, default=0.05, help="a reader's transaction, seconds")
+    parser.add_argument(
+        "--records", type=int, default=100_000, help="trajectories of the large ledger"
+    )
+    parser.add_argument(
+        "--hold", type=float, default=0.05, help="seconds of a reader's transaction"
+    )
     options = parser.parse_args()
     folder, repeats = options.folder, options.repeats
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Time the FSDP engine at world size 1 on the CPU against the same model bare.
+"""Compare the FSDP engine at world size 1 on the CPU with the bare model.
 
-A step is what the demo does: 512 short rows, proximal logprobs of all, then two updates of half of
-them each. Bare is the same Hugging Face model, batches and loss with a plain fused AdamW: the
-difference is the engine and FSDP2.
+A step is the demo's: 512 short rows, proximal logprobs of all rows, then two updates of half of the
+rows each. The bare model is the same Hugging Face model with the same batches and loss and a plain
+fused AdamW: the difference is the cost of the engine and FSDP2.
 
     python tools/bench_engine.py [--repeats 5] [--out out/bench/engine.json]
 """
@@ -43,7 +43,7 @@ BUDGET = FSDPConfig().max_tokens_per_microbatch
 
 
 def make_rows(count: int = 512) -> list[Sequence]:
-    """Draw rows of 16 to 30 tokens, the last third of each trained."""
+    """Draw rows of 16 to 30 tokens; the last third of each row is trained."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(count):
@@ -59,7 +59,7 @@ def make_rows(count: int = 512) -> list[Sequence]:
 
 
 def engine_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
-    """Return one step through the engine."""
+    """Return a function that runs one step with the engine."""
     engine = FSDPEngine(
         FSDPConfig(),
         model_path=str(path),
@@ -76,7 +76,7 @@ def engine_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
 
 
 def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
-    """Return the same step on the bare model."""
+    """Return a function that runs the same step with the bare model."""
     from transformers import AutoModelForCausalLM
 
     causal_lm = AutoModelForCausalLM.from_pretrained(path)
@@ -105,7 +105,7 @@ def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
 
 
 def measure(size: str, repeats: int) -> dict[str, float]:
-    """Time both, turn by turn; medians."""
+    """Time both alternately; return medians."""
     rows = make_rows()
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_model(folder, **SIZES[size])

@@ -1,6 +1,6 @@
-"""How many episodes a second one rollout worker can run, were the policy to answer at once.
+"""Measure the episodes per second of one rollout worker with a policy that answers at once.
 
-No HTTP and no model: what is left is what environment, agent and collector cost.
+There is no HTTP and no model, so the time is that of environment, agent and collector.
 
     python tools/bench_episodes.py [--seconds 2] [--rounds 5] [--profile]
 """
@@ -40,17 +40,17 @@ from tools.make_tiny_model import PRINTABLE, make_tokenizer  # noqa: E402
 
 LANES, GROUP, WARM = 64, 8, 4000
 BOARD = 18
-"""Characters of a tic-tac-toe board, at the end of a prompt."""
+"""Number of characters of a tic-tac-toe board, at the end of a prompt."""
 TOKENIZER = make_tokenizer(PRINTABLE, context=2048)
 DIGITS = {TOKENIZER.convert_tokens_to_ids(digit) for digit in "123456789"}
 EOS = TOKENIZER.eos_token_id
 GOALS = {"single_turn": 5000, "tic_tac_toe": 2000}
-"""Episodes a second that issue 7 asks for."""
+"""Required episodes per second."""
 
 
 @envs.register("single_turn")
 class SingleTurn(Env):
-    """One answer, rewarded at once."""
+    """Environment of one answer, which has reward 1."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reward every answer with 1."""
@@ -59,14 +59,14 @@ class SingleTurn(Env):
 
 
 class InstantClient(LLMClient):
-    """A policy that answers with one of the last board's free squares, or with five letters."""
+    """Policy that answers with a free square of the last board, or with five letters."""
 
     def __init__(self) -> None:
         self.choice = random.Random(1).choice
         self.turns = 0
 
     async def generate(self, request: LLMRequest) -> LLMResponse:
-        """Answer without a wait."""
+        """Return an answer at once."""
         self.turns += 1
         free = [token for token in request.input_ids[-BOARD:] if token in DIGITS]
         ids = [self.choice(free), EOS] if free else [10, 11, 12, 13, EOS]
@@ -84,8 +84,8 @@ def collector(name: str) -> Collector:
 async def play(
     made: Collector, task: Callable[[int], Task], seconds: float, *, least: int = 0
 ) -> dict[str, float]:
-    """Play for some seconds, and at least so many episodes; return episodes a second of the clock,
-    and of the processor."""
+    """Play for some seconds and a minimum of episodes; return episodes per second of wall time and
+    of CPU time."""
     numbers, client, done = iter(range(sys.maxsize)), made._agents.client, 0
     assert isinstance(client, InstantClient)
     begin, cpu, turns = time.perf_counter(), time.process_time(), client.turns
@@ -114,18 +114,18 @@ async def play(
 
 
 def question(group: int) -> Task:
-    """Return a question that no other group has."""
+    """Return a task that no other group has."""
     return Task(f"train-{group}", f"What is {group} + 1? Think it over.", None, {})
 
 
 def game(group: int) -> Task:
-    """Return a game."""
+    """Return a task of a game."""
     return Task(f"train-{group}", "tic-tac-toe", None, {})
 
 
 async def bench(options: argparse.Namespace) -> dict[str, float]:
-    """Play both in turns; return medians."""
-    gc.freeze()  # as the rollout role does, and the threshold too
+    """Play both alternately; return medians."""
+    gc.freeze()  # the rollout role sets this and the threshold, too
     gc.set_threshold(50_000)
     found: dict[str, list[float]] = {}
     made = {"single_turn": question, "tic_tac_toe": game}

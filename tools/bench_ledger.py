@@ -1,8 +1,8 @@
-"""A ledger of 1.8 million small trajectories: how long a datapipe takes to open it, what the end of
-a run costs, and how fast payloads are audited.
+"""Measure a ledger of 1.8 million small trajectories: time to open it, time of the end of a run,
+and speed of the audit of payloads.
 
-The rows are written by the ledger's own writer, the marks by the audits that a datapipe does after
-each checkpoint. The same numbers for payloads of 64 KB are of a second, smaller ledger.
+The ledger's own writer writes the rows, and the audits after each checkpoint write their marks. A
+second, smaller ledger has payloads of 64 KB.
 Run: python tools/bench_ledger.py [--records 1800000] [--kilobytes 64] [--large 4000]
 """
 
@@ -34,12 +34,12 @@ from arealite.system.ledger.ledger import Ledger
 from tools import figures
 
 GROUP, BATCH, EVERY = 8, 64, 20
-"""Trajectories of a group, groups of a batch, steps between checkpoints."""
+"""Trajectories per group, groups per batch, steps between checkpoints."""
 TASKS = [Task(f"train-{i}", "x", None, {}) for i in range(1000)]
 
 
 def segments(tokens: int, version: int) -> tuple[list[Segment], bytes]:
-    """One segment, half of it sampled."""
+    """Return a trajectory of one segment; half of its tokens are sampled."""
     rng = np.random.default_rng(tokens)
     prompt = tokens // 2
     mask = np.arange(tokens) >= prompt
@@ -63,7 +63,7 @@ def header(group: Group, member: int, tokens: int, version: int) -> TrajectoryHe
 
 
 def fill(path: Path, records: int, tokens: int) -> dict[str, float]:
-    """Write a trial of so many trajectories, of which the last steps are in no checkpoint."""
+    """Write a trial of `count` trajectories; the last steps are in no checkpoint."""
     ledger = Ledger(path, fingerprint=identity(ExperimentConfig(), TASKS))
     steps, audits, begin = records // GROUP // BATCH, list[float](), time.perf_counter()
     for step in range(steps):
@@ -151,9 +151,9 @@ def measure(folder: Path, records: int, tokens: int, repeats: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, default=1_800_000)
-    parser.add_argument("--tokens", type=int, default=8, help="of a small trajectory")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of a small trajectory")
     parser.add_argument("--kilobytes", type=int, default=64)
-    parser.add_argument("--large", type=int, default=8_000, help="trajectories of that size")
+    parser.add_argument("--large", type=int, default=8_000, help="trajectories with large payloads")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("out/bench"))
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Measure `arealite serve`: steps a second of 16 sessions with an environment that does nothing.
+"""Measure `arealite serve`: steps per second of 16 sessions with an environment that does nothing.
 
-The server is a process of its own, as it is used; the client is this one, once by hand, a socket a
-session, and once through RemoteEnv, as a rollout worker plays (an episode opens a socket).
+The server runs in a separate process, the client in this one: once with bare sockets, one per
+session, and once with RemoteEnv, as in a rollout worker (each episode opens a socket).
 
     python tools/bench_openenv.py [--sessions 16] [--seconds 2] [--repeats 5]
 """
@@ -39,12 +39,12 @@ from tools import figures
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG, SHORT = 50, 1
-"""Steps of an episode."""
+"""Number of steps of an episode."""
 
 
 @envs.register("bench_steps")
 class Steps(StepEnv):
-    """Answers at once; the prompt says how often."""
+    """Environment that does nothing; the prompt is the number of its steps."""
 
     async def reset(self, task: Task) -> tuple[Any, Any]:
         return [int(task.prompt)], "begin"
@@ -70,7 +70,7 @@ class Instant(Agent):
 
 @contextmanager
 def served() -> Iterator[str]:
-    """Run a server for the body's time; give its address."""
+    """Run a server during the body; yield its address."""
     command = [sys.executable, "-m", "arealite.cli.main", "serve", "env.type=bench_steps"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
     with subprocess.Popen(
@@ -84,7 +84,7 @@ def served() -> Iterator[str]:
 
 
 async def by_hand(address: str, sessions: int, seconds: float) -> float:
-    """Steps a second of bare sockets that send and receive."""
+    """Return the steps per second of bare sockets."""
     reset = json.dumps({"type": "reset", "data": {"task": {"prompt": str(LONG)}}})
     step = json.dumps({"type": "step", "data": {"text": "an answer"}})
     end = time.perf_counter() + seconds
@@ -109,7 +109,7 @@ async def by_hand(address: str, sessions: int, seconds: float) -> float:
 
 
 async def as_env(config: EnvConfig, args: argparse.Namespace, length: int) -> float:
-    """Steps a second of episodes of an environment, with agents that answer at once."""
+    """Return the steps per second of episodes whose agents answer at once."""
     env = make_env(None, config)
     await env.setup()
     begin = time.perf_counter()
@@ -130,12 +130,12 @@ async def as_env(config: EnvConfig, args: argparse.Namespace, length: int) -> fl
 
 
 async def bench(args: argparse.Namespace) -> dict[str, float]:
-    """Run everything, interleaved; return metric → median."""
+    """Run all measurements alternately; return the median of each metric."""
     runs: dict[str, list[float]] = {}
     with served() as address:
         here = EnvConfig(type="bench_steps")
         there = replace(here, runtime=RuntimeConfig(type="remote", addresses=[address]))
-        for _ in range(args.repeats + 1):  # the first one warms up
+        for _ in range(args.repeats + 1):  # the first round is a warm-up
             rates = {
                 "sockets_steps_s": await by_hand(address, args.sessions, args.seconds),
                 "remote_env_steps_s": await as_env(there, args, LONG),

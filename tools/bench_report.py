@@ -1,7 +1,6 @@
-"""How long a report takes to write, and to open in headless Chromium: from `goto` until the table
-and the curves are drawn.
+"""Measure the time to write a report, and to open it in headless Chromium.
 
-Here because a report that is slow to open is not opened.
+The opening time is from `goto` until the table and the curves are drawn.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from tests.impl.view.runs import add_token_stats, make_run, make_tokenizer, many
 
 TRAJECTORIES, REPEATS, WORDS = 10_000, 5, 32_000
 SIZES = (14, 1000)
-"""Tokens of a trajectory: the demo's, and a short answer's with reasoning."""
+"""Tokens per trajectory: as in the demo, and as in a short answer with reasoning."""
 
 
 def bench(browser: Any, tokens: int) -> dict[str, float]:
-    """Write and open a report of so many trajectories; return medians."""
+    """Write and open a report of TRAJECTORIES trajectories; return medians."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "run"
         make_tokenizer(root / "model", [f" w{number:x}" for number in range(WORDS)])

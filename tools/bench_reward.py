@@ -1,6 +1,6 @@
-"""Checks a second through the maths reward's pool, and how long it holds up the event loop.
+"""Measure the pool of the maths reward: checks per second, and how long it blocks the event loop.
 
-Here because every maths episode waits for a check, in the loop that also drives all generations.
+Every maths episode waits for a check, in the event loop that also drives all generations.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ENDLESS = "$9^{9^{9^{9}}}$"
 
 
 def questions(count: int) -> list[tuple[str, str]]:
-    """Return completions in several notations, half of them right."""
+    """Return completions in several notations; half of them are right."""
     notations = ("so the answer is ${}x/7$", "thus \\boxed{{\\frac{{{}x}}{{7}}}}", "it is {}/7")
     rows = ((notations[n % 3].format(n), f"\\frac{{{n + n % 2}}}{{7}}") for n in range(1, count))
     return [*rows, ("we get $\\sqrt{2}$", "\\sqrt{2}")]
 
 
 async def measure(work: Callable[[], Awaitable[object]]) -> tuple[float, float]:
-    """Return (seconds, longest stall of the loop in seconds) while `work` runs."""
+    """Run `work`; return its seconds and the longest stall of the event loop in seconds."""
     stalls: list[float] = []
 
     async def tick() -> None:
@@ -52,7 +52,7 @@ async def measure(work: Callable[[], Awaitable[object]]) -> tuple[float, float]:
 
 
 async def bench() -> dict[str, float]:
-    """Measure pool, plain calls and a kill, interleaved; return medians."""
+    """Measure pool, plain calls and a kill, alternately; return medians."""
     reward = MathVerifyReward(MathVerifyConfig(workers=WORKERS, timeout_s=1.0))
     start_s, start_stall_s = await measure(reward.setup)
     rows = questions(CHECKS)

@@ -1,7 +1,7 @@
-"""How much a rollout worker costs an episode: client and collector against a bare aiohttp loop.
+"""Measure the cost of a rollout worker per episode: client and collector against bare aiohttp.
 
-Both talk to the same stub server (another process that answers at once), in turns within one run,
-so that their ratio means something on a machine that is not quiet.
+Both use the same stub server, a process that replies at once. They run alternately in one run, so
+other load on the machine affects both.
 
     python tools/bench_rollout.py [--episodes 4000] [--concurrency 256] [--rounds 5] [--profile]
 """
@@ -52,7 +52,7 @@ PROMPT = "what is 12 + 34? think it over.."  # 32 characters, 32 tokens
 
 @envs.register("instant")
 class InstantEnv(Env):
-    """One answer, scored at once."""
+    """Environment of one answer, which has reward 1."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reward every answer with 1."""
@@ -62,7 +62,7 @@ class InstantEnv(Env):
 
 @contextmanager
 def stub() -> Iterator[str]:
-    """Start the stub server; give its address."""
+    """Start the stub server; yield its address."""
     command = [sys.executable, "-m", "tests.fakes.instant", "--tokens", str(TOKENS)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -77,7 +77,11 @@ def stub() -> Iterator[str]:
 
 
 async def rate(one: Callable[[int], Awaitable[Any]], count: int, concurrency: int) -> Any:
-    """Run `one` `count` times, `concurrency` at a time; return (per second, CPU seconds each)."""
+    """Run `one` `count` times, `concurrency` at a time.
+
+    Returns:
+        Runs per second, and CPU seconds per run.
+    """
     numbers = iter(range(count))
 
     async def lane() -> None:
@@ -93,7 +97,7 @@ async def rate(one: Callable[[int], Awaitable[Any]], count: int, concurrency: in
 
 
 def bare(address: str, session: aiohttp.ClientSession) -> Callable[[int], Awaitable[Any]]:
-    """Return the least that a client can do: send ready bytes, read the answer."""
+    """Return the baseline: a function that sends prepared bytes and reads the reply."""
     body = msgspec.json.encode(
         {
             "input_ids": list(range(3, 35)),
@@ -124,7 +128,7 @@ def experiment(folder: str, concurrency: int) -> ExperimentConfig:
 
 
 def ours(collector: Collector) -> Callable[[int], Awaitable[Any]]:
-    """Return one episode through collector and client, to the payload bytes."""
+    """Return a function that runs one episode with collector and client, up to payload bytes."""
 
     async def one(number: int) -> None:
         group, member = divmod(number, GROUP)
@@ -138,13 +142,13 @@ def ours(collector: Collector) -> Callable[[int], Awaitable[Any]]:
 
 
 async def measure(options: argparse.Namespace, address: str, folder: str) -> dict[str, float]:
-    """Run both in turns; return the medians."""
+    """Run both alternately; return the medians."""
     from tests.models import tiny_tokenizer
 
     config = experiment(folder, options.concurrency)
     entry = {"address": address, "vocab_size": 320, "context_length": 2048}
     NameRegistry.of(config).put("llm_server", "stub", entry)
-    gc.freeze()  # as the rollout role does, and the threshold too
+    gc.freeze()  # the rollout role sets this and the threshold, too
     gc.set_threshold(50_000)
     client = SGLangClient(config, config.trainer.ppo.collector.client)
     await client.start()

@@ -1,6 +1,6 @@
-"""Programs a second through each sandbox of this host, sixteen at once, and scored ones.
+"""Measure the sandboxes of this host: programs per second, sixteen at a time, and scored programs.
 
-Here because a coding run is as fast as its programs: each starts Python anew, and is confined.
+The speed of a coding run depends on this: each program starts a confined Python process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CASES = {"entry_point": "f", "cases": [{"args": [x], "expected": x + 1} for x in
 
 
 async def bench() -> dict[str, float]:
-    """Measure each sandbox, interleaved; return medians."""
+    """Measure the sandboxes alternately; return medians."""
     envs: dict[str, CodeEnv] = {}
     for backend in ("bwrap", "unsafe"):
         sandbox = SandboxConfig(backend=backend, concurrency=AT_ONCE, timeout_s=60.0)
@@ -70,7 +70,7 @@ async def bench() -> dict[str, float]:
 
 
 async def interpreter(slots: asyncio.Semaphore) -> None:
-    """Start Python as a shell would, to compare with."""
+    """Start Python without a sandbox, as the baseline."""
     async with slots:
         words = sys.executable, "-I", "-c", "print(1)"
         process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)

@@ -1,7 +1,7 @@
-"""Measure the embedded server: tokens a second through HTTP, and how long a weight update stops it.
+"""Measure the embedded server: tokens per second over HTTP, and the pause of a weight update.
 
-Baselines are measured in the same run, interleaved: transformers' static `generate` at the same
-batch, and `safetensors.load_file` + `copy_` of the same file. One torch thread each.
+The baselines are measured alternately in the same run: transformers' static `generate` with the
+same batch size, and `safetensors.load_file` + `copy_` of the same file. Each has one torch thread.
 
     python tools/bench_server.py [--repeats 3] [--large]
 """
@@ -43,7 +43,7 @@ LARGE = {
     "num_key_value_heads": 12,
     "init_std": 0.02,
 }
-"""About 100 M parameters, 378 MB in float32."""
+"""A model of about 100 M parameters, 378 MB in float32."""
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -53,7 +53,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 def static_rate(model: Any, batch: int) -> float:
-    """Tokens a second of `generate` on one batch, sampling."""
+    """Return the tokens per second of `generate` with sampling, on one batch."""
     ids = torch.tensor(prompts_of(batch))
     started = time.perf_counter()
     with torch.inference_mode():
@@ -69,14 +69,14 @@ def static_rate(model: Any, batch: int) -> float:
 
 
 async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> dict[str, Any]:
-    """POST JSON and return the answer."""
+    """POST JSON and return the reply."""
     async with session.post(path, json=body) as response:
         response.raise_for_status()
         return await response.json()
 
 
 async def generate(session: aiohttp.ClientSession, prompt: list[int]) -> dict[str, Any]:
-    """Ask for one generation with logprobs."""
+    """Request one generation with logprobs."""
     sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     return await post(
         session, "/generate", input_ids=prompt, sampling_params=sampling, return_logprob=True
@@ -84,7 +84,7 @@ async def generate(session: aiohttp.ClientSession, prompt: list[int]) -> dict[st
 
 
 async def served_rate(session: aiohttp.ClientSession, batch: int) -> float:
-    """Tokens a second of `batch` concurrent requests over HTTP."""
+    """Return the tokens per second of `batch` concurrent requests over HTTP."""
     started = time.perf_counter()
     await asyncio.gather(*(generate(session, prompt) for prompt in prompts_of(batch)))
     return batch * NEW_TOKENS / (time.perf_counter() - started)
@@ -93,7 +93,7 @@ async def served_rate(session: aiohttp.ClientSession, batch: int) -> float:
 async def update_seconds(
     session: aiohttp.ClientSession, folder: Path, in_flight: int
 ) -> tuple[float, float]:
-    """Return how long an update under load stopped generation, as (client, engine) saw it."""
+    """Return the pause of generation by an update under load, measured by client and by engine."""
     tasks = [asyncio.ensure_future(generate(session, p)) for p in prompts_of(in_flight)]
     await asyncio.sleep(0.1)
     await post(session, "/pause_generation", mode="retract")
@@ -107,7 +107,7 @@ async def update_seconds(
 
 
 def copy_seconds(model: Any, folder: Path) -> float:
-    """Seconds of load_file + copy_ into the parameters of a model."""
+    """Return the seconds of load_file + copy_ into the parameters of a model."""
     parameters = model.state_dict()
     started = time.perf_counter()
     with torch.no_grad():

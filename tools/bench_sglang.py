@@ -1,8 +1,8 @@
-"""Our rollout path and weight publishers on real SGLang servers: throughput, interruption, stalls.
+"""Measure rollout and weight publishers on real SGLang servers: throughput, interruptions, stalls.
 
-Every figure stands beside its own baseline, measured in turns with it in the same run: a bare
-aiohttp loop, the server's own time for an update, a raw gloo broadcast of the same bytes. Starts
-its servers with launch_llm_server, needs `make sglang`, takes about five minutes on two cores.
+Every figure has a baseline, measured alternately in the same run: a bare aiohttp loop, the server's
+own time for an update, a raw gloo broadcast of the same bytes. The script starts its servers with
+launch_llm_server, requires `make sglang`, and takes about five minutes on two cores.
 
     python tools/bench_sglang.py [--repeats 5] [--only rollout interrupt stall elastic distributed]
 """
@@ -51,7 +51,7 @@ Note = Callable[[str, float], None]
 
 
 async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
-    """Compare tokens a second of the rollout path with a bare loop's, in turns."""
+    """Compare the tokens per second of the rollout path and of a bare aiohttp loop, alternately."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
     headers = {"Content-Type": "application/json"} | site.names.headers()
     async with (
@@ -66,7 +66,7 @@ async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
                 order = list(ways) if turn % 2 else list(ways)[::-1]
                 for name in order:
                     per_s, _ = await rate(ways[name], max(96, 2 * lanes), lanes)
-                    if turn >= 0:  # the first warms up
+                    if turn >= 0:  # the first round is a warm-up
                         rates[name].append(per_s * TOKENS)
             for name, values in rates.items():
                 note(f"rollout.{name}_tok_s.{lanes}", statistics.median(values))
@@ -76,7 +76,7 @@ async def rollout(site: Site, port: int, note: Note, repeats: int) -> None:
 
 
 async def interrupt(site: Site, note: Note, *, times: int = 5) -> None:
-    """Publish while 64 generations run, by retract and by abort; count what it did to them."""
+    """Publish while 64 generations run, by retract and by abort; count interrupted generations."""
     decode, answered = wire.decode_answer, 0
 
     def count(raw: bytes) -> wire.Answer:
@@ -140,7 +140,7 @@ async def stall(site: Site, port: int, note: Note, *, repeats: int, lanes: int) 
 
 
 async def elastic(site: Site, port: int, note: Note) -> None:
-    """Let a second server join and the first one die, under traffic."""
+    """Start a second server and kill the first one, under traffic."""
     async with AsyncExitStack() as stack:
         publisher = stack.enter_context(site.publisher("disk"))
         await publisher.publish()
@@ -163,30 +163,30 @@ async def elastic(site: Site, port: int, note: Note) -> None:
 
 
 def server(client: SGLangClient, port: int) -> Server | None:
-    """Return what the client knows of a server."""
+    """Return the client's state of a server."""
     found = (s for s in client._router.servers.values() if s.address.endswith(f":{port}"))
     return next(found, None)
 
 
 def named(site: Site, port: int) -> list[Entry]:
-    """Return the server's live name, if it has one: then launch_llm_server found it healthy."""
+    """Return the server's live name; None until launch_llm_server found the server healthy."""
     names = site.names.list("llm_server")
     return [entry for entry in names if entry.value["address"].endswith(f":{port}")]
 
 
 def finished(known: Server | None) -> int:
-    """Return how many requests a server has answered."""
+    """Return the number of requests that a server has answered."""
     return 0 if known is None else known.served - known.in_flight
 
 
 async def distributed(site: Site, note: Note, repeats: int) -> None:
-    """Compare a distributed publish with a raw gloo broadcast of the same bytes, in turns."""
+    """Compare a distributed publish and a raw gloo broadcast of the same bytes, alternately."""
     raw, ours, whole = list[float](), list[float](), list[float]()
     with site.publisher("distributed") as publisher:
         size = sum(tensor.nbytes for tensor in publisher.weights.values())
         await publisher.publish()
         with broadcasting(size, repeats + 1) as broadcast:
-            await asyncio.to_thread(broadcast)  # the first touches the memory
+            await asyncio.to_thread(broadcast)  # the first broadcast allocates the memory
             for _ in range(repeats):
                 raw.append(await asyncio.to_thread(broadcast))
                 ours.append((await publisher.publish()).load_s)
@@ -202,7 +202,7 @@ async def distributed(site: Site, note: Note, repeats: int) -> None:
 
 @contextmanager
 def broadcasting(size: int, times: int) -> Iterator[Callable[[], float]]:
-    """Give a function that broadcasts `size` bytes to another process and returns the seconds."""
+    """Yield a function that broadcasts `size` bytes to another process and returns the seconds."""
     port = free_port()
     command = [sys.executable, __file__, "--receive", str(port), str(size), str(times)]
     with subprocess.Popen(command) as process:
@@ -228,7 +228,7 @@ def join(port: int, *, rank: int) -> dist.ProcessGroup:
 
 
 def receive(port: int, size: int, times: int) -> None:
-    """Be the other process of the raw broadcasts."""
+    """Run the receiving process of the raw broadcasts."""
     made = join(port, rank=1)
     flat = torch.zeros(size, dtype=torch.uint8)
     for _ in range(times):
@@ -238,7 +238,7 @@ def receive(port: int, size: int, times: int) -> None:
 
 
 async def bench(folder: Path, only: list[str], repeats: int, note: Note) -> None:
-    """Measure everything; at most two servers run at a time."""
+    """Run all measurements; at most two servers run at a time."""
     small = Site(folder / "small", tiny_model(folder / "small" / "model", **SMALL))
     if set(only) - {"distributed"}:
         with small.served() as port:

@@ -1,6 +1,6 @@
-"""How long a person waits: `arealite --help`, and a datapipe process until it listens.
+"""Measure start times: `arealite --help`, and a datapipe process until it has a name.
 
-Prints the median of several runs; writes out/bench/start.json.
+Prints the median of several runs, and writes out/bench/start.json.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ REPEATS = 7
 def main() -> None:
     """Measure both and print a table."""
     found = {"help_s": median(help_s), "datapipe_ready_s": median(datapipe_ready_s)}
-    print(f"arealite --help      {found['help_s']:.3f} s  (asked for: < 0.5)")
-    print(f"datapipe ready       {found['datapipe_ready_s']:.3f} s  (asked for: < 1)")
+    print(f"arealite --help      {found['help_s']:.3f} s  (goal: < 0.5)")
+    print(f"datapipe ready       {found['datapipe_ready_s']:.3f} s  (goal: < 1)")
     figures.save("start.json", found)
 
 

@@ -1,7 +1,7 @@
-"""What `arealite top` costs the run it shows: its processor time, and the steps' time beside it.
+"""Measure the cost of `arealite top`: its CPU time, and the step time of the run beside it.
 
-A small run, and a `top` in a terminal that is stopped and let go on in turn. Prints the medians;
-writes out/bench/top.json.
+`top` of a small run is stopped and continued alternately. Prints the medians, and writes
+out/bench/top.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 AHEAD, PAIRS, TURN_S = 5, 15, 10.0
-"""Steps before the comparison; turns without and with it, and how long each is."""
+"""Steps before the comparison; number of pairs without and with `top`, and seconds of each part."""
 SMALL = ("batch_size=64", "updates=1", "total_steps=100000")
 
 
@@ -41,7 +41,7 @@ def main() -> None:
             finally:
                 run.send_signal(signal.SIGINT)
     print(f"start: {figures['start_cpu_s']:.2f} s of one processor")
-    print(f"then, of all processors: {figures['cpu_share']:.2%}  (asked for: < 1 %)")
+    print(f"then, of all processors: {figures['cpu_share']:.2%}  (goal: < 1 %)")
     print(f"step time with / without, median of {PAIRS} pairs: {figures['ratio']:.3f}")
     out = ROOT / "out" / "bench"
     out.mkdir(parents=True, exist_ok=True)
@@ -49,12 +49,12 @@ def main() -> None:
 
 
 def compare(folder: Path) -> dict:
-    """Return what a `top` of the run in `folder` takes, and how long steps take beside it."""
+    """Return the CPU time of a `top` of the run in `folder`, and the step times beside it."""
     while len(step_times(folder)) < AHEAD:
         time.sleep(0.2)
     mine, its = pty.openpty()
     threading.Thread(target=lambda: [*iter(lambda: os.read(mine, 65536), b"")], daemon=True).start()
-    # A shell of its own session, whose terminal this is: else there is nothing to draw on.
+    # A session with its own terminal: without one, `top` draws no panel.
     top = f'exec "{sys.executable}" -m arealite.cli.main top "{folder}" <"$0" >"$0"'
     shell, environment = ["sh", "-c", top, os.ttyname(its)], {**os.environ, "TERM": "xterm"}
     process = psutil.Popen(shell, cwd=ROOT, start_new_session=True, env=environment)
@@ -75,7 +75,7 @@ def compare(folder: Path) -> dict:
 
 
 def step_times(folder: Path) -> list[tuple[float, float]]:
-    """Return when each step ended, and how long it took."""
+    """Return the end time and the duration of each step."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines()[:-1] if file.exists() else []
     steps = [line for line in map(json.loads, lines) if "time/step_s" in line]

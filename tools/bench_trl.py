@@ -1,14 +1,14 @@
-"""Trained samples a second of the whole loop against TRL's GRPOTrainer: same model, prompts, loss.
+"""Compare trained samples per second with TRL's GRPOTrainer: same model, prompts and loss.
 
-Three cases: answers that end by themselves within 8 tokens, answers of exactly 128, and answers of
-heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128). Ours is what a user starts:
-`train.py` with datapipe, worker, trainer and an embedded server, four processes. TRL
-generates with transformers in the trainer's process. Both have both cores and run in turn. Model: a
-random Qwen2 of 0.8 M parameters; 32 prompts × 8 samples a step, one update a step, GRPO with group
-std, token mean, clip 0.2, no reference, AdamW, float32. TRL is given two torch threads, no
-checkpoints, logs, evaluation or gradient checkpointing, and the micro-batch that suits it best
-(`trl_rows`); our settings stand in `OURS` and in the printed table. First and last steps
-are left out: buffers fill and empty there.
+Three cases: answers that end by themselves within 8 tokens, answers of exactly 128 tokens, and
+answers of heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128). AReaLite runs as a
+user starts it: `train.py` with datapipe, worker, trainer and an embedded server, four processes.
+TRL generates with transformers in the trainer's process. Both have both cores and run alternately.
+Model: a random Qwen2 of 0.8 M parameters; 32 prompts × 8 samples per step, one update per step,
+GRPO with group std, token mean, clip 0.2, no reference, AdamW, float32. TRL has two torch threads,
+no checkpoints, logs, evaluation or gradient checkpointing, and its fastest micro-batch
+(`trl_rows`). AReaLite's settings are in `OURS` and in the printed table. The first and last steps
+are left out, because buffers fill and empty there.
 
     .venv-peers/bin/python tools/bench_trl.py [--repeats 3] [--cases short fixed heavy]
 
@@ -47,12 +47,12 @@ BATCH = PROMPTS * SAMPLES
 LENGTH = "completions/mean_length"
 WARM_STEPS = 4
 BUSY = 0.25
-"""Cores: where others use as much, a pair does not count as long as there is a better one."""
+"""Cores in use by other processes from which on a pair is discarded, if there is a better pair."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How long answers are, how many steps are timed, and what our side is set to."""
+    """Lengths of answers, number of timed steps, and settings of AReaLite."""
 
     longest: int
     trl_steps: int
@@ -60,7 +60,7 @@ class Case:
     wanted: float
     staleness: int
     trl_rows: int
-    """Of a micro-batch."""
+    """Rows of a micro-batch."""
     ours: tuple[str, ...] = ()
 
 
@@ -83,13 +83,13 @@ def heavy_length(rng: random.Random) -> int:
 
 
 def score(text: str) -> float:
-    """Reward the share of digits: of a random model's answers it differs from one to the next."""
+    """Return the share of digits: it differs between the answers of a random model."""
     return sum(map(str.isdigit, text)) / max(1, len(text))
 
 
 @envs.register("digits")
 class DigitsEnv(Env):
-    """One answer, scored here: TRL's reward function does the same in its own process."""
+    """Environment of one answer; TRL's reward function computes the same reward."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
         (agent,) = agents.values()
@@ -98,7 +98,7 @@ class DigitsEnv(Env):
 
 
 class LengthAgent(MathCodeSingleStepAgent):
-    """Generates exactly as many tokens as `length` says."""
+    """Agent that generates exactly `length` tokens."""
 
     def __init__(self, config: Any, **context: Any) -> None:
         super().__init__(config, **context)
@@ -115,7 +115,7 @@ class LengthAgent(MathCodeSingleStepAgent):
 
 @agents.register("heavy")
 class HeavyAgent(LengthAgent):
-    """Draws the length from the episode's name."""
+    """Agent that draws the length from the episode's name."""
 
     def length(self) -> int:
         return heavy_length(random.Random(self.seat.episode_id))
@@ -145,7 +145,7 @@ def make_kit(folder: Path) -> None:
 
 
 def trl_side(name: str, kit: Path) -> None:
-    """Train with TRL in this process and print what was measured."""
+    """Train with TRL in this process and print the measurements."""
     import datasets
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -201,7 +201,7 @@ def trl_side(name: str, kit: Path) -> None:
 
 
 def end_where_drawn(trainer: Any) -> None:
-    """Let each row of `generate` end with EOS at a length drawn for it, and not before."""
+    """Makes each row of `generate` end with EOS at a drawn length, and not before."""
     import torch
     from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -227,7 +227,7 @@ def end_where_drawn(trainer: Any) -> None:
 
 
 def run_trl(name: str, kit: Path) -> dict[str, float]:
-    """Measure TRL in a process of its own, with both cores."""
+    """Measure TRL in a separate process, with both cores."""
     command, others = [sys.executable, __file__, "--trl", name, "--kit", str(kit)], Others()
     environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -246,12 +246,12 @@ def names(kit: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This module is importable as a plugin; threads are set by the config."""
+    """Return the environment, with this module as a plugin; the config sets the threads."""
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
 
 
 def run_ours(name: str, kit: Path, repeat: int) -> dict[str, float]:
-    """Train with our loop; return samples a second and where the trainer's seconds went."""
+    """Train with AReaLite; return samples per second and the trainer's seconds by part."""
     case, run_root, others = CASES[name], kit / f"{name}-{repeat}", Others()
     last = WARM_STEPS + case.our_steps
     command = [
@@ -271,7 +271,7 @@ def run_ours(name: str, kit: Path, repeat: int) -> dict[str, float]:
         f"trainer.ppo.collector.group_size={SAMPLES}",
         f"trainer.ppo.collector.sampling.max_new_tokens={case.longest}",
         f"trainer.ppo.max_staleness={case.staleness}",
-        # What is offered last is generated while the trainer has the machine for itself.
+        # No generation runs beside the last steps, so the trainer has all cores there.
         f"trainer.ppo.total_steps={last + case.staleness + 1}",
         "trainer.ppo.checkpoint.every_steps=0",
         "trainer.ppo.checkpoint.export=false",
@@ -297,13 +297,13 @@ def run_ours(name: str, kit: Path, repeat: int) -> dict[str, float]:
 
 
 class Others:
-    """Measures the cores that processes which are not ours used meanwhile."""
+    """Measures the cores that other processes use."""
 
     def __init__(self) -> None:
         self.began = self._read()
 
     def cores(self) -> float:
-        """Return their number since the start."""
+        """Return their mean number since the start."""
         return (self._read()[0] - self.began[0]) / (self._read()[1] - self.began[1])
 
     @staticmethod
@@ -315,7 +315,7 @@ class Others:
 
 
 def main() -> None:
-    """Run both sides in turn and compare them."""
+    """Run both sides alternately and compare them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -335,7 +335,7 @@ def main() -> None:
 
 
 def compare(name: str, repeats: int) -> dict[str, Any]:
-    """Run one case on both sides, turn by turn; medians."""
+    """Run one case on both sides alternately; return medians."""
     case, pairs = CASES[name], list[dict[str, dict[str, float]]]()
     print(f"{name}: {case}")
     for repeat in range(repeats):
@@ -350,20 +350,20 @@ def compare(name: str, repeats: int) -> dict[str, Any]:
         for side, found in pair.items():
             print(f"  {side:5}", "  ".join(f"{k} {v:.3f}" for k, v in found.items()), flush=True)
     quiet = [pair for pair in pairs if all(side["others"] < BUSY for side in pair.values())]
-    print(f"{name}: {len(quiet)} of {repeats} pairs had the machine for themselves")
+    print(f"{name}: {len(quiet)} of {repeats} pairs ran without load of other processes")
     pairs = quiet or pairs
     sides = {
         side: {k: statistics.median(pair[side][k] for pair in pairs) for k in figures}
         for side, figures in pairs[0].items()
     }
     ratio = statistics.median(p["ours"]["samples_per_s"] / p["trl"]["samples_per_s"] for p in pairs)
-    print(f"{name}: ours / TRL, median of {len(pairs)} pairs: {ratio:.2f} (wanted: {case.wanted})")
+    print(f"{name}: ours / TRL, median of {len(pairs)} pairs: {ratio:.2f} (goal: {case.wanted})")
     about = {"ratio": ratio, "pairs": len(pairs), "quiet_pairs": len(quiet)}
     return {**about, **sides, "settings": dataclasses.asdict(case)}
 
 
 def wait_for_quiet(seconds: float = 120.0) -> None:
-    """Wait until nobody else computes, no longer than `seconds`."""
+    """Wait until other processes use no CPU, at most `seconds`."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         others = Others()

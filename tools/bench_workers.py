@@ -1,8 +1,8 @@
-"""How late the datapipe's event loop is under 64 rollout workers that never have to wait.
+"""Measure the lag of the datapipe's event loop under 64 rollout workers that never wait.
 
-Everything of ours is real: the datapipe's process and its ledger, 64 rollout workers (in a few
-processes, each worker with a client and a connection of its own), batches to a trainer's link. The
-environment is instant and the server a stub that answers at once, so that what limits is ours.
+All parts of AReaLite are real: the datapipe's process and its ledger, 64 rollout workers (in a few
+processes; each worker has its own client and connection), and batches to a trainer's link. The
+environment and the stub server reply at once, so that only AReaLite limits the speed.
 
     python tools/bench_workers.py [--workers 64] [--processes 2] [--steps 40]
 """
@@ -35,7 +35,7 @@ LIMIT_MS = 50.0
 
 
 def work(config: ExperimentConfig, first: int, count: int) -> None:
-    """Run `count` rollout workers until the datapipe lets them go."""
+    """Run `count` rollout workers until the datapipe ends them."""
     import uvloop
 
     from arealite.impl.client.sglang import SGLangClient
@@ -91,7 +91,7 @@ def train(config: ExperimentConfig, steps: int) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """Run the workers against a datapipe; return what `train` saw."""
+    """Run the workers against a datapipe; return the result of `train`."""
     with stub() as address, tempfile.TemporaryDirectory() as folder:
         config = experiment(folder, options.concurrency)
         ppo = replace(

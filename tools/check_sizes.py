@@ -23,11 +23,11 @@ WEB = (".js", ".css", ".html")
 VENDOR = "vendor"
 """Folders with files of other projects, which are not counted."""
 OF_PARTS = (".collector.env.", ".collector.agent.")
-"""Keys that are options of one of many parts: only each part's number of fields is limited."""
+"""Keys that are options of one of several implementations: only the fields of each are limited."""
 
 
 def main() -> int:
-    """Measure the tree; return 1 when any limit is broken."""
+    """Measure the tree; return 1 if a limit is broken."""
     sys.path.insert(0, str(ROOT))
     package = sorted((ROOT / "arealite").rglob("*.py"))
     breaches = [

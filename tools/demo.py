@@ -1,7 +1,6 @@
-"""`make demo`: server, training and audit of a tiny run on this machine, from nothing, in minutes.
+"""`make demo`: server, training and audit of a tiny run on this machine, in minutes.
 
-Here so that anyone sees the whole system learn before reading any of it; it types the commands that
-a user would type and reads the files that a run leaves.
+The script runs the commands that a user would type, and reads the files of the run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ OUT = Path("runs/demo")
 SERVER_GRACE_S = 10.0
 PLOT_HEIGHT = 8
 VERSIONS = "publish/version", "eval/newest_version"
-"""Metrics that tell which version the servers hold; version n is there after n updates."""
+"""Metrics that contain the servers' version; after n updates it is n."""
 SGLANG_PYTHON = ".venv-sglang/bin/python"
 BACKENDS = {
     "embedded": [],
@@ -40,7 +39,7 @@ BACKENDS = {
         f"llm_server.sglang.python={os.environ.get('SGLANG_PYTHON', SGLANG_PYTHON)}",
     ],
 }
-"""What launch_llm_server is told; training is the same with each."""
+"""Options of launch_llm_server for each backend; training is the same with each."""
 SHARED = "shared"
 """The backend without a server: the trainer's process generates from the parameters it trains."""
 SERVER_WAIT_S = 120
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the kit, train with real processes, and show what came of it."""
+    """Make model and data, train with real processes, and print the results."""
     OUT.mkdir(parents=True, exist_ok=True)
     trial = f"seed{options.seed}" + (f"-{options.backend}" * (options.backend != "embedded"))
     paths = RunPaths((OUT / trial).absolute())
@@ -84,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
-    """Run the demo while no other uses this folder and these names."""
+    """Run the demo while no other run uses this folder and these names."""
     begin, trial = time.perf_counter(), paths.root.name
     kit = make_kit(options.seed)
     clear(paths.root, keep=options.keep)
@@ -108,7 +107,7 @@ def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
 
 
 def make_kit(seed: int) -> Path:
-    """Return the folder with the warm model and the data; make it in a process of its own."""
+    """Return the folder with the model and the data; create it in a separate process."""
     kit = OUT / f"kit-seed{seed}"
     if (kit / "done").exists():
         print(f"model and data: {kit} (made earlier)")
@@ -122,7 +121,7 @@ def make_kit(seed: int) -> Path:
 
 
 def clear(root: Path, *, keep: bool) -> None:
-    """Remove an earlier run's folder, or move it aside; say which."""
+    """Remove an earlier run's folder, or move it aside; print which."""
     if not root.exists():
         return
     if keep:
@@ -146,12 +145,12 @@ def server(overrides: Sequence[str], *, log: Path) -> Iterator[None]:
     finally:
         if process.poll() not in (None, 0):
             tail = log.read_text(errors="replace").splitlines()[-10:]
-            print("the server ended by itself:", *tail, sep="\n    ")
+            print("the server exited unexpectedly:", *tail, sep="\n    ")
         end_group(process)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, then make it end."""
+    """Send SIGTERM to the group, then SIGKILL."""
     for number, grace_s in ((signal.SIGTERM, SERVER_GRACE_S), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -160,17 +159,17 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
-    """Run train.py in this terminal; pass each Ctrl-C on, and give it the time to stop."""
+    """Run train.py in this terminal; forward each Ctrl-C, and wait until it has stopped."""
     command = [sys.executable, "train.py", "--config", "config/demo.yaml", *overrides]
     command += [f"dataset.train={kit / 'train.jsonl'}", f"dataset.eval={kit / 'eval.jsonl'}"]
     if steps is not None:
         command.append(f"trainer.ppo.total_steps={steps}")
     print(f"training: {' '.join(['python3', *command[1:]])}", flush=True)
-    # In the terminal's own group it would get each Ctrl-C twice, and stop at once.
+    # In the terminal's process group it would receive each Ctrl-C twice, and stop at once.
     process = subprocess.Popen(command, process_group=0)
     while True:
         try:
-            # A wait without end would not see a Ctrl-C that comes just before its system call.
+            # A wait without a timeout would miss a Ctrl-C just before its system call.
             return process.wait(1.0)
         except subprocess.TimeoutExpired:
             continue
@@ -179,7 +178,7 @@ def train(kit: Path, overrides: Sequence[str], steps: int | None) -> int:
 
 
 def report(paths: RunPaths, more: dict[str, Any]) -> None:
-    """Print curve, held-out reward and places, below train.py's audit; write summary.json."""
+    """Print curve, held-out reward and paths, below train.py's audit; write summary.json."""
     from arealite.system.ledger.audit import audit
 
     lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]
@@ -197,7 +196,7 @@ def report(paths: RunPaths, more: dict[str, Any]) -> None:
 
 
 def summarize(lines: Sequence[dict[str, Any]], audited: Any) -> dict[str, Any]:
-    """Condense the metrics' lines and the audit into the numbers that matter."""
+    """Return a summary of the metrics and the audit."""
     steps = [line for line in lines if "reward/mean" in line]
     evals = [line["eval/reward"] for line in lines if "eval/reward" in line]
     versions = [line[key] for line in lines for key in VERSIONS if key in line]
@@ -217,7 +216,7 @@ def summarize(lines: Sequence[dict[str, Any]], audited: Any) -> dict[str, Any]:
 
 
 def plot(values: Sequence[float], *, height: int = PLOT_HEIGHT) -> str:
-    """Draw values in [0, 1] as columns of block characters, one a value, with a scale."""
+    """Draw values in [0, 1] as columns of block characters, one per value, with a scale."""
     rows = []
     for row in reversed(range(height)):
         fills = [min(max(value * height - row, 0.0), 1.0) for value in values]
@@ -228,7 +227,7 @@ def plot(values: Sequence[float], *, height: int = PLOT_HEIGHT) -> str:
 
 
 def draw(file: Path, lines: Sequence[dict[str, Any]]) -> str:
-    """Write the curve as a picture; return where it is, or why there is none."""
+    """Write the curve as a picture; return its path, or the reason why there is none."""
     try:
         import matplotlib
     except ModuleNotFoundError:

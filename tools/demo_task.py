@@ -1,6 +1,6 @@
 """The demo's task, sorting six digits, its data files, and a supervised warm-up of a tiny model.
 
-Here because reinforcement learning needs a model that is right now and then; this one is at 30 %.
+Reinforcement learning needs a model that is sometimes right; this one is right in 30 % of cases.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def draw(rng: random.Random, count: int, *, without: Iterable[str] = ()) -> list
 
 
 def held_out(seed: int) -> list[str]:
-    """Return the held-out digit strings of a seed; training and warm-up stay away from them."""
+    """Return the held-out digit strings of a seed; training and warm-up do not use them."""
     return draw(random.Random(f"held-out-{seed}"), EVAL_ROWS)
 
 
@@ -73,7 +73,7 @@ def warm_up(
     batch_size: int = 256,
     lr: float = 2e-3,
 ) -> float:
-    """Train the model in `folder` until it answers right with probability `accuracy`; save it.
+    """Train the model in `folder` until its answers are right with probability `accuracy`; save it.
 
     The probability of the exact answer at temperature 1 is measured, not sampled: the mean over
     fresh rows of the product of the answer's token probabilities, EOS included. Return the last
@@ -117,7 +117,7 @@ def _answer_logprobs(model: Any, tokenizer: Any, rows: list[str]) -> Any:
 
 
 def make_kit(folder: Path, seed: int) -> Path:
-    """Write a warm model into `folder`/model and the data beside it; keep what is already whole."""
+    """Write a trained model to `folder`/model and the data beside it; keep complete files."""
     if (folder / "done").exists():
         return folder
     import torch

@@ -1,7 +1,4 @@
-"""What a benchmark ends with: its figures as lines on the terminal and as a file.
-
-Here because every tools/bench_* ends so, and others read out/bench by these names.
-"""
+"""Output of a benchmark: its figures as lines on the terminal and as a JSON file in out/bench."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "out" / "bench"
 
 
 def show(figures: Mapping[str, Any], *, digits: int = 1) -> None:
-    """Print a line for each figure; what is no number as it is."""
+    """Print a line for each figure."""
     for name, value in figures.items():
         number = value if isinstance(value, str) else format(value, f"12.{digits}f")
         print(f"{name:44} {number}")

@@ -1,6 +1,6 @@
 """Make a tiny, randomly initialised Qwen2 model with a character-level tokenizer.
 
-Here because tests, benchmarks and the demo need a real Hugging Face folder and no network.
+Tests, benchmarks and the demo use it: they need a Hugging Face folder without a network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Contents in a row, the assistant's closed by EOS: a longer conversation extends a shorter one."""
+"""Chat template: concatenated contents, the assistant's ended by EOS. A longer conversation extends
+the tokens of a shorter one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,9 @@ class TinyModel:
     kv_heads: int | None = None
     """None: as many as heads."""
     alphabet: str = PRINTABLE
-    """The characters the tokenizer knows; others vanish."""
+    """Characters of the tokenizer; other characters are dropped."""
     words: tuple[str, ...] = ()
-    """Texts that are a token each."""
+    """Texts that are one token each."""
     vocab_size: int | None = None
     """Rows of the embedding; None: just the tokens. More leaves unused ids at the end."""
     context: int = 512

@@ -1,9 +1,9 @@
-"""Write docs/reference/: config keys, commands and metrics, from the code that knows them.
+"""Write docs/reference/: config keys, commands and metrics, generated from the code.
 
     python3 tools/reference.py           # write the pages
-    python3 tools/reference.py --check   # exit 1 where one is not what the code says
+    python3 tools/reference.py --check   # exit 1 if a page differs from the code
 
-Generated, so that it is whole and never out of date: a test, and `make check`, compare.
+A test and `make check` compare the pages with the code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROOTS: list[tuple[str, type, type | None]] = [
     ("arealite eval", EvaluateConfig, ExperimentConfig),
     ("arealite collect", CollectConfig, ExperimentConfig),
 ]
-"""Who reads a config, its schema, and the one that it only adds to."""
+"""Command that reads a config, schema of the config, and the config that it extends."""
 WIDTH = "100"
 Places = dict[type, tuple[str, str]]
 
@@ -51,7 +51,9 @@ Places = dict[type, tuple[str, str]]
 def main() -> int:
     """Write the pages, or compare them."""
     parser = argparse.ArgumentParser(description="Write docs/reference from the code.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a page is stale"
+    )
     is_check = parser.parse_args().check
     stale = [name for name, text in pages().items() if read(FOLDER / name) != text]
     for name in stale:
@@ -80,7 +82,7 @@ def read(file: Path) -> str:
 
 
 def config_page() -> str:
-    """List every key of every root config, by section; a class that is met again is referred to."""
+    """List every key of every root config, by section; a repeated class is a link."""
     head = (
         "# Config keys\n\n"
         "A run is told by YAML files and `key=value` words; later ones win, words win over files: "
@@ -161,7 +163,7 @@ def about(held: type) -> str:
 def key_lines(
     path: str, item: dataclasses.Field[Any], held: Any, default: Any, seen: Places
 ) -> Iterator[str]:
-    """Yield a key's line; of a dict of configs also those of what it holds."""
+    """Yield the line of a key; for a dict of configs, also the lines of its fields."""
     text = "; ".join(filter(None, (item.metadata.get("help"), base_config.range_of(item))))
     yield line(f"`{path}`", type_name(held), f"`{shown(default)}`", text)
     inner = base_config.element(held)
@@ -186,7 +188,7 @@ def line(*cells: str) -> str:
 
 
 def type_name(held: Any) -> str:
-    """Write a type as a reader of YAML thinks of it."""
+    """Write a type in words of YAML."""
     origin, inner = get_origin(held), get_args(held)
     if origin is Literal:
         return " \\| ".join(f"`{value}`" for value in inner).replace("\\|", "|")
@@ -241,7 +243,7 @@ def help_of(name: str) -> str:
 
 
 def exit_codes() -> str:
-    """Tell the exit codes, from the tree of errors."""
+    """List the exit codes, from the error classes."""
     kinds = (errors.UserError, errors.InvariantError, errors.RoleError)
     told = {
         0: "it ended as planned",
@@ -257,7 +259,7 @@ def exit_codes() -> str:
 
 
 def metrics_page() -> str:
-    """List the catalogue of metrics, by group, and who writes them."""
+    """List the metrics by group, and the loggers."""
     head = (
         "# Metrics\n\n"
         "What stands in `metrics.jsonl` and in each of `logger.types`, one line a step and one an "

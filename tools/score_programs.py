@@ -2,7 +2,7 @@
 
 Usage: python tools/score_programs.py [--rows 1000] [--backend bwrap|unsafe]
 
-Prints how many programs of each name have the score that is known, and exits 1 if any has not.
+Prints the number of programs of each kind with the expected score; exits 1 if a score differs.
 """
 
 from __future__ import annotations

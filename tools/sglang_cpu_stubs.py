@@ -1,7 +1,7 @@
-"""Lets SGLang be imported where there is no GPU: stand-ins for CUDA packages it names at import.
+"""Makes SGLang importable without a GPU: stubs of the CUDA packages that it imports.
 
-tools/setup_sglang_cpu.sh puts this file and a .pth line into the virtual environment, so that every
-process of the server has the stand-ins from its first line on. A package that is there wins.
+tools/setup_sglang_cpu.sh installs this file and a .pth line into the virtual environment, so that
+every process of the server has the stubs from its start. An installed package has precedence.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from types import ModuleType
 from typing import Any
 
 MODULES = {"sgl_kernel", "sgl_kernel.kvcacheio"}
-"""Others below sgl_kernel must stay missing: SGLang has plain torch code in their place."""
+"""Other modules of sgl_kernel must stay missing: SGLang then uses plain torch code."""
 PACKAGES = {"torchvision"}
-"""With everything below."""
+"""Packages that are stubbed with all their submodules."""
 
 
 class Absent(type):
-    """Makes the classes that stand for whatever is imported: fit for annotations, bases and
-    isinstance, with attributes of the same kind; calling one is an error."""
+    """Metaclass of stubs: they work in annotations, as base classes and in isinstance, and their
+    attributes are stubs; calling a stub is an error."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -30,7 +30,7 @@ class Absent(type):
 
 
 def absent(name: str) -> Any:
-    """Return the stand-in for `name`."""
+    """Return the stub of `name`."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"{name} was called, but only a stand-in of it is installed (no GPU)")
@@ -39,7 +39,7 @@ def absent(name: str) -> Any:
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules above when nothing else did."""
+    """Import finder of the modules above; it is asked last."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in MODULES and name.partition(".")[0] not in PACKAGES:
@@ -86,7 +86,7 @@ def is_auto(name: str, *_: Any) -> bool:
 
 
 def install() -> None:
-    """Add the stand-ins to this interpreter; who only asks for a package is told it is missing."""
+    """Add the stubs to this interpreter; importlib.util.find_spec does not find them."""
     stand_ins, real = StandIns(), importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> Any:

@@ -1,6 +1,6 @@
 """A trial with real SGLang servers, for bench_sglang.py: names, servers, client, publisher.
 
-Apart from the measurements, so that those read like the questions they answer.
+bench_sglang.py has the measurements.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ class Publisher:
 
 
 def healthy(port: int) -> bool:
-    """Say whether a server answers."""
+    """Return whether a server replies."""
     with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
         return True
     return False
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> float:
-    """POST, demand success, return the seconds."""
+    """POST a request that must succeed; return the seconds."""
     begin = time.perf_counter()
     async with session.post(url, json=body) as response:
         text = await response.text()
@@ -203,7 +203,7 @@ async def traffic(collector: Collector, lanes: int) -> AsyncIterator[Episodes]:
 
 
 def bare(url: str, session: aiohttp.ClientSession) -> Callable[[int], Awaitable[Any]]:
-    """Return the least that a client can do: send the same request, read the answer."""
+    """Return the baseline: a function that sends the same request and reads the reply."""
     sampling = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 1.0}
     tokenizer = tiny_tokenizer()
 

@@ -1,9 +1,9 @@
-"""Plays thousands of simulated runs with crashes and a bad network; any failing one is a seed.
+"""Run thousands of simulations with crashes and a bad network; print the seed of each failed one.
 
     python tools/simulate.py --seeds 10000
     python tools/simulate.py --seed 4711 --trace
 
-What is simulated and what is real is told in tests/simulation/simulation.py.
+tests/simulation/simulation.py describes which parts are simulated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def chunks(first: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def play_one(seed: int, *, trace: bool) -> int:
-    """Play one seed and tell all of it."""
+    """Simulate one seed and print its events."""
     from tests.simulation.scenario import Scenario
     from tests.simulation.simulation import simulate
 
@@ -63,12 +63,12 @@ def play_one(seed: int, *, trace: bool) -> int:
 
 
 def main() -> int:
-    """Parse the command line, play, and return 1 if anything was broken."""
+    """Parse the command line, simulate, and return 1 if an invariant was broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seeds", type=int, default=1000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--seed", type=int, help="only this one")
-    parser.add_argument("--trace", action="store_true", help="every event of --seed")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="simulate only this seed")
+    parser.add_argument("--trace", action="store_true", help="print every event of --seed")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=Path("out/bench/simulate.json"))
     options = parser.parse_args()

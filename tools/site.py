@@ -1,8 +1,8 @@
 """Hooks of mkdocs for `make docs`: examples become pages, and links may leave docs/.
 
-mkdocs.yml names this file. Pages are written for the repository; here a link to an example
-leads to its page, and one to another file of the repository becomes that file's name. The search is
-docs/search.js, which works without a web server.
+mkdocs.yml names this file. Pages are written for the repository. On the site, a link to an example
+leads to the example's page, and a link to another file of the repository becomes the file's name.
+The search is docs/search.js, which works without a web server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def examples() -> list[Path]:
 
 
 def page(file: Path) -> str:
-    """Return an example as a page: its name, what it says of itself, its code."""
+    """Return an example as a page: its name, its docstring, its code."""
     source = file.read_text("utf-8")
     told = ast.get_docstring(ast.parse(source)) or ""
     code = source.partition('"""')[2].partition('"""')[2].strip()

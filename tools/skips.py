@@ -1,11 +1,11 @@
-"""What `make test` skipped: compare it with a list, or run it again.
+"""Compare the skipped tests of `make test` with a list, or run them.
 
     tools/skips.py check LIST REPORT TABLE...    exit 1 unless exactly the tests in these tables of
                                                  the list were skipped, for the reasons given there
     tools/skips.py rerun REPORT COMMAND...       run COMMAND with the skipped tests' names added
 
-A report is what tests/skip_report.py writes to the file that the environment variable SKIPS names:
-one skipped test a line, its name, a tab, its reason. A list is TOML: tables that map each reason to
+tests/skip_report.py writes a report to the file in the environment variable SKIPS: a line for each
+skipped test, with its name, a tab and its reason. A list is TOML: tables that map each reason to
 the names of its tests.
 """
 
@@ -56,7 +56,7 @@ def read(report: Path) -> dict[str, str]:
 
 
 def problems(tables: Sequence[dict[str, list[str]]], skipped: dict[str, str]) -> list[str]:
-    """Return a line for each skip that is not listed, and for each listed one that is missing."""
+    """Return a line for each skipped test that is not listed, and for each listed test that ran."""
     listed = {(name, why) for table in tables for why, names in table.items() for name in names}
     here = set(skipped.items())
     return [

@@ -1,7 +1,7 @@
-"""`make soak KILLS=1000`: the demo, run after run, while every role is killed at random instants.
+"""`make soak KILLS=1000`: runs of the demo, one after the other, with random kills of every role.
 
-Each kill must be witnessed: the process is gone, and another of its role came back. Each run must
-end by itself, balanced, with every step trained, at the demo's reward; the last one is replayed.
+Each kill must be verified: the process has exited, and a successor is up. Each run must end by
+itself, balanced, with every step trained, at the demo's reward. The last run is replayed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from arealite.system.ledger.audit import audit  # noqa: E402
 OUT = Path("runs/soak")
 REPORT = Path("out/bench/soak.json")
 WEIGHTS = {"datapipe": 10, "rollout": 10, "llm_server": 5, "trainer": 2, "launcher": 1}
-"""How often each role is drawn; what takes longest to come back, least often."""
+"""Weights of the random choice of a role; roles with a slow restart are chosen less often."""
 MEAN_S = 1.2
-"""Between two kills; a kill may fall while another role is still coming back."""
+"""Mean seconds between two kills; a kill may occur while another role restarts."""
 BACK_S = 60.0
-"""A role that is not back after this long has not come back."""
+"""Time limit of a restart."""
 PROMPT_S = 3.0
-"""Within this a launcher brings worker and datapipe back, and a server's parent its server."""
+"""Promised time of a restart of a worker, datapipe or server while its parent runs."""
 LEVEL = 0.6
 """Held-out reward that a run must reach; the demo starts at 0.3 and ends near 0.78."""
 OVERRIDES = [
@@ -54,20 +54,20 @@ SERVER = ["llm_server.embedded.max_restarts=100"]
 
 
 class SoakError(Exception):
-    """A promise was broken; the message says which."""
+    """A guarantee was broken."""
 
 
 @dataclass
 class Kill:
-    """One SIGKILL and what was seen of it."""
+    """One SIGKILL and its verification."""
 
     role: str
     pid: int
     at_s: float
     back_s: float | None = None
-    """From the kill to the first sight of its successor; None: not seen (yet)."""
+    """Seconds from the kill until its successor was found; None: not found (yet)."""
     launcher_died: bool = False
-    """Before it was back: it had to wait until another launcher had come up."""
+    """Whether the launcher was killed before the restart, which then waited for a new launcher."""
 
     @property
     def kind(self) -> str:
@@ -76,14 +76,14 @@ class Kill:
 
     @property
     def is_late(self) -> bool:
-        """Whether it came back later than promised."""
+        """Whether the restart took longer than promised."""
         promised = self.kind not in ("trainer", "launcher") and not self.launcher_died
         return promised and self.back_s is not None and self.back_s > PROMPT_S
 
 
 @dataclass
 class Site:
-    """The processes of one run: a server's parent, a launcher, and what they start."""
+    """The processes of one run: a server's parent, a launcher, and their children."""
 
     server: Sequence[str]
     train: Sequence[str]
@@ -92,18 +92,18 @@ class Site:
     launches: int = 0
 
     def start(self) -> None:
-        """Start the server; the launcher is started by `launch`."""
+        """Start the server; `launch` starts the launcher."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.server_process = self._spawn(self.server, "server.log")
         self.launch()
 
     def launch(self) -> None:
-        """Start train.py, as a person would after it was killed: with the same command."""
+        """Start train.py, again with the same command after it was killed."""
         self.launches += 1
         self.launcher = self._spawn(self.train, "train.log")
 
     def stop(self) -> None:
-        """End both; the server gently, because it must let go of its name."""
+        """End both; the server by SIGTERM, so that it removes its name."""
         self.launcher.kill()
         self.launcher.wait()
         self.server_process.terminate()
@@ -135,7 +135,7 @@ class Site:
 
 
 class Killer:
-    """Kills roles of a site at random instants until told to stop, and witnesses each kill."""
+    """Kills roles of a site at random instants, and verifies each kill."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Killer:
         mean_s: float = MEAN_S,
         plan: Sequence[str] = (),
     ) -> None:
-        """`plan` names the kinds of the first kills; later ones are drawn."""
+        """Initialize; `plan` has the kinds of the first kills, later ones are random."""
         self.site = site
         self.random = random.Random(seed)
         self._plan = list(plan)
@@ -153,51 +153,51 @@ class Killer:
         self.kills: list[Kill] = []
         self._next = self._draw()
         self._gone: dict[str, Kill] = {}
-        """By role: the kill whose successor has not been seen."""
+        """By role: the kill whose successor was not found yet."""
 
     @property
-    def witnessed(self) -> list[Kill]:
-        """Kills whose victim died and was replaced."""
+    def verified(self) -> list[Kill]:
+        """Kills whose process exited and was replaced."""
         return [kill for kill in self.kills if kill.back_s is not None]
 
     def run(
         self, *, limit: int, timeout_s: float, stop_when: Callable[[], bool] | None = None
     ) -> int:
-        """Kill until `limit` kills are witnessed, and until the run ends; return its exit code.
+        """Kill until `limit` kills are verified, and until the run ends; return its exit code.
 
         After the last kill the run is asked to end, as Ctrl-C does, once `stop_when()` is true.
 
         Raises:
-            SoakError: a role did not come back, or the run does not end.
+            SoakError: a role was not restarted, or the run does not end.
         """
         end = time.monotonic() + timeout_s
         due = time.monotonic() + self.mean_s
         while True:
-            self._witness()
+            self._verify()
             if (code := self.site.launcher.poll()) is not None and "launcher" not in self._gone:
                 return code
             now = time.monotonic()
             if now > end:
                 raise SoakError(f"the run did not end within {timeout_s:.0f} s")
             if not self.kills and "trainer-0" not in self.site.roles():
-                due = now + self.mean_s  # what has never come up cannot come back
-            is_due = now > due and len(self.witnessed) + len(self._gone) < limit
+                due = now + self.mean_s  # a role that never started cannot restart
+            is_due = now > due and len(self.verified) + len(self._gone) < limit
             if is_due and self._strike():
                 due = now + self.random.expovariate(1 / self.mean_s)
-            if stop_when and len(self.witnessed) >= limit and stop_when():
+            if stop_when and len(self.verified) >= limit and stop_when():
                 self.site.launcher.send_signal(signal.SIGINT)
                 stop_when = None
             time.sleep(0.02)
 
     def _draw(self) -> str:
-        """Choose the kind of role that is killed next, however long it takes to be there."""
+        """Choose the kind of role that is killed next."""
         if self._plan:
             return self._plan.pop()
         (kind,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         return kind
 
     def _strike(self) -> bool:
-        """Kill a role of the kind that was drawn; False while there is none."""
+        """Kill a role of the chosen kind; return False while there is none."""
         roles = self.site.roles()
         there = [n for n in sorted(roles) if n.split("-")[0] == self._next and n not in self._gone]
         if not there:
@@ -220,7 +220,7 @@ class Killer:
             self.site.launch()
         return True
 
-    def _witness(self) -> None:
+    def _verify(self) -> None:
         if not self._gone:
             return
         now, roles = time.monotonic(), self.site.roles()
@@ -229,13 +229,13 @@ class Killer:
                 kill.back_s = now - kill.at_s
                 del self._gone[name]
             elif self.site.launcher.poll() is not None and name != "launcher":
-                del self._gone[name]  # the run ended first: a kill without a witness
+                del self._gone[name]  # the run ended first: the kill is not verified
             elif now - kill.at_s > BACK_S:
-                raise SoakError(f"{name} (pid {kill.pid}) has not come back in {BACK_S:.0f} s")
+                raise SoakError(f"{name} (pid {kill.pid}) was not restarted within {BACK_S:.0f} s")
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """List the children of a process that may be gone."""
+    """List the children of a process that may have exited."""
     try:
         return psutil.Process(pid).children()
     except psutil.NoSuchProcess:
@@ -243,7 +243,7 @@ def children(pid: int) -> list[psutil.Process]:
 
 
 def arguments(process: psutil.Process) -> list[str]:
-    """Return a process's command line; [] when it is gone."""
+    """Return a process's command line; [] if it has exited."""
     try:
         return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
     except psutil.NoSuchProcess:
@@ -251,7 +251,7 @@ def arguments(process: psutil.Process) -> list[str]:
 
 
 def verify(paths: RunPaths, steps: int) -> dict[str, float]:
-    """Hold a finished run against its promises; return what was measured.
+    """Check the guarantees of a finished run; return the measurements.
 
     Raises:
         SoakError: the ledger is off, a step is missing, or the model has not learned.
@@ -277,9 +277,9 @@ def verify(paths: RunPaths, steps: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Kill until enough kills were witnessed; return 0 if every promise held."""
+    """Kill until enough kills are verified; return 0 if every guarantee held."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--kills", type=int, default=1000, help="witnessed kills to reach")
+    parser.add_argument("--kills", type=int, default=1000, help="number of verified kills")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mean-s", type=float, default=MEAN_S, help="seconds between two kills")
     options = parser.parse_args(argv)
@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code != 0:
             raise SoakError(f"run {number} ended with code {code}; see {site.folder}")
         paths = RunPaths((OUT / "soak" / f"run{number}").absolute())
-        runs.append(verify(paths, steps) | {"kills": len(killer.witnessed)})
+        runs.append(verify(paths, steps) | {"kills": len(killer.verified)})
         print(
             f"run {number}: " + ", ".join(f"{k} {v:.4g}" for k, v in runs[-1].items()), flush=True
         )
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_site(kit: Path, number: int, seed: int) -> Site:
-    """Return the site of one run, in an empty folder of its own."""
+    """Return the site of one run, in an empty folder."""
     names = ["experiment_name=soak", f"trial_name=run{number}", f"seed={seed + number}"]
     names += [f"model.path={kit / 'model'}"]
     shutil.rmtree(OUT / "soak" / f"run{number}", ignore_errors=True)
@@ -341,8 +341,8 @@ def summarize(kills: list[Kill], runs: list[dict[str, float]], *, seconds: float
         print(f"{role:<12}{len(times):>7}{statistics.median(times):>16.2f}{max(times):>11.2f}")
     late = [kill for kill in seen if kill.is_late]
     result = {
-        "witnessed_kills": len(seen),
-        "unwitnessed_kills": len(kills) - len(seen),
+        "verified_kills": len(seen),
+        "unverified_kills": len(kills) - len(seen),
         "kills_by_role": dict(Counter(kill.kind for kill in seen)),
         "back_s_by_role": {role: statistics.median(times) for role, times in rows.items()},
         "slowest_s_by_role": {role: max(times) for role, times in rows.items()},
@@ -357,7 +357,7 @@ def summarize(kills: list[Kill], runs: list[dict[str, float]], *, seconds: float
     print(json.dumps({k: v for k, v in result.items() if "by_role" not in k}))
     if late:
         said = ", ".join(f"{kill.role} {kill.back_s:.1f} s" for kill in late)
-        raise SoakError(f"{len(late)} came back later than after {PROMPT_S:g} s: {said}")
+        raise SoakError(f"{len(late)} restarts took longer than {PROMPT_S:g} s: {said}")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Runs a command while its CPUs are taken away in bursts, as a busy host does to its guests.
+"""Run a command while another process takes its CPUs in bursts, as on an overloaded host.
 
     python3 tools/steal.py 0.45 COMMAND …
 
-The number is the share of the time that is taken, from every CPU on its own, up to LONGEST_S at
-once. A test that passes all the same does not race the clock. `make test STEAL=0.45`.
+The number is the share of time that is taken from each CPU, in bursts of up to LONGEST_S. A test
+that passes does not depend on the speed of the machine. `make test STEAL=0.45` uses it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST_S = 1.5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the command's exit code; 2 where nothing can be taken."""
+    """Return the command's exit code; 2 if CPUs cannot be taken."""
     try:
         share, command = float(argv[0]), argv[1:]
         if not command or not 0.0 < share < 1.0:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def steal(cpu: int, share: float, parent: int) -> None:
-    """Take that share of one CPU's time from all other processes, until the parent is gone."""
+    """Take a share of one CPU's time from all other processes, until the parent exits."""
     os.sched_setaffinity(0, {cpu})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     dice = random.Random(cpu)

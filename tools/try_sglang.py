@@ -1,11 +1,11 @@
-"""Which versions of SGLang start on this machine's CPU, generate and take new weights.
+"""Test which versions of SGLang start on this machine's CPU, generate and load new weights.
 
     python3 tools/try_sglang.py                     # every version that setup_sglang_cpu.sh accepts
     python3 tools/try_sglang.py 0.5.24 --new        # versions that it does not accept yet
 
-All versions are installed into one virtual environment, one after the other: a version costs the
-packages in which it differs from the one before. Each is started by `launch_llm_server`, generates
-eight tokens, gets new weights by a publisher (`disk`), and generates again under the new version.
+All versions are installed into one virtual environment, one after the other, so only packages that
+differ are downloaded. `launch_llm_server` starts each version; it generates eight tokens, loads new
+weights from a publisher (`disk`), and generates again with the new version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def accepted() -> list[str]:
 
 
 def install(venv: Path, version: str, *, new: bool) -> str | None:
-    """Install a version over the one before; return what went wrong, None if nothing."""
+    """Install a version over the previous one; return the error, or None."""
     environment = os.environ | {"SGLANG": version} | ({"SGLANG_UNTRIED": "1"} if new else {})
     done = subprocess.run(
         [str(SETUP), str(venv)], env=environment, capture_output=True, text=True, check=False
@@ -58,7 +58,7 @@ def ask(site: Site, port: int, path: str, body: dict[str, Any] | None = None) ->
 
 
 def generate(site: Site, port: int) -> dict[str, Any]:
-    """Generate eight tokens; return what the server tells about them."""
+    """Generate eight tokens; return the server's metadata about them."""
     sampling = {"max_new_tokens": 8, "ignore_eos": True}
     body = {"input_ids": [5, 6, 7], "return_logprob": True, "sampling_params": sampling}
     answer = ask(site, port, "/generate", body)
@@ -68,7 +68,7 @@ def generate(site: Site, port: int) -> dict[str, Any]:
 
 
 def serve(folder: Path) -> dict[str, Any]:
-    """Start the installed version, generate, publish, generate; return what was found."""
+    """Start the installed version, generate, publish, generate; return the results."""
     from tests.models import tiny_model
     from tools.sglang_site import Site
 
@@ -87,7 +87,7 @@ def serve(folder: Path) -> dict[str, Any]:
 
 
 def attempt(venv: Path, version: str, *, new: bool) -> dict[str, Any]:
-    """Install and serve one version; "error" tells why that failed."""
+    """Install and test one version; "error" is the reason of a failure."""
     if problem := install(venv, version, new=new):
         return {"error": problem}
     with tempfile.TemporaryDirectory(prefix="try-sglang-") as folder:
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--venv", type=Path, default=ROOT / "out" / "venv-sglang")
-    parser.add_argument("--new", action="store_true", help="take versions that were never tried")
+    parser.add_argument("--new", action="store_true", help="test versions that were never tested")
     options = parser.parse_args(argv)
     os.environ["SGLANG_PYTHON"] = str(options.venv / "bin" / "python")
     failed = 0

@@ -22,7 +22,7 @@ from arealite.base.signals import STOP
 from arealite.cli import configs
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.health import vitals
-from arealite.system.locks import held
+from arealite.system.locks import lock_file
 from arealite.system.names.registry import NameRegistry
 
 
@@ -60,7 +60,7 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
         address=f"tcp://{config.cluster.host}:0",
     )
     gc.freeze()
-    with held(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
+    with lock_file(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
         asyncio.run(until_terminated(with_externals(config, pipe.run())))
 
 

@@ -31,7 +31,7 @@ from arealite.system.data.dataset import identity
 from arealite.system.data.prompts import check_prompts
 from arealite.system.data.samples import Samples
 from arealite.system.data.tasks import load_split
-from arealite.system.locks import held
+from arealite.system.locks import lock_file
 from arealite.system.names.registry import NameRegistry
 
 SHOW_S = 5.0
@@ -52,14 +52,14 @@ def sampled(
     check_run(config, tasks, split)
     fix = "Wait for it, or choose another name=…"
     config.folder.mkdir(parents=True, exist_ok=True)
-    with held(config.folder / ".lock", fix=fix), contextlib.ExitStack() as stack:
+    with lock_file(config.folder / ".lock", fix=fix), contextlib.ExitStack() as stack:
         samples = Samples(config.folder / "samples.sqlite")
         stack.callback(samples.close)
         samples.begin(facts(config, tasks, split))
         if config.launcher.llm_servers:  # a run with the same names would use these servers
             names = name_dir(config)
             names.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(names / ".lock", fix="Choose another trial_name."))
+            stack.enter_context(lock_file(names / ".lock", fix="Choose another trial_name."))
         yield tasks, samples, sample(config, tasks, samples, split)
 
 

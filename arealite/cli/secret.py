@@ -8,7 +8,7 @@ from arealite.api.config import ServerConfig
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import FILE, read, rotate
+from arealite.system.names.secret import FILE, read_secret, rotate_secret
 
 ROTATE, TOKEN = "--rotate", "--token"
 
@@ -28,13 +28,13 @@ def main(argv: Sequence[str]) -> int:
         "--rotate creates a new secret; stop all processes of the trial first.",
     )
     names = NameRegistry.of(config)
-    found = read(names.root)
+    found = read_secret(names.root)
     if found is None:
         raise UserError(f"{names.root} has no secret. Start a process of the trial first.")
     if ROTATE in argv:
         for role in ("llm_server", "datapipe"):
             if alive := names.list(role):
                 raise UserError(f"{role} {alive[0].id} uses the secret. Stop the trial first.")
-        found = rotate(names.root)
+        found = rotate_secret(names.root)
     print(found.token if TOKEN in argv else names.root / FILE)
     return 0

@@ -21,7 +21,7 @@ from arealite.cli.options import run_parser
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.view.panel import panel
 from arealite.impl.view.terminal import Terminal
-from arealite.system.health.snapshot import Watch
+from arealite.system.health.snapshot import RunReader
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     log.setup("top", "error")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    watch, terminal = Watch(RunPaths(options.run)), Terminal()
+    watch, terminal = RunReader(RunPaths(options.run)), Terminal()
     with suppress(KeyboardInterrupt):
         if terminal.is_drawable and not options.once:
             draw(watch, terminal, every_s=options.every)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def draw(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
+def draw(watch: RunReader, terminal: Terminal, *, every_s: float) -> None:
     """Update the panel on a terminal; its last state stays."""
     with terminal.keep_panel() as live, keyboard() as pressed:
         terminal.draw(live, watch)
@@ -54,7 +54,7 @@ def draw(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
             terminal.draw(live, watch)
 
 
-def print_lines(watch: Watch, terminal: Terminal, *, every_s: float) -> None:
+def print_lines(watch: RunReader, terminal: Terminal, *, every_s: float) -> None:
     """Print a line per step until the end of the run, then the panel as plain text.
 
     Args:

@@ -13,7 +13,7 @@ from arealite.api.launcher import launchers
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.system.health import vitals
-from arealite.system.locks import held
+from arealite.system.locks import lock_file
 
 FLAGS = ("--resume", "--dry-run")
 
@@ -91,7 +91,7 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
         with suppress(OSError):  # the check reports it
             paths.root.mkdir(parents=True, exist_ok=True)
             # `arealite why` finds the launcher by this lock until the config is checked.
-            stack.enter_context(held(paths.root / ".lock", fix=fix))
+            stack.enter_context(lock_file(paths.root / ".lock", fix=fix))
         try:
             preflight(config, has_servers=has_servers)
         except BaseException:
@@ -103,9 +103,9 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
             raise
     for folder in (names, paths.root):
         folder.mkdir(parents=True, exist_ok=True)
-    with held(names / ".lock", fix=fix):  # a run in another folder would use the same names
-        with held(paths.root / ".lock", fix=fix):
+    with lock_file(names / ".lock", fix=fix):  # a run in another folder would use the same names
+        with lock_file(paths.root / ".lock", fix=fix):
             resume.move_old_run(config)
         paths.logs.mkdir(parents=True, exist_ok=True)
-        with held(paths.root / ".lock", fix=fix):  # move_old_run may have renamed the folder
+        with lock_file(paths.root / ".lock", fix=fix):  # move_old_run may have renamed the folder
             yield resume.prepare_folder(config)

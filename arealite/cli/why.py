@@ -11,16 +11,16 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli.fold import fold
 from arealite.cli.options import run_parser
-from arealite.system.health.diagnosis import examine, read
+from arealite.system.health.diagnosis import examine, read_roles
 from arealite.system.health.explain import explain
-from arealite.system.locks import holder
+from arealite.system.locks import lock_holder
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the diagnosis of a run; return 1 if a process blocks it."""
     description = "Find the process that blocks a run, on any of its hosts."
     paths = RunPaths(run_parser("why", description).parse_args(argv).run)
-    launcher = holder(paths.root / ".lock")
+    launcher = lock_holder(paths.root / ".lock")
     if not paths.config.exists() and not launcher:
         raise UserError(f"no {paths.config}. Name a run folder, like runs/EXPERIMENT/TRIAL.")
     # Without a schema: modules of `imports` may be missing here.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
             f"{paths.config} is no config of a run: cluster or a name of the trial is missing. "
             "Name a run folder, like runs/EXPERIMENT/TRIAL."
         ) from error
-    if launcher and launcher not in [role.vitals.pid for role in read(folder)]:
+    if launcher and launcher not in [role.vitals.pid for role in read_roles(folder)]:
         print(f"process {launcher} checks the config of the run; it has started no role yet.")
         return 0
     findings = examine(folder)

@@ -25,10 +25,16 @@ MAX_BODY = 2**16
 
 
 class LimitedRunner(web.AppRunner):
-    """Runs an application within these limits; the body is read before the handler runs."""
+    """Runs an application within these limits; it reads the body before it calls the handler."""
 
     def __init__(self, app: web.Application, *, bodies: Mapping[str, int], **options: Any) -> None:
-        """`bodies`: largest body in bytes, by path; MAX_BODY elsewhere."""
+        """Initialize the runner.
+
+        Args:
+            app: The application.
+            bodies: Largest body in bytes, by path; MAX_BODY for other paths.
+            options: Further options of aiohttp's runner.
+        """
         # aiohttp would decompress bodies before any check, in the event loop.
         options |= {"access_log": None, "auto_decompress": False, "handler_cancellation": True}
         super().__init__(app, **options)

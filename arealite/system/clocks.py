@@ -1,7 +1,7 @@
-"""Tells the time by the clock that stamps the files of a folder.
+"""The clock of a folder's file system.
 
-Hosts that share a folder may have clocks minutes apart, so what is read off a file is compared with
-this.
+Hosts that share a folder may have clocks that differ by minutes. The age of a file is therefore
+computed with the clock of the folder, which also sets modification times.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pathlib import Path
 
 
 def folder_time(folder: Path) -> float:
-    """Return what a file written in `folder` now would have as `st_mtime`; this host's time where
-    none can be written."""
+    """Return the `st_mtime` that a file written in `folder` now gets.
+
+    If the folder is not writable, this is the host's time.
+    """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.utime(file.fileno())  # by whoever keeps the folder, also on a full disk
+            os.utime(file.fileno())  # by the file server's clock; works on a full disk
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return time.time()

@@ -1,6 +1,6 @@
-"""A file that one process at a time may hold, for what two would spoil: a run and its ledger.
+"""File locks, for a run and its ledger, which only one process at a time may use.
 
-The kernel drops the lock with the process, however it ends, so no lock is ever stale.
+The kernel releases a lock when its process exits, so a lock is never stale.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def lock_folder(folder: Path) -> int:
     return handle
 
 
-def remove_unheld(folders: Iterable[Path]) -> None:
-    """Remove the folders that no process has locked; the kernel releases a dead process's locks."""
+def remove_unlocked(folders: Iterable[Path]) -> None:
+    """Remove the folders that no process has locked."""
     for folder in folders:
         with suppress(OSError):
             os.close(lock_folder(folder))
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def holder(file: Path) -> int:
-    """Return the id of this host's process that holds `file`; 0 if none does. Takes no lock."""
+def lock_holder(file: Path) -> int:
+    """Return the id of this host's process that has locked `file`; 0 if there is none."""
     with suppress(OSError, ValueError):
         pid = int(file.read_text())
         opened = [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
@@ -44,11 +44,15 @@ def holder(file: Path) -> int:
 
 
 @contextmanager
-def held(file: Path, *, fix: str) -> Generator[None]:
-    """Hold `file` for the body's time.
+def lock_file(file: Path, *, fix: str) -> Generator[None]:
+    """Lock `file` during the body.
+
+    Args:
+        file: It is created if needed, and contains the process id.
+        fix: Last sentence of the error, an advice to the user.
 
     Raises:
-        UserError: another process holds it; names that process, and `fix` as what to do.
+        UserError: another process has locked the file.
     """
     with file.open("a+") as lock:
         try:

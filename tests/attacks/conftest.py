@@ -21,7 +21,7 @@ import pytest
 
 from arealite.base.names import RunPaths
 from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import Secret, read
+from arealite.system.names.secret import Secret, read_secret
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone, site
 from tests.waiting import until
 
@@ -75,7 +75,7 @@ class Live:
 
     @property
     def secret(self) -> Secret:
-        found = read(self.names)
+        found = read_secret(self.names)
         assert found is not None
         return found
 

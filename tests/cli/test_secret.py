@@ -8,7 +8,7 @@ import pytest
 
 from arealite.cli.main import main
 from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import create, read
+from arealite.system.names.secret import create_secret, read_secret
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_trial_that_never_began_has_none(words: list[str], capsys: pytest.Captur
 
 
 def test_path_and_token(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = create(folder)
+    made = create_secret(folder)
     assert main(words) == 0
     said = capsys.readouterr().out
     assert said == f"{folder / 'secret'}\n" and made.key.hex() not in said
@@ -40,11 +40,11 @@ def test_path_and_token(words: list[str], folder: Path, capsys: pytest.CaptureFi
 def test_rotated_between_runs_only(
     words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = create(folder)
+    made = create_secret(folder)
     NameRegistry(folder).put("datapipe", "0", {"address": "tcp://127.0.0.1:1"})
     assert main([*words, "--rotate"]) == 2
     assert "datapipe 0 uses the secret. Stop the trial first." in capsys.readouterr().err
-    assert read(folder) == made
+    assert read_secret(folder) == made
     NameRegistry(folder).remove("datapipe", "0")
     assert main([*words, "--rotate"]) == 0
-    assert read(folder) not in (None, made)
+    assert read_secret(folder) not in (None, made)

@@ -1,4 +1,4 @@
-"""`arealite why`: one screen that names who holds a run up, also of a run that hangs or is over."""
+"""`arealite why` prints one screen about a running, hanging or finished run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_healthy_run_is_shown_with_its_waits_and_stacks(run: Run, capsys) -> N
         until(begun, what="episodes")
         code, text = why(run, capsys)
     assert code == 0
-    assert text.startswith("nobody holds the run up.")
+    assert text.startswith("No role blocks the run.")
     assert "256 x generation g0/0 on llm_server-a" in text
     assert "256 x task" in text and "in generate" not in text and "generate" in text
     *lines, _folder = text.splitlines()
@@ -111,7 +111,7 @@ def test_an_environment_that_hangs_is_told_with_the_line_where_it_waits(run: Run
         long = lambda: any(w["waited_s"] > 2 for w in shown("rollout-0", run.vitals)["waits"])  # noqa: E731
         until(long, what="an episode of two seconds")
         code, text = why(run, capsys)
-    first = "nobody holds the run up. Longest under way: rollout-0: episode g7/0 (train-3) on "
+    first = "No role blocks the run. Longest wait: rollout-0: episode g7/0 (train-3) on "
     assert code == 0, "an episode may take its time"
     assert text.startswith(f"{first}environment mine, ")
     assert f"rollout-0 {process.pid:>26} ok " in text
@@ -133,7 +133,7 @@ def test_a_stopped_role_comes_first_with_who_waits_for_it(run: Run, capsys) -> N
         code, text = why(run, capsys)
     lines = text.splitlines()
     assert code == 1
-    assert lines[0] == "WHO HOLDS THE RUN UP"
+    assert lines[0] == "BLOCKING ROLES"
     assert lines[1].startswith("* datapipe-0 is STOPPED")
     assert f"kill -CONT {process.pid}" in lines[1]
     assert lines[2].startswith("    <- trainer-0: batch 12, ")
@@ -158,7 +158,7 @@ def test_a_role_held_by_c_code_shows_its_stack_by_the_signal_and_lives(
 
     monkeypatch.setattr(explain, "_size", size)
     monkeypatch.setattr(explain, "SIGNAL_S", 120.0)
-    monkeypatch.setattr(diagnosis, "spent", lambda *_: None)  # starved it may be besides
+    monkeypatch.setattr(diagnosis, "cpu_times", lambda *_: None)  # starved it may be besides
     with living("rollout-0", run.vitals, HOLDS_THE_INTERPRETER) as process:
         until(lambda: [f.cause for f in examine(run.vitals)] == ["silent"], what="silence")
         code, text = why(run, capsys)
@@ -175,7 +175,7 @@ def test_a_dead_run_says_so_with_the_last_words_of_its_roles(run: Run, capsys) -
         process.wait()
         code, text = why(run, capsys)
     assert code == 1
-    assert text.startswith("the run itself is not running.")
+    assert text.startswith("The run is not running.")
     assert "* trainer-0 is DEAD" in text and "| Killed by the night shift" in text
     assert "log: " in text
 

@@ -149,7 +149,7 @@ def test_stopped_by_a_person_it_checkpoints_and_goes_on_later(site: Site) -> Non
     [
         (
             "launcher.rollout_workers=20",
-            "the Ray cluster is too small: the run takes 23 CPUs, it has 6",
+            "the Ray cluster is too small: the run needs 23 CPUs, the cluster has 6",
         ),
         ("launcher.ray.trainer_gpus=1", "takes 2 GPUs, it has 0"),
         ("launcher.ray.trainer_cpus=5", "Ray found no place for 3 processes within"),

@@ -184,7 +184,7 @@ def test_outside_of_a_job_there_is_no_slurm_launcher(site: Site) -> None:
     site.submit()
     done = site.arealite("train", str(site.paths.config), "trial_name=other", "launcher.type=slurm")
     assert done.returncode == 2
-    assert "error: launcher.type=slurm outside of the job it needs" in done.stderr
+    assert "error: launcher.type=slurm outside of a Slurm job" in done.stderr
 
 
 def test_a_slurm_without_partitions_or_controller_is_named(
@@ -198,7 +198,7 @@ def test_a_slurm_without_partitions_or_controller_is_named(
         slurm.daemons["slurmctld"].kill()
         done = Site(slurm, tmp_path, inputs).launch()
         assert done.returncode == 2
-        assert done.stderr.startswith("error: Slurm does not answer: "), done.stderr
+        assert done.stderr.startswith("error: Slurm does not respond: "), done.stderr
 
 
 def test_a_folder_that_is_not_shared_is_named_with_both_nodes(

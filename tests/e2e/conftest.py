@@ -1,4 +1,4 @@
-"""A real server process and a `train` command for end-to-end tests; nothing is left running."""
+"""A real server process and a `train` command for end-to-end tests; no process outlives a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_S = 400.0
-"""For what takes 15 s on a quiet machine: a safety net, see tests/waiting.py."""
+"""Time limit for work of 15 s on an idle machine; see tests/waiting.py."""
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -91,7 +91,7 @@ class Site:
 
 @dataclass
 class Finished:
-    """How a run of train.py ended, and where its files are."""
+    """Exit code and output of a run of train.py, and its folder."""
 
     code: int
     shown: str
@@ -118,13 +118,13 @@ def strays(run_root: Path) -> list[list[str]]:
 
 
 def all_gone(run_root: Path) -> None:
-    """See that nothing of a run is left; who was killed with its parent may still be dying."""
+    """Check that no process of a run remains; a process killed with its parent may need time."""
     until(lambda: not strays(run_root), what=lambda: f"the end of {strays(run_root)}")
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Start one embedded server for all end-to-end tests; end it, and see that it is gone."""
+    """Start one embedded server for all end-to-end tests; stop it, and check that it exited."""
     folder = tmp_path_factory.mktemp("site")
     model = tiny_model(folder / "model")
     write_rows(folder / "train.jsonl", 64, seed=1)

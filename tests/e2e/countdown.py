@@ -1,4 +1,4 @@
-"""An environment of two seats that makes its own rows: the plugin `countdown`."""
+"""The plugin `countdown`: an environment of two seats that makes its own rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from arealite.api.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class CountdownConfig:
-    """How slow it is."""
+    """Options of the environment: its delay."""
 
     pause_s: float = opt(0.0, "after each answer")
 
 
 @envs.register("countdown", config=CountdownConfig)
 class Countdown(Env):
-    """Both seats get what share of the text is digits."""
+    """The reward of both seats is the share of digits in their texts."""
 
     seats = ("caller", "echo")
 

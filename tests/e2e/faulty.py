@@ -1,4 +1,4 @@
-"""An environment that misbehaves on demand: the plugin `faulty`, told what to do by a file."""
+"""The plugin `faulty`: an environment that misbehaves as a file requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FOR_EVER = 10_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyConfig(MathEnvConfig):
-    """Where the orders are."""
+    """Options of the environment: the file with requests."""
 
     orders: str = opt("", "a file that holds block, spin or hang; whoever reads it takes it away")
 
 
 @envs.register("faulty", config=FaultyConfig)
 class Faulty(MathEnv):
-    """The maths environment, until it is told otherwise."""
+    """The maths environment, until the file requests a fault."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
         order = self.order()

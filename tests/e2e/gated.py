@@ -1,6 +1,6 @@
-"""The maths environment behind a gate: the plugin `gated`. A file says how far a run may go.
+"""The plugin `gated`: the maths environment with a limit of tasks that a test sets in a file.
 
-Who harms a run must find it under way, however long the test itself was held up.
+A fault must happen during a run. The limit keeps the run from ending before, on a slow machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = Path(__file__)
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConfig(MathEnvConfig):
-    """Where the gate is."""
+    """Options of the environment: the file with the number of tasks."""
 
     gate: str = opt("", "a file with the number of tasks that pass; where there is none, all do")
     split: str = opt("train", "the tasks that have to pass it")
@@ -31,7 +31,7 @@ class GatedConfig(MathEnvConfig):
 
 @envs.register("gated", config=GatedConfig)
 class Gated(MathEnv):
-    """Episodes of the first tasks are played, all others wait; one task is one group."""
+    """Plays the episodes of the first tasks; all others wait. One task is one group."""
 
     def __init__(self, args: Any, config: GatedConfig) -> None:
         super().__init__(args, config)
@@ -47,7 +47,7 @@ class Gated(MathEnv):
 
 
 def opened(gate: Path) -> float:
-    """Return how many tasks may pass."""
+    """Return the number of tasks that may be played."""
     try:
         return int(gate.read_text())
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def opened(gate: Path) -> float:
 
 
 def write(gate: Path, tasks: int) -> None:
-    """Let so many tasks pass; whoever reads sees the old number or the new one."""
+    """Set the number of tasks that may be played, atomically."""
     new = gate.with_suffix(".new")
     new.write_text(str(tasks))
     new.replace(gate)

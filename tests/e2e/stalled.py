@@ -1,6 +1,6 @@
-"""A plugin: the first publish of version 1 stalls when its weights are staged, until it is killed.
+"""A plugin: the first publish of version 1 blocks after staging, until the process is killed.
 
-The file that STALLED names says which process stalls, and where its weights are.
+The file in the environment variable STALLED has the id of this process and the path of its weights.
 """
 
 from __future__ import annotations

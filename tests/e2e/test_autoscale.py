@@ -1,4 +1,4 @@
-"""A run that outgrows its only worker gets another one, as real processes."""
+"""A run whose only worker is full starts a second worker, with real processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from tests.waiting import spawned, until
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
-def test_a_slow_environment_gets_more_episodes_and_a_second_worker(
-    site: Site, tmp_path: Path
-) -> None:
+def test_full_worker_of_a_slow_environment_gets_a_second_worker(site: Site, tmp_path: Path) -> None:
     key = "trainer.ppo.collector"
     paths = RunPaths(tmp_path / "e2e" / "t")
     command = site.command(
@@ -51,7 +49,7 @@ def test_a_slow_environment_gets_more_episodes_and_a_second_worker(
     all_gone(tmp_path)
     assert run.returncode == done.code, done.shown + done.logs()
     assert done.metrics()
-    assert "rollout-1 is started: the others are full" in done.shown
+    assert "rollout-1 is started: the other workers are full" in done.shown
     assert "died" not in done.shown
     report = audit(done.paths.ledger)
     assert report.ok and not report.failures_by_class, report.failures_by_class

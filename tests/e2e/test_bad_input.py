@@ -1,4 +1,4 @@
-"""What is wrong is found before anything is started: one line with the fix, exit code 2."""
+"""Wrong input is found before a process is started: one line with the fix, exit code 2."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def refused(site: Site, run_root: Path, capsys: pytest.CaptureFixture[str], *wor
         ("imports=[not_there]", "imports=[not_there]"),
     ],
 )
-def test_one_clear_line(
+def test_wrong_input_is_one_line(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, says: str
 ):
     assert says in refused(site, tmp_path, capsys, override)
 
 
-def test_as_a_process(site: Site, tmp_path: Path):
+def test_wrong_input_of_a_real_process_is_one_line(site: Site, tmp_path: Path):
     done = site.train(tmp_path, "trainer.ppo.lrr=1")
     assert done.code == 2
     assert done.shown.startswith("error: command line: unknown key 'trainer.ppo.lrr'.")
@@ -75,13 +75,15 @@ def test_no_server(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "Start one: python3 arealite/launch_llm_server.py" in says
 
 
-def test_a_server_of_another_model(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_server_of_another_model_is_refused(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     other = tiny_model(tmp_path / "other", vocab=72)
     says = refused(site, tmp_path / "run", capsys, f"model.path={other}")
     assert "serves another model: its vocab_size is 64" in says
 
 
-def test_a_prompt_longer_than_the_context_is_named(
+def test_prompt_longer_than_the_context_is_refused(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     rows = [{"prompt": "1+1=", "ground_truth": "2"}] * 8

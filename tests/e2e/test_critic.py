@@ -1,4 +1,4 @@
-"""A run with a critic and a reference whose trainer is killed: both models go on as they were."""
+"""The trainer of a run with critic and reference is killed: both models are restored."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trainer_of(launcher: int) -> psutil.Process | None:
     return None
 
 
-def test_a_killed_trainer_goes_on_with_its_critic(site: Site, tmp_path: Path) -> None:
+def test_killed_trainer_resumes_with_its_critic(site: Site, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "e2e" / "t")
     (tmp_path / "variety.py").write_text(REWARD)
     environment = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}

@@ -1,7 +1,6 @@
-"""Faults done to one live run, one after the other: each is named and healed.
+"""Faults in one live run, one after the other: each is reported, and the run recovers.
 
-One run for all, because each takes seconds to come up, and because faults that follow each other
-are what a long run meets.
+All tests use one run, because a start takes seconds, and because long runs have several faults.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from tools import soak
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1200)]
 
 HANGS_S = 30.0
-"""How long an episode that hangs is there to be named."""
+"""Seconds for which an episode hangs before its timeout."""
 ROOM = 150_000
-"""Bytes that a file may have on the full disk: minutes of logs fit, a checkpoint (250 KB) not."""
+"""Largest file on the full disk, in bytes: more than a log, less than a checkpoint (250 KB)."""
 
 
 @dataclass
 class Live:
-    """A run under way, and what a test may do to it."""
+    """A live run, and the faults that a test can inject."""
 
     place: soak.Site
     paths: RunPaths
@@ -84,7 +83,7 @@ class Live:
 
 @pytest.fixture(scope="module")
 def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Start a server and a run of two ranks and one worker; end both, and balance the books."""
+    """Start a server and a run of two ranks and one worker; stop both, and audit the ledger."""
     folder = tmp_path_factory.mktemp("faults")
     orders = folder / "orders"
     names = [
@@ -124,7 +123,7 @@ def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
 
 
 def test_a_full_disk_under_a_checkpoint(live: Live) -> None:
-    """The first, while metrics and logs are small: what is too large is the checkpoint."""
+    """This test is the first: metrics and logs are still small, only a checkpoint is too large."""
     since, victim = len(live.shown()), live.role("trainer-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
     until_exited(victim, seconds=SLOW_S)  # as a checkpoint fails
@@ -133,7 +132,7 @@ def test_a_full_disk_under_a_checkpoint(live: Live) -> None:
 
 
 @pytest.mark.parametrize("name", ["rollout-0", "datapipe-0", "trainer-1", "llm_server-0"])
-def test_a_stopped_role_is_named_and_replaced(live: Live, name: str) -> None:
+def test_stopped_role_is_reported_and_restarted(live: Live, name: str) -> None:
     since, victim = len(live.shown()), live.role(name)
     os.kill(victim.pid, signal.SIGSTOP)
     try:
@@ -146,8 +145,8 @@ def test_a_stopped_role_is_named_and_replaced(live: Live, name: str) -> None:
     live.goes_on()
 
 
-def test_a_stopped_launcher_is_named_by_why(live: Live) -> None:
-    """Nobody is above it: the run goes on, and who asks is told."""
+def test_stopped_launcher_is_reported_by_why(live: Live) -> None:
+    """No process supervises the launcher: the run continues, and `why` reports the launcher."""
     live.place.launcher.send_signal(signal.SIGSTOP)
     try:
         until(lambda: "launcher-0 is STOPPED" in live.why(), what="why", seconds=SLOW_S)
@@ -158,7 +157,7 @@ def test_a_stopped_launcher_is_named_by_why(live: Live) -> None:
 
 
 @pytest.mark.parametrize("order", ["block", "spin"])
-def test_a_blocked_loop_is_named_with_its_stack(live: Live, order: str) -> None:
+def test_blocked_loop_is_reported_with_its_stack(live: Live, order: str) -> None:
     since, victim = len(live.shown()), live.role("rollout-0")
     live.order(order)
     live.named("rollout-0", "blocked", "faulty.py", since=since)
@@ -166,7 +165,7 @@ def test_a_blocked_loop_is_named_with_its_stack(live: Live, order: str) -> None:
     live.goes_on()
 
 
-def test_an_environment_that_never_returns(live: Live) -> None:
+def test_hanging_environment_is_reported(live: Live) -> None:
     live.order("hang")
     until(lambda: "on environment faulty" in live.why(), what="why to name it", seconds=SLOW_S)
     timed_out = lambda: audit(live.paths.ledger).failures_by_class.get("episode_timeout")  # noqa: E731
@@ -175,7 +174,7 @@ def test_an_environment_that_never_returns(live: Live) -> None:
 
 
 def test_a_full_disk_under_the_ledger(site: Site, live: Live) -> None:
-    """The last: what cannot be written cannot be promised, so the run stops; then it goes on."""
+    """This test is the last: the run stops, because it cannot write its ledger; then it resumes."""
     since, victim = len(live.shown()), live.role("datapipe-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
     live.named("cannot write the ledger", since=since)

@@ -1,4 +1,4 @@
-"""A trainer is killed in the middle of a publish; when the run has ended, nothing of it is left."""
+"""A trainer is killed during a publish; after the run, no staged weights remain."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tests.waiting import spawned, until
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1200)]
 
 
-def test_nothing_is_left_of_a_trainer_that_was_killed_in_a_publish(
-    site: Site, tmp_path: Path
-) -> None:
+def test_no_weights_remain_of_a_trainer_killed_in_a_publish(site: Site, tmp_path: Path) -> None:
     told = tmp_path / "stalled"
     options = [f"imports=[{stalled.FILE}]", "dataset.eval=null", "logger.types=[]"]
     command = site.command(tmp_path, *options, "trainer.ppo.checkpoint.export=false")

@@ -1,4 +1,4 @@
-"""The whole loop as real processes: train, resume, stop, break; one rank and two; your agent."""
+"""The whole loop with real processes: train, resume and stop, with one rank and with two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.system.ledger.audit import AuditReport, audit
-from arealite.system.names.secret import read
+from arealite.system.names.secret import read_secret
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import until, until_exited
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 def server_version(site: Site) -> str:
     (entry,) = (site.folder / "names").rglob("llm_server/*.json")
     address = json.loads(entry.read_text())["address"]
-    secret = read(entry.parents[1])
+    secret = read_secret(entry.parents[1])
     assert secret is not None
     headers = {"Authorization": f"Bearer {secret.token}"}
     request = urllib.request.Request(f"{address}/model_info", headers=headers)
@@ -43,7 +43,7 @@ def steps_of(metrics: list[dict[str, float]]) -> list[int]:
 
 @contextlib.contextmanager
 def training(site: Site, run_root: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a train.py that would go on for long; yield it once a step is trained."""
+    """Run a train.py of many steps; yield it once a step is trained."""
     metrics = RunPaths(run_root / "e2e" / "t").metrics
     with subprocess.Popen(
         site.command(run_root, "trainer.ppo.total_steps=100000"),
@@ -59,7 +59,7 @@ def training(site: Site, run_root: Path) -> Iterator[subprocess.Popen[str]]:
 
 @dataclass(frozen=True)
 class First:
-    """A finished run of four steps, and what it left; tests go on from a copy of its folder."""
+    """A finished run of four steps and its files; tests resume copies of its folder."""
 
     root: Path
     done: Finished
@@ -95,7 +95,7 @@ def test_a_run_from_start_to_export(first: First):
 
 
 def trained(site: Site, run_root: Path, *options: str, steps: int) -> Finished:
-    """Train up to step `steps`, and see that each step stands there once and the server has it."""
+    """Train up to step `steps`; check the steps in the metrics, and the server's version."""
     done = site.train(run_root, *options, f"trainer.ppo.total_steps={steps}")
     assert done.code == 0, done.shown + done.logs()
     assert steps_of(done.metrics()) == list(range(1, steps + 1))
@@ -106,7 +106,7 @@ def trained(site: Site, run_root: Path, *options: str, steps: int) -> Finished:
     return done
 
 
-def test_resume_goes_back_on_purpose_and_begins_anew_synchronously(
+def test_resume_from_an_earlier_step_and_fresh_synchronous_run(
     site: Site, first: First, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     first.copy(tmp_path)
@@ -140,7 +140,7 @@ def test_resume_at_another_number_of_ranks_and_workers_with_weights_through_a_gr
             assert again.read_bytes() == (done.paths.export / "model.safetensors").read_bytes()
 
 
-def test_ctrl_c_leaves_a_checkpoint_to_resume_from(
+def test_ctrl_c_writes_a_checkpoint_for_the_next_run(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     paths = RunPaths(tmp_path / "e2e" / "t")

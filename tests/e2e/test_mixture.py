@@ -1,7 +1,7 @@
-"""One run, as real processes, with its own server and two environments: one reads its rows, the
-other, a user's of two seats, makes them and lives in processes that come and go.
+"""A run with real processes, its own server and two environments.
 
-One run for all, because coming up takes longer than what these tests look at.
+One environment reads rows. The other is a plugin of two seats that makes its rows and runs in
+processes that are renewed. All tests use one run, because a start takes long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run whose updates have come to nothing ends by itself, and not well."""
+"""A run whose updates are not finite ends by itself, with an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Counted(Reward):
     async def score(self, completion, ground_truth):
         return float(next(CALLS) % 5)
 """
-"""Two answers of a group are never worth the same: each update has a gradient."""
+"""Answers of a group have different rewards, so each update has a gradient."""
 SAYS = "updates in a row were skipped, after 1 applied ones: the gradient norm is "
 
 
@@ -44,7 +44,7 @@ def test_a_learning_rate_that_breaks_the_model_ends_the_run(site: Site, tmp_path
     assert len(done.metrics()) < 40
 
 
-def test_an_offline_run_ends_alike(site: Site, tmp_path: Path) -> None:
+def test_offline_run_with_infinite_updates_ends(site: Site, tmp_path: Path) -> None:
     write_answers(tmp_path / "answers.jsonl", 48)
     done = site.train(
         tmp_path / "run",

@@ -1,4 +1,4 @@
-"""Offline runs with real processes: SFT, then PPO, in one command; kills, a stop, and the rest."""
+"""Offline runs with real processes: SFT, then PPO, in one command; kills, stop and resume."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def next_batch(self, step):
 
 SFTTrainer.next_batch = next_batch
 """
-"""Has trainers wait where a gate says so, until they are asked to stop."""
+"""A plugin whose trainers wait at a step that a file sets, until they are stopped."""
 
 
 def write_answers(file: Path, count: int) -> None:
@@ -85,7 +85,7 @@ def test_sft_then_ppo_in_one_command(site: Site, tmp_path: Path) -> None:
 
 
 class Run:
-    """An SFT run of two ranks that can be killed, stopped and started again."""
+    """An SFT run of two ranks that can be killed, stopped and restarted."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.paths = folder, RunPaths(folder / "runs" / "e2e" / "t")
@@ -118,7 +118,7 @@ class Run:
         assert train.poll() is None, (train.stdout.read() if train.stdout else "") + self.logs()
 
     def is_well(self) -> bool:
-        """Whether `arealite why` knows the ranks, and finds nobody at fault."""
+        """Return whether `arealite why` lists the ranks and finds no blocking role."""
         why = [sys.executable, "-m", "arealite.cli.main", "why", str(self.paths.root)]
         shown = subprocess.run(why, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT)
         return shown.returncode == 0 and "trainer-1" in shown.stdout
@@ -146,7 +146,7 @@ def test_a_run_that_is_killed_stopped_and_resumed_is_the_same(tmp_path: Path) ->
     gated.write(harmed.gate, 13)
     with spawned(harmed.command, harmed.environment) as train:
         harmed.reaches(12, train)
-        until(harmed.is_well, what="nobody to hold the run up")
+        until(harmed.is_well, what="a run without blocking roles")
         ranks = psutil.Process(train.pid).children()
         os.kill(random.Random(1).choice(ranks).pid, signal.SIGKILL)
         killed = time.time()

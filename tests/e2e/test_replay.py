@@ -1,5 +1,7 @@
-"""One run that was asynchronous, killed twice and resumed at another size: what it kept, what it
-used, and that it can be trained again from its ledger, bit by bit."""
+"""An asynchronous run that was killed twice and resumed with other numbers of ranks and workers.
+
+Its ledger keeps all finished trajectories, and its replay is bitwise equal.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from arealite.api.reward import Reward, rewards
 
 @rewards.register("variety")
 class Variety(Reward):
-    """How many different characters, and which: no two answers are worth the same."""
+    """Reward by the number and choice of different characters: answers have different rewards."""
 
     async def score(self, completion: str, ground_truth: str) -> float:
         return (len(set(completion)) + sum(map(ord, completion)) % 101 / 101) / 8
@@ -60,13 +62,13 @@ OPTIONS = (
 
 @dataclass
 class History:
-    """The run's end, and the ledger as it was when its launcher was killed."""
+    """The finished run, and its ledger at the time when its launcher was killed."""
 
     finished: Finished
     rows: dict[str, tuple[str, int, str, str]]
-    """By trajectory id, then: group, member, state of the group, hash of the payload."""
+    """By trajectory id, at that time: group, member, state of the group, hash of the payload."""
     checkpoint: int
-    """The newest step durable then."""
+    """The newest durable step at that time."""
 
 
 def read(ledger: Path, sql: str) -> list[Any]:
@@ -84,7 +86,7 @@ def trajectories(ledger: Path) -> dict[str, tuple[str, int, str, str]]:
 
 @pytest.fixture(scope="module")
 def history(site: Site, tmp_path_factory: pytest.TempPathFactory) -> History:
-    """Train with 1 rank; SIGKILL it, then the launcher; go on with 2 ranks and 2 workers."""
+    """Train with 1 rank; SIGKILL it, then the launcher; resume with 2 ranks and 2 workers."""
     run_root = tmp_path_factory.mktemp("killed")
     (run_root / "variety.py").write_text(REWARD)
     ledger = RunPaths(run_root / "e2e" / "t").ledger
@@ -135,7 +137,7 @@ def history(site: Site, tmp_path_factory: pytest.TempPathFactory) -> History:
     return History(finished, rows, checkpoint)
 
 
-def test_a_resumed_run_uses_what_was_finished_and_repeats_nothing(history: History):
+def test_resumed_run_uses_finished_trajectories_and_repeats_none(history: History):
     paths = history.finished.paths
     report = audit(paths.ledger)
     assert report.ok, report.table()
@@ -170,7 +172,7 @@ def replay(run: Path, *options: str, cwd: Path) -> subprocess.CompletedProcess[s
     )
 
 
-def test_it_is_replayed_bit_by_bit(history: History):
+def test_replay_is_bitwise_equal(history: History):
     root = history.finished.paths.root
     fingerprints = read(history.finished.paths.ledger, "SELECT fingerprint FROM steps")
     assert len(set(fingerprints)) == STEPS, "every step has changed the parameters"
@@ -196,7 +198,7 @@ def with_another_token(payload: bytes) -> bytes:
     return encode_segments([*others, msgspec.structs.replace(last, tokens=tokens.tobytes())])
 
 
-def test_a_changed_trajectory_is_found_by_its_step(history: History, tmp_path: Path):
+def test_replay_finds_the_step_of_a_changed_trajectory(history: History, tmp_path: Path):
     copy = RunPaths(tmp_path / "copy")
     source = history.finished.paths
     copy.root.mkdir()

@@ -1,6 +1,6 @@
-"""One run in which every role is killed: each dies, comes back, and nothing is lost or repeated.
+"""Every role of one run is killed and restarted; no sample is lost or repeated.
 
-One run for all kills, because coming up takes longer than all else; the launcher is the last.
+All kills are in one run, because a start takes long. The launcher is killed last.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Run:
 
 @contextmanager
 def running(site: Site, folder: Path) -> Iterator[Run]:
-    """Run a server of its own, with its parent, and a train.py that would use it for long."""
+    """Run a server with its parent, and a train.py of many steps that uses it."""
     script = ROOT / "arealite" / "launch_llm_server.py"
     words = [*names(folder), f"model.path={site.model}"]
     with (folder / "server.log").open("wb") as log:
@@ -93,7 +93,7 @@ def names(folder: Path) -> list[str]:
 def start(
     site: Site, folder: Path, *overrides: str
 ) -> AbstractContextManager[subprocess.Popen[str]]:
-    """Run train.py as a person would, with two ranks and a checkpoint every two steps."""
+    """Run train.py with two ranks and a checkpoint every two steps."""
     fast = ["dataset.eval=null", "logger.types=[]", "trainer.ppo.checkpoint.export=false"]
     two = ["launcher.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2"]
     own = f"trainer.ppo.publisher.disk.dir={folder / 'staged'}"  # others may clear /dev/shm
@@ -102,12 +102,12 @@ def start(
 
 
 def leftovers(folder: Path) -> set[Path]:
-    """Return the folders of staged weights whose process is gone."""
+    """Return the folders of staged weights whose process has exited."""
     mine = (folder / "staged").glob("arealite-*")
     return {path for path in mine if has_exited(int(path.name.split("-")[2]))}
 
 
-def test_every_role_that_is_killed_comes_back(site: Site, tmp_path: Path):
+def test_every_killed_role_is_restarted(site: Site, tmp_path: Path):
     with running(site, tmp_path) as run:
         run.trains(beyond=0)
         for role in ("rollout-0", "datapipe-0", "llm_server", "trainer-1"):

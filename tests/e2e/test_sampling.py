@@ -1,4 +1,4 @@
-"""`arealite eval` and `collect` with real servers: killed, stopped, gone on with, learned from."""
+"""`arealite eval` and `collect` with real servers: killed, stopped and resumed; SFT on samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 class Run:
-    """A command in a folder of its own."""
+    """A command in a separate folder."""
 
     def __init__(self, site: Site, folder: Path, command: str, *words: str) -> None:
         self.folder, self.gate = folder, folder / "gate"
@@ -78,7 +78,7 @@ class Run:
         return shown
 
 
-def test_an_evaluation_goes_on_after_a_kill_and_after_ctrl_c(site: Site, tmp_path: Path) -> None:
+def test_evaluation_resumes_after_a_kill_and_after_ctrl_c(site: Site, tmp_path: Path) -> None:
     run = Run(
         site,
         tmp_path,
@@ -107,7 +107,7 @@ def test_an_evaluation_goes_on_after_a_kill_and_after_ctrl_c(site: Site, tmp_pat
     assert list(row["pass"]) == ["1", "2", "4", "8", "16", "24"]
 
 
-def test_what_own_servers_sampled_is_learned_from(site: Site, tmp_path: Path) -> None:
+def test_sft_learns_from_collected_samples(site: Site, tmp_path: Path) -> None:
     out = tmp_path / "good.parquet"
     run = Run(
         site,

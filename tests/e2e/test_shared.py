@@ -1,5 +1,7 @@
-"""A run without any server: the trainer's process generates from the parameters it trains, and its
-death takes both; they come back together."""
+"""A run without a server: the trainer's process generates from the parameters that it trains.
+
+If the trainer is killed, trainer and generator restart together.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ OPTIONS = (
 )
 
 
-def test_one_set_of_parameters_generates_and_learns(site: Site, tmp_path: Path) -> None:
+def test_shared_parameters_generate_and_learn(site: Site, tmp_path: Path) -> None:
     (tmp_path / "variety.py").write_text(REWARD)
     names = f"cluster.name_root={tmp_path / 'names'}"
     paths = RunPaths(tmp_path / "e2e" / "shared")

@@ -1,4 +1,4 @@
-"""Thirty kills of every role at random instants, each witnessed; then the books must balance."""
+"""Thirty verified kills of all roles at random instants; then the ledger must balance."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_thirty_kills(site: Site, tmp_path: Path) -> None:
         place.stop()
     shown = (tmp_path / "train.log").read_text() + (tmp_path / "server.log").read_text()
     assert code == 130, shown
-    assert len(killer.witnessed) >= KILLS
+    assert len(killer.verified) >= KILLS
     assert all(kill.back_s is not None for kill in killer.kills), "a role has not come back"
-    kinds = Counter(kill.role.split("-")[0] for kill in killer.witnessed)
+    kinds = Counter(kill.role.split("-")[0] for kill in killer.verified)
     assert set(kinds) == set(soak.WEIGHTS), f"some role was never killed: {kinds}"
     report = audit(paths.ledger)
     assert report.ok, report.table()

@@ -1,4 +1,4 @@
-"""A launcher that is killed in mid-run is run again by launchers/relaunch.sh, and loses nothing."""
+"""launchers/relaunch.sh restarts a killed launcher; no sample is lost or repeated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(180
 STEPS, GROUPS = 6, 4
 
 
-def test_killed_launcher_is_run_again_and_loses_and_repeats_nothing(
+def test_killed_launcher_is_restarted_without_loss_or_repetition(
     site: Site, tmp_path: Path
 ) -> None:
     gate, paths = tmp_path / "gate", RunPaths(tmp_path / "e2e" / "t")
@@ -57,7 +57,7 @@ def test_killed_launcher_is_run_again_and_loses_and_repeats_nothing(
     all_gone(tmp_path)
 
 
-def test_refused_command_is_not_run_again(site: Site, tmp_path: Path) -> None:
+def test_refused_command_is_not_restarted(site: Site, tmp_path: Path) -> None:
     command = site.command(tmp_path, "trainer.ppo.collector.group_size=3")
     script = str(ROOT / "launchers" / "relaunch.sh")
     done = subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 
 from arealite.base import config as base_config
 from arealite.system.ledger.audit import audit
-from arealite.system.names.secret import read
+from arealite.system.names.secret import read_secret
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Finished
 from tests.examples.conftest import LIMIT_S, Example
 from tests.impl.browser.sites import needs_chromium
@@ -100,7 +100,7 @@ def test_external_sglang(
             until(up, what="the server", seconds=SLOW_S)
             (entry,) = names.rglob("llm_server/*.json")
             address = json.loads(entry.read_text())["address"].removeprefix("http://")
-            key = read(entry.parents[1])
+            key = read_secret(entry.parents[1])
             assert key is not None
             monkeypatch.setitem(ENVIRONMENT, "SERVER_KEY", key.token)
             lines = trained(example("external_sglang", f"llm_server.addresses=[{address}]"))

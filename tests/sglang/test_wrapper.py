@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import read
+from arealite.system.names.secret import read_secret
 from tests.models import tiny_model
 from tests.sglang.real import PYTHON, ROOT
 from tests.sglang.shared import call
@@ -85,7 +85,7 @@ class Wrapper:
 
     @property
     def token(self) -> str:
-        secret = read(self.registry.root)
+        secret = read_secret(self.registry.root)
         assert secret is not None
         return secret.token
 

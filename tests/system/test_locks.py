@@ -1,4 +1,4 @@
-"""A lock is held by one process, named in the refusal, and gone with it."""
+"""One process at a time has a lock; the error names it; the lock is released when it exits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from arealite.base.errors import UserError
-from arealite.system.locks import held, holder, lock_folder, remove_unheld
+from arealite.system.locks import lock_file, lock_folder, lock_holder, remove_unlocked
 
 HOLD = """
 import sys
 from pathlib import Path
-from arealite.system.locks import held
-with held(Path(sys.argv[1]), fix="wait"):
+from arealite.system.locks import lock_file
+with lock_file(Path(sys.argv[1]), fix="wait"):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def test_the_second_is_refused_until_the_first_is_dead(tmp_path: Path):
+def test_second_process_is_refused_until_the_first_exits(tmp_path: Path):
     file = tmp_path / "lock"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -31,30 +31,30 @@ def test_the_second_is_refused_until_the_first_is_dead(tmp_path: Path):
         assert first.stdout.readline() == b"held\n"
         with (
             pytest.raises(UserError, match=rf"in use by process {first.pid}\. Stop it\."),
-            held(file, fix="Stop it."),
+            lock_file(file, fix="Stop it."),
         ):
             pass
-        assert holder(file) == first.pid
+        assert lock_holder(file) == first.pid
         first.kill()
         assert first.wait(60) != 0
-    assert holder(file) == 0, "its id may be another process's by now"
-    with held(file, fix="Stop it."):
+    assert lock_holder(file) == 0, "another process may have its id"
+    with lock_file(file, fix="Stop it."):
         pass
 
 
-def test_it_is_free_after_its_body(tmp_path: Path):
+def test_lock_is_released_after_the_body(tmp_path: Path):
     for _ in range(2):
-        with held(tmp_path / "lock", fix="Stop it."):
+        with lock_file(tmp_path / "lock", fix="Stop it."):
             pass
 
 
-def test_id_in_a_lock_file_holds_nothing_by_itself(tmp_path: Path):
+def test_process_id_in_a_file_is_no_lock(tmp_path: Path):
     file = tmp_path / "lock"
-    assert holder(file) == 0
+    assert lock_holder(file) == 0
     file.write_text(str(os.getpid()))
-    assert holder(file) == 0
-    with held(file, fix="Stop it."):
-        assert holder(file) == os.getpid()
+    assert lock_holder(file) == 0
+    with lock_file(file, fix="Stop it."):
+        assert lock_holder(file) == os.getpid()
 
 
 def test_folders_of_living_processes_are_not_removed(tmp_path: Path):
@@ -63,8 +63,8 @@ def test_folders_of_living_processes_are_not_removed(tmp_path: Path):
         folder.mkdir()
         (folder / "file").touch()
     handle = lock_folder(alive)
-    remove_unheld([alive, dead, tmp_path / "none"])
+    remove_unlocked([alive, dead, tmp_path / "none"])
     assert alive.exists() and not dead.exists()
     os.close(handle)
-    remove_unheld([alive])
+    remove_unlocked([alive])
     assert not alive.exists()

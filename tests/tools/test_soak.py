@@ -1,4 +1,4 @@
-"""What the soak says of a kill: how long its role took to come back, and whose doing that was."""
+"""Verification of a kill by the soak: time of the restart, and whether the launcher was down."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeProcess:
 
 
 class FakeSite:
-    """Roles come back when a test says so; a launcher is started again at once."""
+    """A test restarts roles explicitly; a launcher is restarted at once."""
 
     def __init__(self, *roles: str) -> None:
         self.count = NEVER
@@ -66,8 +66,8 @@ def test_who_misses_its_launcher_waits_for_the_next():
     site = FakeSite("datapipe-0", "rollout-0", "llm_server-0")
     killer = killed(site, "datapipe", "llm_server", "launcher")
     site.come("datapipe-0", "rollout-0", "llm_server-0")
-    killer._witness()
-    assert killer.witnessed == killer.kills
+    killer._verify()
+    assert killer.verified == killer.kills
     assert [kill.launcher_died for kill in killer.kills] == [True, False, False]
 
 
@@ -75,7 +75,7 @@ def test_who_is_back_before_the_launcher_dies_is_the_launchers_doing():
     site = FakeSite("datapipe-0", "rollout-0")
     killer = killed(site, "datapipe")
     site.come("datapipe-0")
-    killer._witness()
+    killer._verify()
     killer._next = "launcher"
     assert killer._strike()
     assert [kill.launcher_died for kill in killer.kills] == [False, False]
@@ -102,7 +102,7 @@ def test_times_of_a_role_are_those_that_its_launcher_took(
     result = told(kills, tmp_path, monkeypatch)
     assert result["slowest_s_by_role"] == {"datapipe": 2.0, "no launcher": 12.0, "trainer": 4.0}
     assert result["kills_by_role"] == {"datapipe": 3, "trainer": 1}
-    assert (result["witnessed_kills"], result["unwitnessed_kills"], result["late"]) == (4, 1, 0)
+    assert (result["verified_kills"], result["unverified_kills"], result["late"]) == (4, 1, 0)
 
 
 @pytest.mark.parametrize("role", ["datapipe-0", "rollout-1", "llm_server-0"])

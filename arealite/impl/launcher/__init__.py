@@ -1,1 +1,1 @@
-"""Launchers: how a run's processes come up and are watched."""
+"""Launchers start, supervise and end the processes of a run."""

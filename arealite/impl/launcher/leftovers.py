@@ -9,10 +9,10 @@ from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.base.names import TMPFS
-from arealite.system.health.diagnosis import read
+from arealite.system.health.diagnosis import read_roles
 from arealite.system.health.snapshot import is_alive
-from arealite.system.health.vitals import ASK
-from arealite.system.locks import remove_unheld
+from arealite.system.health.vitals import STACKS_REQUEST
+from arealite.system.locks import remove_unlocked
 from arealite.system.names.registry import NameRegistry
 
 
@@ -27,8 +27,12 @@ def clear(config: ExperimentConfig, *kinds: str) -> None:
         kinds: Kinds of roles, for example "trainer", of which no process runs on any host.
     """
     folder, names = name_dir(config) / "vitals", NameRegistry.of(config, ttl_s=math.inf)
-    dead = {role.name: role.vitals.pid for role in read(folder) if not is_alive(role)}
-    words = [*(f"{name}." for name in dead), *(f"{kind}-" for kind in kinds), *[ASK][: len(kinds)]]
+    dead = {role.name: role.vitals.pid for role in read_roles(folder) if not is_alive(role)}
+    words = [
+        *(f"{name}." for name in dead),
+        *(f"{kind}-" for kind in kinds),
+        *[STACKS_REQUEST][: len(kinds)],
+    ]
     own = config.trainer.ppo.publisher.disk.dir
     with suppress(OSError):  # the folder is away: nothing depends on this
         for word in words:
@@ -36,7 +40,7 @@ def clear(config: ExperimentConfig, *kinds: str) -> None:
                 file.unlink(missing_ok=True)
         for parent in (TMPFS, run_paths(config).weights, Path(own or TMPFS).expanduser()):
             for pid in dead.values():
-                remove_unheld(parent.glob(f"arealite-{os.getuid()}-{pid}-*"))
+                remove_unlocked(parent.glob(f"arealite-{os.getuid()}-{pid}-*"))
         for name in dead:
             names.remove(*name.split("-", 1))
         for kind in kinds:

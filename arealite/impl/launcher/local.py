@@ -1,7 +1,7 @@
 """The local launcher: supervises every role of a run as a child process, until the run ends.
 
-A run ends when the trainer finishes, when the restart budget of a role is spent, or when a person
-stops it. No child survives any of the three.
+A run ends when the trainer finishes, when the restart budget of a role is spent, or when the user
+stops it. In all three cases no child survives.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from arealite.system.ledger.audit import audit
 from arealite.system.names.registry import NameRegistry
 
 REFRESH_S = 0.5
-TOLD = ("dead", "crashing")
-"""Causes that the launcher reports itself when they concern its own roles."""
+REPORTED = ("dead", "crashing")
+"""Causes that the supervisor reports for its own roles, so that the health monitor does not."""
 STOPPED = 130
+"""Exit code of a run that the user stopped."""
 
 
 class LocalLauncher(Launcher, Supervisor):
     """Starts, restarts and ends the roles of one experiment on this machine."""
 
     stop = signal.SIGTERM
-    """Asks a child to end."""
+    """Signal that requests a child to exit."""
     is_remote = False
-    """Whether roles run on other hosts, so that a finding's process is not the child itself."""
+    """Whether roles run on other hosts; a finding's process is then not the child itself."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         Launcher.__init__(self, config)
@@ -66,11 +67,11 @@ class LocalLauncher(Launcher, Supervisor):
         self.vitals = name_dir(config) / "vitals"
         total, evaluates = config.trainer.ppo.total_steps, config.evaluates
         self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
-        if not config.trainer.is_offline:  # a run that is given again may have nothing to train
+        if not config.trainer.is_offline:  # a resumed run may have no step left to train
             self.progress.newest = max(self.paths.starts, default=0)
         self.trained, self.over = asyncio.Event(), asyncio.Event()
-        """Set when ranks may exit (the last step is trained), and when other roles may (it is
-        evaluated); both when a person stops the run."""
+        """`trained` is set after the last step: ranks may exit. `over` is set after the last
+        evaluation: all roles may exit. Both are set when the user stops the run."""
         self.datapipe = self._role("datapipe-0")
         rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
         ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
@@ -79,17 +80,21 @@ class LocalLauncher(Launcher, Supervisor):
         others = [] if config.trainer.is_offline else [*servers, self.datapipe, *rollouts]
         self.roles = [*others, self.trainer]
         self._stops, self._end = 0, ""
-        """How often a person asked the run to stop, and the error that ended it."""
+        """Number of stop requests by the user, and the error that ended the run."""
         self._names = NameRegistry.of(config)
         self.local_ranks = self.options.trainer_ranks
-        """Ranks of this host, which take its first GPUs."""
+        """Number of ranks on this host; they have its first GPUs."""
 
     def _role(self, *names: str, leads: bool = False) -> Role:
         over = self.trained if leads else self.over
         return Role(names, Budget(self.options.max_restarts, names[0]), leads, over)
 
     def run(self) -> int:
-        """Run to the end; 0 finished, 130 stopped by a person, else the dead child's code."""
+        """Run until the end.
+
+        Returns:
+            0 if the run finished, 130 if the user stopped it, else the failed role's exit code.
+        """
         return asyncio.run(self._run())
 
     async def _run(self) -> int:
@@ -98,7 +103,7 @@ class LocalLauncher(Launcher, Supervisor):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         vitals.watch(loop)
-        servers = ["llm_server"] if self.options.llm_servers else []  # else not ours
+        servers = ["llm_server"] if self.options.llm_servers else []  # else started separately
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear, self.config, *kinds)
         with self.progress.shown():
@@ -113,15 +118,15 @@ class LocalLauncher(Launcher, Supervisor):
                 await end_all(self.children, self.stop, grace_s=grace_s)
                 await asyncio.to_thread(clear, self.config, *kinds)
             self.progress.poll()
-        return await asyncio.to_thread(self._close, code)  # a big ledger would block the loop
+        return await asyncio.to_thread(self._close, code)  # a large ledger would block the loop
 
     def is_shown(self, finding: Finding) -> bool:
-        """Return whether to report a finding: not the deaths of own roles, which are reported."""
+        """Return whether to report a finding. The supervisor reports deaths of its own roles."""
         is_own = any(finding.blocker in role.names for role in self.roles)
-        return finding.cause != "starting" and not (is_own and finding.cause in TOLD)
+        return finding.cause != "starting" and not (is_own and finding.cause in REPORTED)
 
     def child_of(self, finding: Finding) -> Child | None:
-        """Return the child that a finding is about, unless it is about a predecessor."""
+        """Return the child that a finding is about; None if it may be about a predecessor."""
         if not self.is_remote:
             return super().child_of(finding)
         begun = time.monotonic() - self.options.silent_s
@@ -131,7 +136,7 @@ class LocalLauncher(Launcher, Supervisor):
     # ------------------------------------------------------------ starting
 
     def command(self, role: str, index: int) -> list[str]:
-        """Return the command line of one role; other launchers add their own words before it."""
+        """Return the command line of one role. Other launchers put their own words before it."""
         arealite = [sys.executable, "-m", "arealite.cli.main"]
         if role == "llm_server":
             return [*arealite, "serve-llm", *server_overrides(self.config)]
@@ -149,14 +154,14 @@ class LocalLauncher(Launcher, Supervisor):
             own = rank_environments(count, address=address, local=local)
         for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
-            (self.vitals / f"{name}.json").unlink(missing_ok=True)  # of a predecessor
+            (self.vitals / f"{name}.json").unlink(missing_ok=True)  # a predecessor's
             command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
             role.children.append(await self.spawn(name, command, log, shared | rank))
 
     async def spawn(
         self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]
     ) -> Child:
-        """Start one process of a role; servers share the GPUs that the ranks here leave over."""
+        """Start one process of a role; servers share the GPUs that local ranks do not use."""
         role, _, index = name.rpartition("-")
         if role == "llm_server":
             count = self.options.llm_servers
@@ -165,8 +170,7 @@ class LocalLauncher(Launcher, Supervisor):
         return await spawn(name, command, log=log, environment=environment)
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
-        """Return the host of the first rank, and each rank's number on its host, as
-        `rank_environments` takes them."""
+        """Return `address` and `local` of `rank_environments`."""
         return "", ()
 
     # ------------------------------------------------------------ watching
@@ -174,7 +178,7 @@ class LocalLauncher(Launcher, Supervisor):
     async def keep(self, role: Role) -> None:
         """Start a role, and again when it dies, until it has ended as planned."""
         await super().keep(role)
-        if role.leaving:  # its end is not that of the run
+        if role.leaving:  # its exit does not end the run
             self.roles.remove(role)
             return
         role.ended = True
@@ -182,13 +186,13 @@ class LocalLauncher(Launcher, Supervisor):
             self.over.set()
             self._terminate("llm_server")
         if role is self.datapipe:
-            self._terminate("rollout")  # a late worker had no message that the run ends
+            self._terminate("rollout")  # a worker that started late received no end message
 
     def is_needed(self, role: Role, dead: Child) -> bool:
-        """Return whether a role that died is to be started again.
+        """Return whether to restart a role that died.
 
         Raises:
-            Died: another start would fail the same way, or the run is being stopped.
+            Died: a restart would fail the same way, or the run is being stopped.
         """
         if role.leaving:
             return False
@@ -209,12 +213,12 @@ class LocalLauncher(Launcher, Supervisor):
         return self.progress.newest
 
     def is_up(self, role: Role) -> bool:
-        """Return whether all processes of a role have vitals; a server's parent reports for it."""
+        """Return whether all processes of a role have vitals; servers are not checked here."""
         names = [name for name in role.names if "server" not in name]
         return all((self.vitals / f"{name}.json").exists() for name in names)
 
     async def _rescale(self) -> list[Role]:
-        """End workers that the datapipe no longer wants; return a new one where it wants more."""
+        """Stop workers that the datapipe no longer needs; return a new one if it needs more."""
         options = self.options
         if options.max_workers <= options.rollout_workers or self.over.is_set():
             return []
@@ -228,7 +232,7 @@ class LocalLauncher(Launcher, Supervisor):
         for name, role in there.items():
             if int(name.rpartition("-")[2]) >= count and not role.leaving:
                 role.leaving = True
-                self.say(f"{name} is not needed now")
+                self.say(f"{name} is stopped: fewer workers are needed")
                 for child in role.children:
                     child.send(self.stop)
         if len(there) >= count:
@@ -236,12 +240,15 @@ class LocalLauncher(Launcher, Supervisor):
         names = (f"rollout-{number}" for number in range(count))
         added = self._role(next(name for name in names if name not in there))
         self.roles.append(added)
-        self.say(f"{added.names[0]} is started: the others are full")
+        self.say(f"{added.names[0]} is started: the other workers are full")
         return [added]
 
     async def _keep_all(self) -> int:
-        """Keep every role until all have ended or one may not be started again; return the exit
-        code."""
+        """Supervise every role until all have ended or one cannot be restarted.
+
+        Returns:
+            The exit code of the run.
+        """
         self._keeping = {asyncio.ensure_future(self.keep(role)) for role in self.roles}
         try:
             await self._until_ended()
@@ -258,7 +265,7 @@ class LocalLauncher(Launcher, Supervisor):
         return STOPPED if self._stops else 0
 
     async def _until_ended(self) -> None:
-        """Wait for the roles' ends, which after the first of them may not take too long."""
+        """Wait until all roles have ended, at most `drain_timeout_s` after the first of them."""
         loop, deadline = asyncio.get_running_loop(), None
         while self._keeping and self._stops < 2:
             first = asyncio.FIRST_COMPLETED
@@ -272,17 +279,17 @@ class LocalLauncher(Launcher, Supervisor):
                 self.trained.set()
             if self.progress.finished:
                 self.over.set()
-            # After its last step the trainer lets the others go, so any of them may end first.
+            # After the trainer's last step, any role may end first.
             if deadline is None and (self._stops or any(role.ended for role in self.roles)):
                 deadline = loop.time() + self.options.drain_timeout_s
             if deadline is not None and loop.time() > deadline and self._keeping:
                 names = ", ".join(child.name for child in self.children if child.running)
                 seconds = self.options.drain_timeout_s
-                raise Died(f"{names} did not end within {seconds:g} s; killed.", 1)
+                raise Died(f"{names} did not exit within {seconds:g} s; killed.", 1)
 
     async def _explain(self) -> None:
-        """Show the waits of all roles, before they are ended."""
-        with suppress(Exception):  # whatever fails here must not hide why the run ends
+        """Print the text of `arealite why` before the roles are stopped."""
+        with suppress(Exception):  # an error here must not hide the reason of the run's end
             if findings := await asyncio.to_thread(examine, self.vitals):
                 logs = self.paths.logs
                 self.say(explain(self.vitals, findings, logs=logs))
@@ -308,20 +315,20 @@ class LocalLauncher(Launcher, Supervisor):
         0 requires a balanced ledger, every step trained, and a result of the last evaluation.
         """
         progress, lack = self.progress, ""
-        # An offline run that was complete before trains no step.
+        # A resumed offline run may have no step left to train.
         trained = progress.newest or progress.total
         if not self.config.trainer.is_offline:
             try:
                 report = audit(self.paths.ledger, new_only=True)
                 self.say(report.table())
                 trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
-                # A ledger out of balance also fails a run that a person stopped.
+                # A ledger out of balance also fails a run that the user stopped.
                 code = 0 if lack and code == STOPPED else code
-            except UserError as error:  # the run ended before there was a ledger to hold against
+            except UserError as error:  # the run ended before a ledger was created
                 self.say(f"no audit: {error}")
                 lack = "the ledger cannot be audited"
         if not lack and trained < progress.total and self.trainer in self.roles:
-            lack = f"the trainer exited after {trained} of {progress.total} steps, not asked to"
+            lack = f"the trainer exited after {trained} of {progress.total} steps without a request"
         elif not lack and progress.is_unevaluated:
             lack = "every sample of the last evaluation failed"
         if lack and not code:

@@ -1,4 +1,4 @@
-"""Processes of this machine: each leads a session, has a log, and dies with its parent."""
+"""Child processes of this machine: each leads a session, and is killed with its parent."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ exec 3<&0 </dev/null
 (trap '' HUP INT TERM; read -r _ <&3; kill -9 0) &
 exec "$@" 3<&-
 """
-"""Run by sh in a child's process group: when our end of the pipe closes, however we died, the whole
-group is killed, grandchildren included, which a death signal from the kernel would miss."""
+"""Shell script in a child's process group. It kills the whole group when the parent's end of the
+pipe closes. A death signal from the kernel would not reach grandchildren."""
 TERMINATE_GRACE_S = 5.0
-"""From the request to exit to SIGKILL."""
+"""Seconds between the request to exit and SIGKILL."""
 TAIL_LINES = 25
 TAIL_BYTES = 1 << 16
 
 
 @dataclass
 class Child:
-    """One process with a log."""
+    """One child process."""
 
     name: str
     process: Process
     log: Path | None
-    """None: it writes to the output of its parent."""
+    """None: the process writes to the output of its parent."""
     log_begin: int
-    """Offset in the log at which this process began."""
+    """Length of the log, in bytes, when the process started."""
     started: float = field(default_factory=time.monotonic)
     reason: str = ""
-    """Why its supervisor killed it."""
+    """Reason for which the supervisor killed the process."""
 
     @property
     def pid(self) -> int:
@@ -62,23 +62,23 @@ class Child:
 
     @property
     def code(self) -> int:
-        """Its exit code; after a death by signal, minus the number of the signal.
+        """The exit code; after a death by signal, the signal's number below zero.
 
-        srun reports such a death as 128 plus the number; 130 is an exit code of ours.
+        srun reports a death by signal as 128 plus the number. AReaLite itself exits with 130.
         """
         code = self.process.returncode or 0
         return 128 - code if code > 130 else code
 
     def send(self, number: int) -> None:
-        """Send it a signal.
+        """Send a signal to the process.
 
-        Not by subprocess, which polls the process first and takes its exit code from asyncio.
+        `subprocess` is not used: it polls the process first, and asyncio loses the exit code.
         """
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it and its children."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -93,8 +93,10 @@ class Child:
 
     @property
     def obituary(self) -> str:
-        """The child's name, how it died, and its last lines, if it has a log; only the reason after
-        a deliberately raised error."""
+        """The line of `death`, followed by the last lines of the log, if there is a log.
+
+        After a deliberately raised error, only the line with the reason follows.
+        """
         if self.log is None:
             return self.death
         words = last_words(output := self._output(), self.code)
@@ -121,17 +123,16 @@ async def spawn(
     stdout: int | None = None,
     is_guarded: bool = False,
 ) -> Child:
-    """Start a process that appends to `log`, or writes where this one does.
-
-    A caller that is cancelled meanwhile leaves no process.
+    """Start a process. If the caller is cancelled meanwhile, the process is killed.
 
     Args:
-        name: The process, in reports of its end.
-        command: Its command line.
-        log: The file, in a folder that exists.
-        environment: Variables besides those of this process.
-        stdout: PIPE if the caller reads what it prints.
-        is_guarded: Whether processes that it starts die with this process, too.
+        name: Name of the process in reports.
+        command: Command line.
+        log: The process appends its output to this file, whose folder exists. None: it writes to
+            the output of this process.
+        environment: Variables in addition to those of this process.
+        stdout: PIPE if the caller reads the output.
+        is_guarded: Whether grandchildren are killed, too, when this process exits.
 
     Raises:
         UserError: the log cannot be written, or this machine can hold no more processes.
@@ -147,7 +148,7 @@ async def spawn(
                 stdin=asyncio.subprocess.PIPE if is_guarded else asyncio.subprocess.DEVNULL,
                 stdout=stdout or output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C reaches the parent only, which drains the others
+                start_new_session=True,  # Ctrl-C reaches only the parent, which stops the children
             )
             return Child(name, await _started(asyncio.ensure_future(creating)), log, begin)
     except OSError as error:
@@ -174,7 +175,7 @@ async def end_all(
     *,
     grace_s: float = TERMINATE_GRACE_S,
 ) -> None:
-    """Send children a signal, wait up to `grace_s`, then kill them and what they started."""
+    """Send a signal to children, wait up to `grace_s`, then kill them and their children."""
     running = [child for child in children if child.running]
     for child in running:
         child.send(number)
@@ -201,37 +202,41 @@ def die_with_parent() -> bool:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):
-        raise UserError("the supervisor of this process died before the process began.")
+        raise UserError("the supervisor of this process exited before the process started.")
     return True
 
 
 def how_ended(code: int) -> str:
-    """Describe the end of a process with an exit code as in `Child.code`."""
+    """Describe the end of a process.
+
+    Args:
+        code: Exit code, as in `Child.code`.
+    """
     if code < 0:
         known = {number.value: number.name for number in signal.Signals}
         return f"killed by {known.get(-code, f'signal {-code}')}"
-    return f"exit code {code}" if code else "left too early"
+    return f"exit code {code}" if code else "exited too early"
 
 
 def free_port() -> int:
-    """Return a loopback port that was free a moment ago."""
+    """Return a loopback port that was free during the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def own_address() -> str:
-    """Return the IP address under which other hosts reach this one.
+    """Return the IP address under which other hosts reach this host.
 
-    The address of the host's name, or that of the default route where the name is a loopback
-    address; 127.0.0.1 without a network.
+    This is the address of the host's name. If that is a loopback address, it is the address of the
+    default route; without a network, 127.0.0.1.
     """
     own = "127.0.0.1"
     with suppress(OSError):
         own = socket.gethostbyname(socket.gethostname())
     if own.startswith("127."):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only chooses a route
+            probe.connect(("192.0.2.1", 9))  # chooses a route; sends no packet
             own = str(probe.getsockname()[0])
     return own
 
@@ -244,9 +249,9 @@ def rank_environments(
     Args:
         count: Number of ranks.
         address: Host of the first rank; "": all ranks are on this host.
-        local: Each rank's number on its host; (): its number among all ranks.
+        local: Local rank of each rank on its host; (): equal to the rank.
     """
-    # If a port is taken on another host, the next attempt has another one.
+    # If the port is in use on another host, the next attempt chooses another one.
     port = random.randint(20_000, 29_999) if address else free_port()
     shared = {"MASTER_ADDR": address or "127.0.0.1", "MASTER_PORT": str(port)}
     shared["WORLD_SIZE"] = str(count)
@@ -255,8 +260,10 @@ def rank_environments(
 
 
 def counts(config: ExperimentConfig) -> dict[str, int]:
-    """Return how many processes each role has, at most, that a cluster places; the datapipe is not
-    one."""
+    """Return the largest number of processes of each role that a cluster places.
+
+    The datapipe is not included: it runs beside the supervisor.
+    """
     options = config.launcher
     if config.trainer.is_offline:
         return {"trainer": options.trainer_ranks}
@@ -266,14 +273,14 @@ def counts(config: ExperimentConfig) -> dict[str, int]:
 
 
 def needed_paths(config: ExperimentConfig) -> list[Path]:
-    """Return what a role on another host reads, besides the run's folders."""
+    """Return the paths that a role on another host reads, besides the run's folders."""
     return [Path(sys.executable), Path.cwd(), Path(config.model.path).expanduser().absolute()]
 
 
 def not_shared(path: object, here: str, host: str) -> UserError:
-    """Return the error of a path that another host lacks."""
+    """Return the error for a path that exists on host `here` and not on `host`."""
     return UserError(
-        f"{path} is not shared between {here} and {host}. The folder you start in, "
+        f"{path} is not shared between {here} and {host}. The working directory, "
         "cluster.run_root, cluster.name_root, model.path and Python must be on a file system that "
         "every node mounts."
     )
@@ -287,8 +294,19 @@ def threads(count: int) -> dict[str, str]:
 def server_gpus(
     index: int, count: int, *, ranks: int, devices: Path = Path("/dev")
 ) -> dict[str, str]:
-    """Return the environment of one of `count` servers beside `ranks` trainer ranks, which take the
-    first GPUs: its share of the others; {} where there are none."""
+    """Return the environment variables that give a server its GPUs.
+
+    The trainer ranks have the first GPUs; the servers share the others.
+
+    Args:
+        index: Number of the server, from 0.
+        count: Number of servers.
+        ranks: Number of trainer ranks on this host.
+        devices: Folder of the device files.
+
+    Returns:
+        {} if no GPU is left for servers.
+    """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = [str(number) for number in range(len([*devices.glob("nvidia[0-9]*")]))]
     rest = (named.split(",") if named else there)[ranks:]
@@ -314,10 +332,11 @@ def server_overrides(config: ExperimentConfig) -> list[str]:
 
 @asynccontextmanager
 async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[None]:
-    """Run `launcher.llm_servers` servers for the body's time; it is cut short when one ends.
+    """Run `launcher.llm_servers` servers during the body; cancel the body if a server exits.
 
     Raises:
-        RoleError: one ended, alone or in a group; its own parent could not bring it back.
+        RoleError: a server exited and its parent process could not restart it; alone or in an
+            exception group.
     """
     children, count = list[Child](), config.launcher.llm_servers
     words = [sys.executable, "-m", "arealite.cli.main", "serve-llm", *server_overrides(config)]

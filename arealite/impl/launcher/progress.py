@@ -1,7 +1,4 @@
-"""What a launcher's console shows of its run: a panel on a terminal, elsewhere a line now and then.
-
-Apart from the launcher, because what a person sees is not what a process does.
-"""
+"""Progress of a run on the launcher's console: a panel on a terminal, lines in other outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from rich.live import Live
 from arealite.base.names import RunPaths
 from arealite.base.printable import guard_output
 from arealite.impl.view.terminal import Terminal
-from arealite.system.health.snapshot import Metrics, Watch, is_step
+from arealite.system.health.snapshot import Metrics, RunReader, is_step
 
 COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -27,14 +24,16 @@ COLUMNS = (
     ("loss", "train/loss", "{:.4f}"),
     ("accuracy", "train/accuracy", "{:.3f}"),
 )
-"""What is shown: label, metric, format."""
+"""Label, metric and format of each number in a line."""
 DRAW_S, LAST_S = 1.0, 5.0
-"""How often the panel is drawn, and how long its last state may take."""
+"""Seconds between two drawings of the panel, and the time limit of the last drawing."""
 
 
 class Progress:
-    """Says what happens; besides, every `every` steps, or all the time where the panel can be
-    drawn, how far the run is."""
+    """Prints lines of the launcher, and the progress of the run.
+
+    On a terminal, the panel shows the progress; elsewhere, a line every `every` steps.
+    """
 
     def __init__(
         self, metrics: Path, total_steps: int, *, evaluates: bool = False, every: int = 5
@@ -42,7 +41,7 @@ class Progress:
         self._metrics, self._run = Metrics(metrics), RunPaths(metrics.parent)
         self.total = total_steps
         self.newest = 0
-        """The furthest step that was trained since."""
+        """The newest trained step."""
         self._evaluates, self._evaluated = evaluates, -1
         self.is_unevaluated = False
         """Whether the newest evaluation has no result."""
@@ -52,7 +51,7 @@ class Progress:
 
     @property
     def trained(self) -> bool:
-        """Whether the last step is trained; only one rank is needed for what comes then."""
+        """Whether the last step is trained; after that, only rank 0 is needed."""
         return self.newest >= self.total
 
     @property
@@ -61,7 +60,7 @@ class Progress:
         return self._evaluated >= self.total if self._evaluates else self.trained
 
     def poll(self) -> None:
-        """Show what was written since the last call."""
+        """Show the metrics written since the last call."""
         for metrics in self._metrics.poll():
             self.show(metrics)
 
@@ -88,21 +87,23 @@ class Progress:
             self.say("  ".join(parts))
 
     def say(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a line."""
         self._terminal.print(text)
 
     @contextmanager
     def shown(self) -> Generator[None]:
-        """Keep the panel below what is said in the body's time, where it can be drawn; its last
-        state stays."""
+        """Draw the panel below all lines printed during the body, if the output is a terminal.
+
+        The last state of the panel remains on the screen.
+        """
         self._is_drawn = self._terminal.is_drawable
         if not self._is_drawn:
             yield
             return
         over = threading.Event()
         with self._terminal.keep_panel() as live:
-            guard_output()  # rich has put its own streams before ours; they obey terminal codes
-            # A thread, because a store or a disk that is away must not hold the launcher up.
+            guard_output()  # rich replaced the filtered streams by its own
+            # A thread, because a disk that does not respond must not block the launcher.
             thread = threading.Thread(target=self._draw, args=(live, over), daemon=True)
             thread.start()
             try:
@@ -112,8 +113,8 @@ class Progress:
                 thread.join(LAST_S)
 
     def _draw(self, live: Live, over: threading.Event) -> None:
-        """Draw until it is over, and once more. Waits for: the clock. Unblocks: nobody."""
-        watch = Watch(self._run)
+        """Draw until `over`, and once more. Waits for: the clock. Unblocks: no process."""
+        watch = RunReader(self._run)
         while not over.wait(DRAW_S):
             self._terminal.draw(live, watch)
         self._terminal.draw(live, watch)

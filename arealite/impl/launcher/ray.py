@@ -27,27 +27,28 @@ from arealite.impl.launcher.processes import PARENT, Child, counts, needed_paths
 from arealite.system.health.waits import Wait
 
 LOST = -signal.SIGKILL
-"""The exit code of a role whose actor, or node, is gone."""
-
-
+"""Exit code of a role whose actor or node was lost."""
 CONNECT_S = 5.0
 
 
 class Host:
-    """The actor: one child process on the node where Ray put it."""
+    """The actor. It has one child process on the node that Ray chose."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.missing = [folder for folder in folders if not Path(folder).exists()]
 
     def place(self) -> tuple[str, list[str]]:
-        """Return this node's address, and which of the folders it does not see."""
+        """Return this node's address, and the folders that do not exist on it."""
         return library().util.get_node_ip_address(), self.missing
 
     def start(
         self, command: Sequence[str], folder: str, log: str, environment: dict[str, str]
     ) -> tuple[int, int]:
-        """Start the role's process in the launcher's folder; return its id and its offset in the
-        log."""
+        """Start the role's process in `folder`.
+
+        Returns:
+            Its process id, and the length of the log before the start.
+        """
         own = os.environ | environment | {PARENT: str(os.getpid())}
         with Path(log).open("ab") as output:
             begin = output.tell()
@@ -57,16 +58,16 @@ class Host:
         return self.process.pid, begin
 
     def wait(self) -> int:
-        """Return its exit code, once it has one."""
+        """Wait until the process exits; return its exit code."""
         return self.process.wait()
 
     def send(self, number: int) -> None:
-        """Pass a signal on."""
+        """Send a signal to the process."""
         self.process.send_signal(number)
 
 
 class Process:
-    """An actor's child, as asyncio knows processes."""
+    """The child of an actor, with the interface of asyncio's processes."""
 
     def __init__(self, actor: Any, pid: int, log: Path) -> None:
         self.actor, self.pid, self.log = actor, pid, log
@@ -76,7 +77,7 @@ class Process:
     async def _watch(self) -> int:
         try:
             code = int(await self.actor.wait.remote())
-        except Exception as error:  # noqa: BLE001  (killed by us, or its node is gone: Ray says why)
+        except Exception as error:  # noqa: BLE001  (the actor was killed, or its node was lost)
             code, said = LOST, " ".join(str(error).split())
             await asyncio.to_thread(self._note, f"Ray: {said[:500]}\n")
         self.returncode = code
@@ -132,7 +133,7 @@ class RayLauncher(LocalLauncher):
             raise not_shared(missing[0], socket.gethostname(), address)
         try:
             pid, begin = await actor.start.remote(command, str(Path.cwd()), str(log), environment)
-        except library().exceptions.RayActorError:  # lost meanwhile: Ray finds another node
+        except library().exceptions.RayActorError:  # lost meanwhile; Ray chooses another node
             return await self.spawn(name, command, log, environment)
         except OSError as error:
             raise UserError(f"{name} cannot be started on {address}: {error}") from error
@@ -142,14 +143,14 @@ class RayLauncher(LocalLauncher):
         """Return an actor in a role's bundle, its node's address, and the folders it lacks.
 
         Raises:
-            RoleError: Ray has no place for it any more.
+            DeadlineError: Ray has had no place for it for `launcher.ray.start_s`.
         """
         lost = library().exceptions.RayActorError
         seconds = self.options.ray.start_s
         with Wait(f"a place for {name}", owner="launcher", on="ray", seconds=seconds):
             while True:
                 actor = self._actor(name)
-                with suppress(lost):  # on a node whose loss Ray has not noticed yet
+                with suppress(lost):  # Ray placed the actor on a node that was just lost
                     return actor, *await actor.place.remote()
 
     def _actor(self, name: str) -> Any:
@@ -158,7 +159,7 @@ class RayLauncher(LocalLauncher):
         place = strategies.PlacementGroupSchedulingStrategy(self.group, number)
         needed = (self.paths.root, self.vitals.parent, *needed_paths(self.config))
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
-        # Two at a time: a signal must reach a child that is being waited for.
+        # Two concurrent calls: `send` must work during `wait`.
         made = (
             library()
             .remote(Host)
@@ -168,7 +169,7 @@ class RayLauncher(LocalLauncher):
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         scout, address, _ = await self._place("trainer-0")
-        del scout  # makes room for the rank
+        del scout  # frees the place for the rank
         return address, [0] * self.options.trainer_ranks
 
 
@@ -188,7 +189,7 @@ def library() -> Any:
     """Import Ray, which is an extra.
 
     Raises:
-        UserError: it is not installed.
+        UserError: Ray is not installed.
     """
     try:
         return import_module("ray")
@@ -202,8 +203,8 @@ def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> Any
     """Connect to the cluster and reserve a bundle for every process.
 
     Raises:
-        UserError: Ray is not installed, does not answer, or is too small; or others keep what
-            is needed for longer than `launcher.ray.start_s`.
+        UserError: Ray is not installed or does not respond; or the cluster is too small, or has no
+            free resources within `launcher.ray.start_s`.
     """
     options, ray = config.launcher.ray, library()
     try:
@@ -222,7 +223,7 @@ def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> Any
         needs = sum(bundle.get(kind, 0.0) for bundle in wanted)
         if needs > has.get(kind, 0.0):
             raise UserError(
-                f"the Ray cluster is too small: the run takes {needs:g} {kind}s, it has "
+                f"the Ray cluster is too small: the run needs {needs:g} {kind}s, the cluster has "
                 f"{has.get(kind, 0.0):g}. Lower launcher.* or launcher.ray.*, or add nodes."
             )
     group = ray.util.placement_group([*wanted], strategy="PACK")

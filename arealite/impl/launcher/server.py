@@ -28,7 +28,7 @@ from arealite.system.health import diagnosis, vitals
 from arealite.system.names.registry import NameRegistry
 
 TERMINATE_S = 10.0
-"""From a person's signal to SIGKILL."""
+"""Seconds between the user's signal and SIGKILL."""
 PLANNED = (0, 130, *STOPPING)
 """Exit codes after which the server is not started again."""
 KIND = "llm_server"
@@ -36,8 +36,8 @@ IS_KEPT = "AREALITE_IS_KEPT"
 """Environment variable that is set for a server whose parent restarts it."""
 
 
-class ServerKeeper(Supervisor):
-    """One server process, started again when it dies or hangs."""
+class ServerSupervisor(Supervisor):
+    """Supervises one server process; restarts it when it dies or hangs."""
 
     option = "llm_server.embedded.max_restarts"
     milestone = "a name in the registry"
@@ -56,7 +56,7 @@ class ServerKeeper(Supervisor):
         """Ids of the processes that had a name in the registry."""
 
     async def run(self) -> int:
-        """Keep the server alive until a signal stops it; return the exit code."""
+        """Supervise the server until a signal stops it; return the exit code."""
         loop = asyncio.get_running_loop()
         vitals.start(self._name, self._vitals)
         vitals.watch(loop)
@@ -76,7 +76,7 @@ class ServerKeeper(Supervisor):
             monitoring.cancel()
 
     def _stop(self, number: int, keeping: asyncio.Task[None]) -> None:
-        """Pass a signal on to the server, and kill it if it does not end in time."""
+        """Forward a signal to the server; kill the server if it does not exit in time."""
         self._server.leaving = True
         running = [child for child in self.children if child.running]
         if not running:
@@ -106,7 +106,7 @@ class ServerKeeper(Supervisor):
         """Remove the name and the vitals of the killed server, so that no client waits for it."""
         await super().clear(role)
         pid = role.children[0].pid
-        for process in diagnosis.read(self._vitals):
+        for process in diagnosis.read_roles(self._vitals):
             if (process.vitals.pid, process.state) == (pid, "X"):
                 for file in self._vitals.glob(f"{process.name}.*"):
                     file.unlink(missing_ok=True)
@@ -122,4 +122,4 @@ class ServerKeeper(Supervisor):
 
 def keep(config: ServerConfig, command: Sequence[str]) -> int:
     """Run `command`, a server, until a signal stops it; return the exit code."""
-    return asyncio.run(ServerKeeper(config, command).run())
+    return asyncio.run(ServerSupervisor(config, command).run())

@@ -30,7 +30,8 @@ for file in "$@"; do
     echo "$SLURMD_NODENAME lacks $file"
 done
 """
-"""Run on each node first; a network file system may show a new file seconds later."""
+"""Shell script that runs on each node first. On a network file system, a new file may appear
+seconds later."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,15 @@ class Nodes:
     """The nodes that one part of this job was given."""
 
     group: list[str]
-    """srun's words for its component."""
+    """Arguments of srun that select the component."""
     job: str
     hosts: list[str]
     cpus: int
-    """Of the node with the fewest."""
+    """CPUs of the node with the fewest."""
 
     @classmethod
     def of(cls, number: int, is_alone: bool) -> Nodes:
-        """Read what Slurm told the job's script about its component `number`."""
+        """Read Slurm's environment variables of component `number` of the job."""
         suffix = "" if is_alone else f"_HET_GROUP_{number}"
         try:
             names = os.environ[f"SLURM_JOB_NODELIST{suffix}"]
@@ -54,8 +55,8 @@ class Nodes:
             cpus = os.environ[f"SLURM_JOB_CPUS_PER_NODE{suffix}"]
         except KeyError as error:
             raise UserError(
-                f"launcher.type=slurm outside of the job it needs ({error} is not set). "
-                "Submit it: arealite launch slurm CONFIG [key=value …]"
+                f"launcher.type=slurm outside of a Slurm job ({error} is not set). "
+                "Submit a job: arealite launch slurm CONFIG [key=value …]"
             ) from error
         hosts = output(["scontrol", "show", "hostnames", names]).split()
         group = [] if is_alone else [f"--het-group={number}"]
@@ -63,7 +64,7 @@ class Nodes:
         return cls(group, job, hosts, fewest)
 
     def srun(self, *words: str) -> list[str]:
-        """Begin a step's command."""
+        """Return the first words of a step's command line."""
         shared = ["--overlap", "--mem=0", "--unbuffered", f"--cpus-per-task={self.cpus}"]
         return ["srun", *self.group, *shared, *words]
 
@@ -72,7 +73,7 @@ class SlurmLauncher(LocalLauncher):
     """Starts, restarts and ends the roles of one experiment as steps of this job."""
 
     stop = signal.SIGUSR2
-    """scancel sends SIGTERM to every process, but roles have to end in an order."""
+    """SIGTERM is not used: scancel sends it to all processes, and roles must end in order."""
     is_remote = True
 
     def __init__(self, config: ExperimentConfig) -> None:
@@ -83,18 +84,18 @@ class SlurmLauncher(LocalLauncher):
         """The GPUs that each part has on each of its hosts, by job and host."""
 
     def run(self) -> int:
-        """Run to the end, after every node has answered and seen the run's folders."""
+        """Run until the end, after every node has reported that it has the run's folders."""
         asyncio.run(self._probe())
         return super().run()
 
     def place(self, role: str, index: int) -> tuple[Nodes, str, int]:
-        """Return where a process runs: its part's nodes, its host, its number there."""
+        """Return the nodes of a process's part, its host, and its number on that host."""
         nodes = self.nodes.get(PARTS[role], self.nodes["head"])
         each = -(-counts(self.config)[role] // len(nodes.hosts))
         return nodes, nodes.hosts[index // each], index % each
 
     def command(self, role: str, index: int) -> list[str]:
-        """Return the step that runs one role; the datapipe stays with the supervisor."""
+        """Return the step that runs one role. The datapipe runs outside of steps."""
         own, command = [f"{OWN_STOP}=1"], super().command(role, index)
         if role not in PARTS:
             return ["env", *own, *command]
@@ -105,8 +106,11 @@ class SlurmLauncher(LocalLauncher):
         return [*step, "env", "-u", PARENT, *own, *command]
 
     def _gpus(self, role: str, index: int) -> list[str]:
-        """Divide a host's GPUs: one for each rank there, all ranks see all of these; servers share
-        the others evenly."""
+        """Return the GPUs of a process.
+
+        The first GPUs of a host belong to its ranks, one GPU per rank; every rank sees all of them.
+        Servers share the other GPUs evenly.
+        """
         nodes, host, number = self.place(role, index)
         every = [(kind, i) for kind, count in counts(self.config).items() for i in range(count)]
         there = Counter(kind for kind, i in every if self.place(kind, i)[:2] == (nodes, host))
@@ -121,7 +125,7 @@ class SlurmLauncher(LocalLauncher):
         return places[0][1], [number for _, _, number in places]
 
     async def clear(self, role: Role) -> None:
-        """Kill what is left of a role; a step may outlive its srun."""
+        """Kill the remaining processes of a role; a step may outlive its srun."""
         await super().clear(role)
         jobs = ",".join(nodes.job for nodes in self.nodes.values())
         listed = await asyncio.to_thread(output, ["squeue", "-hs", "-j", jobs, "-o", "%i %j"])
@@ -133,10 +137,10 @@ class SlurmLauncher(LocalLauncher):
     # ------------------------------------------------------------ before the start
 
     async def _probe(self) -> None:
-        """Ask every node for its GPUs, and whether it sees what this one sees.
+        """Read the GPUs of every node, and check that every node has the run's files.
 
         Raises:
-            UserError: nodes did not answer in time, or do not share a folder; names them.
+            UserError: a node did not reply in time, or does not have a file.
         """
         marks = {
             folder / f".seen-{secrets.token_hex(4)}": folder
@@ -161,12 +165,12 @@ class SlurmLauncher(LocalLauncher):
         if silent := [host for job, host in asked_for if (job, host) not in self.devices]:
             raise UserError(
                 f"no answer from {', '.join(sorted({*silent}))} within "
-                f"launcher.slurm.start_s={self.options.slurm.start_s:g} s: look at `scontrol show "
-                f"node {silent[0]}`, leave it out (--exclude={silent[0]}), or wait longer."
+                f"launcher.slurm.start_s={self.options.slurm.start_s:g} s. See `scontrol show "
+                f"node {silent[0]}`, exclude it (--exclude={silent[0]}), or increase start_s."
             )
 
     async def _ask(self, nodes: Nodes, files: Sequence[Path]) -> list[str]:
-        """Return what the nodes of a part print in time."""
+        """Run PROBE on the nodes of a part; return the lines printed within `start_s`."""
         size, start_s = str(len(nodes.hosts)), self.options.slurm.start_s
         step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")
         words = [*step, "sh", "-c", PROBE, "probe", *files]

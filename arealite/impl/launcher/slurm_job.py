@@ -1,6 +1,6 @@
-"""What a Slurm job of a run is: its parts, its script, and whether there are partitions for it.
+"""The Slurm job of a run: its parts, its sbatch script, and a check of the partitions.
 
-Apart from the launcher, because this happens on a login node, and that in the job.
+This code runs on a login node; the launcher runs in the job.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from arealite.base.errors import UserError
 from arealite.impl.launcher.processes import counts
 
 PARTS = {"llm_server": "servers", "rollout": "workers", "trainer": "trainers"}
-"""Which part of a job has the nodes of a role; the datapipe is the supervisor's child."""
+"""The part of the job that runs a role. The datapipe is a child of the supervisor."""
 ANSWER_S = 30.0
-"""For Slurm's controller; who asks for a job waits at a prompt."""
+"""Time limit of a command of Slurm."""
 
 
 def parts(config: ExperimentConfig) -> dict[str, list[str]]:
-    """Return the parts of the job, each a heterogeneous component, with sbatch's words for it."""
+    """Return the arguments of sbatch for each part of the job, a heterogeneous component."""
     slurm = config.launcher.slurm
     words = {part: getattr(slurm, part) for role, part in PARTS.items() if counts(config).get(role)}
     own = {part: [*slurm.every, *mine] for part, mine in words.items() if mine}
@@ -32,7 +32,12 @@ def parts(config: ExperimentConfig) -> dict[str, list[str]]:
 
 
 def script(config: ExperimentConfig, command: Sequence[str]) -> str:
-    """Return the sbatch script that runs `command`, the supervisor, in a job of all parts."""
+    """Return the sbatch script of the run.
+
+    Args:
+        config: Experiment of the run.
+        command: Command line of the supervisor.
+    """
     paths = run_paths(config)
     first = [
         f"--job-name={config.experiment_name}-{config.trial_name}",
@@ -42,30 +47,34 @@ def script(config: ExperimentConfig, command: Sequence[str]) -> str:
         "--signal=B:TERM@120",
     ]
     lines = ["#!/bin/bash", f"# {config.experiment_name}/{config.trial_name}, by arealite launch."]
-    lines += ["# Submit it again to go on where the run stopped; requeued, it does that itself."]
+    lines += ["# Submit it again to resume the run. A requeued job resumes by itself."]
     made = parts(config)
     guests = [part for role, part in PARTS.items() if part not in made and counts(config).get(role)]
     for number, (part, words) in enumerate(made.items()):
         lines += ["#SBATCH hetjob", f"# {part}"] if number else [f"# {', '.join([part, *guests])}"]
         own = [*([] if number else first), "--ntasks-per-node=1", *words]
         lines += [f"#SBATCH {word}" for word in own]
-    lines += ["", "# A SIGTERM (also 120 s before the time is up): checkpoint, drain, audit, end."]
+    lines += ["", "# On SIGTERM, also 120 s before the time limit: checkpoint, drain, audit, exit."]
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit", f"exec {shlex.join(command)}"]
     return "\n".join(lines) + "\n"
 
 
 def check_partitions(config: ExperimentConfig) -> None:
-    """Refuse, with what there is, partitions that cannot take the parts of the job."""
+    """Check that the partitions have enough nodes for all parts of the job.
+
+    Raises:
+        UserError: a partition does not exist, is down or is too small.
+    """
     command = ["sinfo", "-h", "-o", "%R %a %D %P"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_S)
     except (subprocess.SubprocessError, OSError) as error:
         why = getattr(error, "stderr", None) or f"{error}"
-        raise UserError(f"Slurm does not answer: {why.strip()}. Is slurmctld up?") from error
+        raise UserError(f"Slurm does not respond: {why.strip()}. Is slurmctld up?") from error
     rows = [line.split() for line in done.stdout.splitlines()]
     if not rows:
         raise UserError(
-            "this Slurm has no partition (`sinfo` shows none). Its administrator adds one to "
+            "this Slurm has no partition (`sinfo` shows none). Its administrator can add one to "
             "slurm.conf: PartitionName=main Nodes=ALL Default=YES State=UP"
         )
     up = {name: int(nodes) for name, state, nodes, _ in rows if state == "up"}
@@ -87,16 +96,16 @@ def check_partitions(config: ExperimentConfig) -> None:
     for name, nodes in wanted.items():
         if name and nodes > up[name]:
             raise UserError(
-                f"partition {name} has {up[name]} nodes, the parts of the job need {nodes}: each "
-                "has nodes of its own. Ask for fewer, or leave out the words of a part, which "
-                "then shares the head's node."
+                f"partition {name} has {up[name]} nodes, but the parts of the job need {nodes}; "
+                "parts share no node. Request fewer nodes, or remove the arguments of a part from "
+                "launcher.slurm, so that it shares the head's node."
             )
 
 
 def output(
     words: Sequence[str | Path], seconds: float = ANSWER_S, *, stderr: int | None = DEVNULL
 ) -> str:
-    """Return what a command of Slurm prints within some seconds, whatever its exit code."""
+    """Run a command of Slurm; return its output of the first `seconds`, for any exit code."""
     try:
         return subprocess.run(
             words, stdout=PIPE, stderr=stderr, text=True, check=False, timeout=seconds

@@ -1,4 +1,4 @@
-"""Restart policy, restart budgets and the health monitor of everything that keeps processes alive.
+"""Supervisors: restart policy, restart budgets and the health monitor.
 
 Launchers, the parent of an embedded server and the wrapper of an SGLang server are supervisors.
 """
@@ -70,7 +70,7 @@ class Budget:
     _mark: float = 0.0
     _hasty: int = 0
     """Deaths in a row that came soon after the start."""
-    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.KEEPER))
+    wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.SUPERVISOR))
     """The published wait for the role to be up."""
 
     def expect(self, what: str, why: str = "") -> None:
@@ -82,7 +82,7 @@ class Budget:
         """
         waits.table.discard(self.wait)
         detail = why.partition("\n")[0]
-        self.wait = waits.Wait(what, owner=waits.KEEPER, on=self.role, detail=detail)
+        self.wait = waits.Wait(what, owner=waits.SUPERVISOR, on=self.role, detail=detail)
         if self.role:
             waits.table.add(self.wait)
 
@@ -111,22 +111,22 @@ class Budget:
 
 @dataclass
 class Role:
-    """Processes that live and die together: one, or all ranks of the trainer."""
+    """Processes that are started and restarted together: one, or all ranks of the trainer."""
 
     names: tuple[str, ...]
     budget: Budget
     leads: bool = False
-    """Its end is the end of the run."""
+    """Whether the run ends with this role."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its processes may exit."""
     grace_s: float = field(default_factory=lambda: EARLY_S)
-    """Between the exit of a process and `over`; a process that exits earlier has died."""
+    """Longest time between the clean exit of a process and `over`; an earlier exit is a death."""
     children: list[Child] = field(default_factory=list[Child])
     """The processes started last."""
     ended: bool = False
-    """Its work is done or no longer needed."""
+    """Whether its work is done or no longer needed."""
     leaving: bool = False
-    """It was asked to end before the run does."""
+    """Whether it was stopped before the end of the run."""
 
     async def end(self) -> Child | None:
         """Wait until one of its processes died, and return that; None: all ended as planned."""
@@ -154,7 +154,7 @@ class Role:
         return None if self.leads or self.over.is_set() else left[0]
 
     async def clear(self) -> None:
-        """Kill its processes and their children, and wait for their ends."""
+        """Kill its processes and their children, and wait until they have exited."""
         for child in self.children:
             child.kill()
         for child in self.children:
@@ -162,7 +162,7 @@ class Role:
 
 
 class Supervisor(ABC):
-    """Starts roles, and starts them again when they die, within their budgets."""
+    """Starts roles, and restarts them when they die, within their budgets."""
 
     option = "launcher.max_restarts"
     """The option that limits deaths without a `milestone` in between."""
@@ -170,7 +170,7 @@ class Supervisor(ABC):
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self.say = say
-        """Tells the user of a restart."""
+        """Prints a line for the user."""
         self.roles = list[Role]()
 
     @property
@@ -184,10 +184,10 @@ class Supervisor(ABC):
 
     @abstractmethod
     def is_needed(self, role: Role, dead: Child) -> bool:
-        """Return whether a role that died is to be started again.
+        """Return whether to restart a role that died.
 
         Raises:
-            ArealiteError: another start would fail the same way.
+            ArealiteError: a restart would fail the same way.
         """
 
     @abstractmethod
@@ -212,24 +212,24 @@ class Supervisor(ABC):
             await asyncio.sleep(EXAMINE_S)
 
     async def clear(self, role: Role) -> None:
-        """Kill what is left of a role, and wait for its end."""
+        """Kill the remaining processes of a role, and wait until they have exited."""
         await role.clear()
 
     async def pause(self, role: Role, dead: Child, seconds: float) -> None:
-        """Wait before a role is started again."""
+        """Wait before the restart of a role."""
         await asyncio.sleep(seconds)
 
     async def keep(self, role: Role) -> None:
-        """Start a role, and again when it dies, until it ends as planned or is asked to leave.
+        """Start a role, and restart it when it dies, until it ends as planned or is stopped.
 
         Raises:
-            Died: its budget is spent.
+            Died: the restart budget is spent.
         """
         budget, again = role.budget, ""
         budget.expect("start")
         while not role.leaving:
             await self.start(role)
-            if role.leaving:  # it was asked to end before it could receive a signal
+            if role.leaving:  # it was stopped before its process could receive a signal
                 await self.clear(role)
                 break
             if again:
@@ -275,7 +275,7 @@ class HealthMonitor:
     """Parent of the children; other processes are never killed."""
     silent_s: float = 8.0
     blocked_s: float = 60.0
-    """How long a child may be silent or stopped (`silent_s`), and blocked."""
+    """Seconds after which a silent or stopped child (`silent_s`), or a blocked one, is killed."""
     _seen: dict[Trouble, float] = field(default_factory=dict["Trouble", float])
     """When each trouble was last found."""
 
@@ -303,7 +303,7 @@ class HealthMonitor:
         self._seen[key] = now
 
     def _heal(self, finding: Finding) -> None:
-        # A dead role whose child still runs was run by that child, as srun does.
+        # The child may be srun, which still runs although the role's process is dead.
         limits: dict[str, float] = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
         limits["blocked"] = self.blocked_s
         is_due = finding.since_s >= limits.get(finding.cause, math.inf)

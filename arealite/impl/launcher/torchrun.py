@@ -1,7 +1,7 @@
-"""Runs whose ranks torchrun starts: a sidecar process of rank 0 keeps the other roles.
+"""Runs under torchrun: torchrun starts the ranks, and a sidecar of rank 0 starts the other roles.
 
-Rank 0 has no event loop while it trains. The sidecar dies with rank 0, so that a restart by
-torchrun begins with a new one.
+Rank 0 has no event loop while it trains. The sidecar is killed with rank 0, so a restart by
+torchrun starts a new sidecar.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_RANK", "RANK",
 
 
 class Sidecar(LocalLauncher):
-    """Keeps datapipe, workers and servers beside ranks that torchrun started; they may end when the
-    standard input of this process does."""
+    """Supervises datapipe, workers and servers beside ranks that torchrun started.
+
+    The end of the standard input of this process means that training is over.
+    """
 
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
@@ -37,7 +39,7 @@ class Sidecar(LocalLauncher):
         return await super()._keep_all()
 
     def _end_of_training(self) -> None:
-        """Let the other roles end: the trainer has sent its last message to the datapipe."""
+        """Allow the other roles to exit: the trainer has sent its last message to the datapipe."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         self.trainer.ended = True
         self.over.set()
@@ -46,7 +48,7 @@ class Sidecar(LocalLauncher):
 
 @contextmanager
 def sidecar(config: ExperimentConfig) -> Generator[None]:
-    """Run the sidecar for the time of the body, and wait for its end.
+    """Run the sidecar during the body, and wait until it exits.
 
     Raises:
         RoleError: a role failed, or the ledger is out of balance.
@@ -55,16 +57,16 @@ def sidecar(config: ExperimentConfig) -> Generator[None]:
     command = [sys.executable, "-m", "arealite.cli.main", "role", "sidecar", "0", root]
     own = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
     environment = own | {PARENT: str(os.getpid())}
-    # A session of its own: after Ctrl-C, the trainer finishes its step, which needs a datapipe.
+    # A separate session: after Ctrl-C, the trainer finishes its step, which needs the datapipe.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, env=environment, start_new_session=True
     ) as process:
         try:
             yield
         except BaseException:
-            process.send_signal(signal.SIGKILL)  # and what it started dies with it
+            process.send_signal(signal.SIGKILL)  # its children are killed with it
             raise
         process.communicate()
     if process.returncode:
         ended = how_ended(process.returncode)
-        raise RoleError(f"the roles beside the trainer ended badly ({ended}): see {root}/logs")
+        raise RoleError(f"the sidecar of the trainer failed ({ended}): see {root}/logs")

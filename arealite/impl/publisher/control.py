@@ -20,7 +20,7 @@ from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.capabilities import Capabilities
-from arealite.system.health.waits import PAUSER, Wait, table
+from arealite.system.health.waits import PAUSE_OBSERVER, Wait, table
 
 logger = log.get(__name__)
 
@@ -241,7 +241,9 @@ class ServerControl:
         elif self.foreign_pause is None:
             why = "by a client that is not this trial's publisher"
             why += "" if resume else " (trainer.ppo.publisher.continue_paused=false)"
-            self.foreign_pause = Wait("its continuation", owner=PAUSER, on=self.role, detail=why)
+            self.foreign_pause = Wait(
+                "its continuation", owner=PAUSE_OBSERVER, on=self.role, detail=why
+            )
             logger.warning("server is paused " + why, server=self.id, continued=resume)
         if resume and status != 200:
             with self.bounded("a continue", CONTINUE_S):
@@ -280,8 +282,10 @@ class ServerControl:
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
-        prompt = "weights" not in path and path != "/generate"
-        with Wait(f"an answer of {path}", owner="publisher", on=self.role, prompt=prompt):
+        replies_soon = "weights" not in path and path != "/generate"
+        with Wait(
+            f"an answer of {path}", owner="publisher", on=self.role, replies_soon=replies_soon
+        ):
             method, url = "GET" if body is None else "POST", self.address + path
             request = self.session.request(method, url, json=body, headers=self.headers)
             async with request as response:

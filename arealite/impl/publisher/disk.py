@@ -21,7 +21,7 @@ from arealite.base.names import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher
-from arealite.system.locks import lock_folder, remove_unheld
+from arealite.system.locks import lock_folder, remove_unlocked
 from arealite.system.names.registry import Entry
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ class DiskSender:
         self.model_path, self.newest = model_path, Path()
         prefix = f"arealite-{os.getuid()}-"
         parent.mkdir(parents=True, exist_ok=True)
-        remove_unheld(parent.glob(f"{prefix}*"))
+        remove_unlocked(parent.glob(f"{prefix}*"))
         new = Path(tempfile.mkdtemp(dir=parent, prefix=".arealite-"))
-        self._lock = lock_folder(new)  # before it has the name that `remove_unheld` looks for
+        self._lock = lock_folder(new)  # before it has the name that `remove_unlocked` looks for
         self.folder = new.rename(parent / f"{prefix}{os.getpid()}-{new.name[-8:]}")
 
     def write(

@@ -112,7 +112,7 @@ class Collector:
     def leave(self) -> None:
         """End the episodes that were cancelled, and do not end."""
         for wait in [*self._running]:
-            wait.leave()
+            wait.abandon()
 
     def part(self, task: Task) -> Part:
         """Return the environment of a task.
@@ -186,7 +186,7 @@ class Collector:
             if not wait.expired:
                 raise
             what = f"the episode ran longer than episode_timeout_s={seconds}"
-            if wait.left:
+            if wait.abandoned:
                 what += ", swallowed its cancellation, and is left where it stands"
             raise EpisodeTimeout(what) from error
         finally:

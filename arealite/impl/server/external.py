@@ -1,9 +1,9 @@
-"""Holds the names of servers that others started, so that a run uses and updates them as its own.
+"""Registers external servers: SGLang servers that AReaLite did not start.
 
-They register nowhere, so this asks each of them and speaks for it while it answers; it never stops
-one. Two trials that publish to one server would overwrite each other's weights, so `examine`
-refuses a server for which another trial has a live name here. It cannot see trials whose names are
-in another `cluster.name_root`: keep to one trial a server.
+The servers do not register themselves. The datapipe's process polls each server and writes its
+name while it replies; it never stops a server. Two trials that publish to one server would
+overwrite each other's weights, so `examine` refuses a server that has a live name in another trial.
+Trials with another `cluster.name_root` are not found: use a server in one trial only.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ from arealite.system.names.registry import Entry, NameRegistry
 logger = log.get(__name__)
 
 ANSWER_S = 10.0
-"""For a server to say all about itself; a loaded one may need seconds."""
+"""Time limit for the description of a server; a loaded server may need seconds."""
 SILENT = (aiohttp.ClientError, OSError, RoleError)
 
 
 class ExternalServers:
-    """Keeps the names of `llm_server.addresses` for as long as `run` runs."""
+    """Writes the names of the servers in `llm_server.addresses` while `run` runs."""
 
     def __init__(self, config: ExperimentConfig, *, updates: bool = True) -> None:
         self.updates = updates
-        """False: they are only asked, and keep the label of their weights."""
+        """False: the run does not publish to the servers and does not change their version."""
         self.addresses = config.llm_server.addresses
         self.cluster = config.cluster
         self.registry = NameRegistry.of(config)
         self.model = read_json(config.model.path)
         self._known: dict[str, str] = {}
-        """Incarnation last seen at each address."""
+        """Process id last seen at each address."""
 
     async def run(self) -> None:
-        """Speak for every server until cancelled."""
+        """Register every server until cancelled."""
         headers = self.registry.headers("external")
         async with (
             aiohttp.ClientSession(headers=headers) as self._session,
             asyncio.TaskGroup() as tasks,
         ):
             for address in self.addresses:
-                tasks.create_task(self._hold(address), name=f"external server {address}")
+                tasks.create_task(self._register(address), name=f"external server {address}")
 
-    async def _hold(self, address: str) -> None:
-        """Hold a server's name while it answers. Waits for: the server, and the clock."""
+    async def _register(self, address: str) -> None:
+        """Write a server's name while the server replies. Waits for: the server, and the clock."""
         why, silences = None, 0
         while True:
             try:
                 entry = await describe(self._session, address)
                 entry["pid"] = entry["pid"] or f"seen {silences}"
-                await self._welcome(address, entry)
+                await self._check(address, entry)
             except (*SILENT, UserError) as error:
-                if str(error) != why:  # once, not every second
+                if str(error) != why:  # log an error once, not every second
                     why = str(error)
                     logger.warning("external server not in use", address=address, error=why)
                 await asyncio.sleep(self.cluster.heartbeat_s)
@@ -84,9 +84,11 @@ class ExternalServers:
             silences += 1
             logger.warning("external server lost", address=address, error=why)
 
-    async def _welcome(self, address: str, entry: dict[str, Any]) -> None:
-        """Check a server's model; distrust the version of one that this run has not updated: an
-        earlier run's numbers mean other weights."""
+    async def _check(self, address: str, entry: dict[str, Any]) -> None:
+        """Check a server's model, and mark its weights as untrusted if it is new to this run.
+
+        The same version number of an earlier run means other weights.
+        """
         if difference := other_model(entry, self.model):
             raise UserError(difference)
         entry["vocab_size"] = vocab_size(self.model)
@@ -96,21 +98,21 @@ class ExternalServers:
         post = self._session.post(url, json=body | {"abort_all_requests": False})
         with bounded(url, ANSWER_S):
             async with post as response:
-                if response.status == 200:  # servers without the route keep their label
+                if response.status == 200:  # a server without this route keeps its version
                     entry["version"] = UNTRUSTED
         self._known[address] = entry["pid"]
 
     async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
-        """Keep version and load of a registered server fresh; return why that ended."""
+        """Update version and load of a registered server; return the error that ended it."""
         url, cluster = entry["address"], self.cluster
 
         async def version() -> str | int | None:
-            info = await self._ask(f"{url}/model_info", seconds=cluster.ttl_s)
+            info = await self._get(f"{url}/model_info", seconds=cluster.ttl_s)
             return info.get("weight_version")
 
         async def load() -> Loads | None:
             with suppress(*SILENT, UserError, msgspec.ValidationError):
-                answer = await self._ask(f"{url}/v1/loads", seconds=cluster.heartbeat_s)
+                answer = await self._get(f"{url}/v1/loads", seconds=cluster.heartbeat_s)
                 return msgspec.convert(answer, Loads)
 
         try:
@@ -120,16 +122,20 @@ class ExternalServers:
         except (*SILENT, UserError) as error:
             return str(error) or repr(error)
 
-    async def _ask(self, url: str, *, seconds: float) -> dict[str, Any]:
+    async def _get(self, url: str, *, seconds: float) -> dict[str, Any]:
         with bounded(url, seconds):
             return await get(self._session, url)
 
 
 def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
-    """Ask every external server; return what will stand in the name registry.
+    """Check every external server; return the names that they will have.
+
+    Args:
+        config: Experiment of the run.
+        model: The trainer's config.json.
 
     Raises:
-        UserError: a line for each address that cannot be used.
+        UserError: a server cannot be used; the error has a line for each such server.
     """
     addresses = config.llm_server.addresses
     for address in addresses:
@@ -147,8 +153,8 @@ async def _examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entr
     addresses, problems = config.llm_server.addresses, list[str]()
     headers = NameRegistry.of(config).headers("external")
     async with aiohttp.ClientSession(headers=headers) as session:
-        questions = (describe(session, address) for address in addresses)
-        answers = await asyncio.gather(*questions, return_exceptions=True)
+        requests = (describe(session, address) for address in addresses)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
     found: list[Entry] = []
     for address, answer in zip(addresses, answers, strict=True):
         if isinstance(answer, UserError):
@@ -171,7 +177,11 @@ async def _examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entr
 
 
 def check_form(address: str, addresses: Sequence[str]) -> None:
-    """Refuse what is not host:port, and what is given twice."""
+    """Check that an address is host:port and is given only once.
+
+    Raises:
+        UserError: it is not.
+    """
     host = r"\[[0-9a-fA-F:.]+\]|[\w.-]+"
     match = re.fullmatch(rf"(?:{host}):(\d{{1,5}})", address)
     if match is None or not 0 < int(match[1]) < 2**16:
@@ -183,12 +193,12 @@ def check_form(address: str, addresses: Sequence[str]) -> None:
 
 
 def taken(config: ExperimentConfig, address: str) -> str | None:
-    """Say which trial has a live name for this server, if one has besides this run's own."""
+    """Return an error if another trial has a live name for this server; else None."""
     names = NameRegistry.of(config)
     for root, entry in names.everywhere("llm_server", entry_id(address)):
         if root != names.root or entry.value.get("type") != "external":
             trial = "/".join(root.parts[-2:])
-            return f"{trial} has this server already. Remove the address, or end that trial."
+            return f"{trial} uses this server already. Remove the address, or end that trial."
     return None
 
 
@@ -198,18 +208,18 @@ def entry_id(address: str) -> str:
 
 
 def bounded(url: str, seconds: float) -> Wait:
-    """Bound a question to the server at `url`."""
+    """Return a wait for the reply to a request of `url`."""
     on = f"llm_server-{entry_id(url.split('/')[2])}"
     what, owner = f"an answer of {url}", "external servers"
-    return Wait(what, owner=owner, on=on, seconds=seconds, prompt=True)
+    return Wait(what, owner=owner, on=on, seconds=seconds, replies_soon=True)
 
 
 async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
-    """Return the registry entry of a server, all but its vocabulary, which it does not tell.
+    """Return the content of a server's name, without the size of its vocabulary.
 
     Raises:
-        UserError: what answers is no SGLang server, or asks for another key.
-        DeadlineError, aiohttp.ClientError, OSError: it does not answer.
+        UserError: the server is no SGLang server, or requires another key.
+        DeadlineError, aiohttp.ClientError, OSError: the server does not reply.
     """
     url = f"http://{address}"
     with bounded(url, ANSWER_S):
@@ -218,16 +228,16 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
         models = (await get(session, f"{url}/v1/models")).get("data") or [{}]
     if "model_path" not in info or "weight_version" not in info:
         raise UserError(
-            f"what answers is not an SGLang server (its /model_info says {str(info)[:80]}). "
+            f"it is not an SGLang server (its /model_info returns {str(info)[:80]}). "
             "Correct the address."
         )
-    # A prompt with all but one token of its answer must still pass as a prompt, after an abort.
+    # After an abort, prompt and partial answer are sent as a new prompt: its limit counts.
     contexts = (more.get("max_req_input_len"), models[0].get("max_model_len"))
     started = more.get("random_seed"), (more.get("startup_time") or {}).get("tokenizer_e2e")
     return {
         "address": url,
         "type": "external",
-        "model_path": info.get("tokenizer_path") or info["model_path"],  # the latter changes
+        "model_path": info.get("tokenizer_path") or info["model_path"],  # model_path changes
         "model_type": info.get("model_type"),
         "architectures": info.get("architectures"),
         "context_length": min((length for length in contexts if length), default=None),
@@ -238,15 +248,18 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
 
 
 async def get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Return a JSON object; an empty one where the server has none at `url`.
+    """Return the JSON object at `url`; {} if there is none.
 
     Raises:
-        UserError: the server asks for another key.
+        UserError: the server requires another key.
     """
     async with session.get(url) as response:
         raw = await response.read()
     if response.status in (401, 403):
-        raise UserError("it asks for another key. Set llm_server.api_key_env to its variable.")
+        raise UserError(
+            "the server requires another key. Set llm_server.api_key_env to the environment "
+            "variable with its key."
+        )
     try:
         found = json.loads(raw) if response.status == 200 else None
     except ValueError:
@@ -255,9 +268,14 @@ async def get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
-    """Say in what a server's model differs from `model` (the trainer's config.json), if it does.
+    """Return an error if a server's model differs from the trainer's; else None.
 
-    The sizes are compared where the server's folder can be read here: it tells only the kind.
+    Sizes are compared only if the server's model folder can be read here, because the server
+    reports only the type of its model.
+
+    Args:
+        entry: Content of the server's name.
+        model: The trainer's config.json.
     """
     folder = Path(str(entry["model_path"]))
     theirs = read_json(folder) if folder.is_absolute() else {}

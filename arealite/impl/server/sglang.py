@@ -1,6 +1,6 @@
-"""SGLang servers of this host: checks what the user asked for, starts them, ends them together.
+"""SGLang servers of this host: checks of the options, start and end of all servers.
 
-They run as processes of perhaps another Python, so that SGLang's pins never meet ours.
+The servers may run in another Python, because SGLang pins versions of packages that AReaLite uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from arealite.system.names.registry import NameRegistry
 from arealite.system.names.secret import FILE
 
 ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-"""Else /health generates, and a paused server is not healthy."""
+"""Without this setting, /health generates a token, and a paused server is not healthy."""
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -37,8 +37,9 @@ CPU_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**40),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
-"""More threads fight each other, compiling makes the first request wait for half a minute, and
-memory given back to the kernel after each bucket of weights is zeroed again for the next."""
+"""Environment of servers on a CPU. More threads compete for the cores. Compilation would delay the
+first request by half a minute. With the usual malloc thresholds, memory would be returned to the
+kernel after each bucket of weights, and zeroed for the next bucket."""
 CPU_ARGUMENTS = {
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
@@ -47,7 +48,7 @@ CPU_ARGUMENTS = {
     "--max-running-requests": 128,
 }
 CPU_SWITCHES = ["--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup"]
-"""The warm-up is an English sentence, which a toy model's tokenizer may not be able to spell."""
+"""No warm-up: its prompt is an English sentence, which a small tokenizer may not encode."""
 
 BOOT = """
 import hmac, runpy, sys
@@ -67,9 +68,9 @@ def prepare_with_key(argv):
 server_args.prepare_server_args = prepare_with_key
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
-"""Starts SGLang with the trial's token as its API key: on a command line `ps` would show the key,
-and SGLang logs its arguments, which is why the key has another repr. Only the process that answers
-HTTP has the key; others of the server get an empty one."""
+"""Script that starts SGLang with the trial's token as its API key. `ps` would show a key on the
+command line. SGLang logs its arguments, so the repr of the key hides it. Only the HTTP process has
+the key; the other processes of the server have an empty key."""
 
 PROBE = """
 import importlib.util, sys
@@ -85,18 +86,17 @@ PROBE_S = 120.0
 
 
 class SGLangServer(LLMServer):
-    """`num_servers` servers, each with its port, devices and log."""
+    """Starts `num_servers` SGLang servers, each with its port, devices and log."""
 
     def __init__(self, args: ServerConfig) -> None:
         self.config = args
 
     async def serve(self) -> None:
-        """Keep all servers alive until SIGTERM or SIGINT; a second one skips what the first waits
-        for.
+        """Run all servers until SIGTERM or SIGINT. A second signal skips the wait for requests.
 
         Raises:
-            UserError: nothing can be started from this config, or one was never healthy.
-            RoleError: all were given up.
+            UserError: the config is invalid, or a server was never healthy.
+            RoleError: all servers were given up.
         """
         launches = await asyncio.to_thread(plan, self.config)
         loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
@@ -116,18 +116,19 @@ class SGLangServer(LLMServer):
             for number in (STOP, signal.SIGINT):
                 loop.remove_signal_handler(number)
         if not any(task.cancelled() for task in tasks):
-            raise RoleError("every SGLang server died again and again; the first words are above.")
+            raise RoleError("every SGLang server died repeatedly; the first errors are above.")
 
 
 def plan(config: ServerConfig) -> list[Launch]:
-    """Return how to start each server; nothing has been started yet.
+    """Check the config, and return how to start each server.
 
     Raises:
-        UserError: the config does not fit itself, the Python, the model or this machine.
+        UserError: the config contradicts itself, or does not fit the Python, the model or this
+            machine.
     """
     options = config.llm_server.sglang
     check_ports(config)
-    about = describe(config)
+    metadata = describe(config)
     python = os.path.expanduser(options.python or sys.executable)
     devices = assign_devices(config, probe(python, options.device))
     ports = find_ports(config)
@@ -138,14 +139,18 @@ def plan(config: ServerConfig) -> list[Launch]:
             environment=environment(devices[i] if devices else None),
             port=port,
             logs=logs,
-            about=about,
+            metadata=metadata,
         )
         for i, port in enumerate(ports)
     ]
 
 
 def check_ports(config: ServerConfig) -> None:
-    """Refuse ports that do not exist."""
+    """Check that all ports are between 0 and 65535.
+
+    Raises:
+        UserError: a port is not.
+    """
     server = config.llm_server
     port, last = server.port, server.port + server.sglang.num_servers - 1
     if port < 0 or last > 65535:
@@ -153,7 +158,11 @@ def check_ports(config: ServerConfig) -> None:
 
 
 def describe(config: ServerConfig) -> dict[str, Any]:
-    """Return what the names say of the model, from its config.json."""
+    """Return the description of the model in the servers' names, from its config.json.
+
+    Raises:
+        UserError: there is no model.
+    """
     path = config.model.path
     if not path:
         raise UserError("model.path is empty. Give a Hugging Face folder: model.path=/my/model")
@@ -174,7 +183,11 @@ def describe(config: ServerConfig) -> dict[str, Any]:
 
 
 def probe(python: str, device: str) -> int:
-    """Return how many GPUs `python` sees (0 unasked with device=cpu); refuse one without sglang."""
+    """Return the number of GPUs that torch of `python` finds; 0 with device=cpu.
+
+    Raises:
+        UserError: `python` cannot be run, or does not have sglang.
+    """
     try:
         done = subprocess.run(
             [python, "-c", PROBE, device], capture_output=True, text=True, timeout=PROBE_S
@@ -193,7 +206,15 @@ def probe(python: str, device: str) -> int:
 
 
 def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
-    """Return each server's CUDA_VISIBLE_DEVICES, of `count` GPUs; None: they run on the CPU."""
+    """Return CUDA_VISIBLE_DEVICES of each server; None: the servers run on the CPU.
+
+    Args:
+        config: Config of the servers.
+        count: Number of GPUs of this machine.
+
+    Raises:
+        UserError: there are too few GPUs.
+    """
     options = config.llm_server.sglang
     if options.device == "cpu" or (options.device == "auto" and not count):
         return None
@@ -211,7 +232,7 @@ def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
 
 
 def find_ports(config: ServerConfig) -> list[int]:
-    """Return one port a server."""
+    """Return one free port for each server."""
     server, count = config.llm_server, config.llm_server.sglang.num_servers
     for number in range(count):
         check_address(server.host, server.port and server.port + number, at="llm_server")
@@ -219,7 +240,7 @@ def find_ports(config: ServerConfig) -> list[int]:
 
 
 def log_folder(config: ServerConfig) -> Path:
-    """Return the trial's log folder, made."""
+    """Create the trial's log folder, and return it."""
     root = Path(config.cluster.run_root).expanduser().absolute()
     logs = RunPaths(root / config.experiment_name / config.trial_name).logs
     check_folder(logs, "the servers' folder of logs", "cluster.run_root")
@@ -228,14 +249,18 @@ def log_folder(config: ServerConfig) -> Path:
 
 
 def environment(devices: str | None) -> dict[str, str]:
-    """Return a server's environment; without devices, that of a CPU. The user's own wins."""
+    """Return a server's environment variables; those of this process have precedence.
+
+    Args:
+        devices: Value of CUDA_VISIBLE_DEVICES; None: the server runs on the CPU.
+    """
     if devices is None:
         return {**ENVIRONMENT, **CPU_ENVIRONMENT, **os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
     return {**ENVIRONMENT, **os.environ, "CUDA_VISIBLE_DEVICES": devices}
 
 
 def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int) -> list[str]:
-    """Return the command line of a server; where an argument comes twice, SGLang takes the last."""
+    """Return the command line of a server. If an argument is given twice, SGLang uses the last."""
     server, options = config.llm_server, config.llm_server.sglang
     values: dict[str, Any] = {
         "--model-path": Path(config.model.path).expanduser().absolute(),
@@ -249,7 +274,7 @@ def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int)
         "--host": server.host,
         "--port": port,
         "--log-level": server.log_level,
-        "--log-level-http": "warning",  # else a line for each of our own questions
+        "--log-level-http": "warning",  # else each health request writes a line
         "--random-seed": config.seed + index,
     }
     given = {name: str(value) for name, value in values.items() if value is not None}

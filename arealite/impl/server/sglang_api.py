@@ -1,4 +1,4 @@
-"""The part of SGLang's HTTP API that a server's name entry is made from."""
+"""The part of SGLang's HTTP API that provides the content of a server's name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 
 FOLLOW_S = 0.2
-"""Pause between two questions for the version: so late, clients learn of new weights."""
+"""Seconds between two requests for the version: the delay until clients can read a new version."""
 
 
 class ModelInfo(msgspec.Struct):
-    """The part of /model_info that a name says."""
+    """Fields of /model_info that a name contains."""
 
     weight_version: str | int | None = None
 
@@ -25,13 +25,13 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """The part of /v1/models that a name says."""
+    """Fields of /v1/models that a name contains."""
 
     data: Annotated[list[Model], msgspec.Meta(min_length=1)]
 
 
 class ServerInfo(msgspec.Struct):
-    """The part of /server_info that a name says."""
+    """Fields of /server_info that a name contains."""
 
     max_req_input_len: int | None = None
 
@@ -42,16 +42,16 @@ class Load(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
     max_running_requests: int = 0
-    """0: it does not tell."""
+    """0: unknown."""
 
 
 class Loads(msgspec.Struct):
-    """The part of /v1/loads that a name says."""
+    """Fields of /v1/loads that a name contains."""
 
     loads: list[Load]
 
     def total(self) -> dict[str, int]:
-        """Return the requests of all copies of the model, and how many can run at a time."""
+        """Return the running and waiting requests of all copies of the model, and the capacity."""
         return {
             "running": sum(load.num_running_reqs for load in self.loads),
             "waiting": sum(load.num_waiting_reqs for load in self.loads),
@@ -60,7 +60,7 @@ class Loads(msgspec.Struct):
 
 
 def note_load(entry: dict[str, Any], loads: Loads | None) -> None:
-    """Write the load into a server's name entry; None: the server does not tell."""
+    """Write the load into the content of a server's name; None: the load is unknown."""
     entry.pop("load", None)
     if loads is not None:
         entry["load"] = loads.total()
@@ -74,15 +74,16 @@ async def follow(
     load: Callable[[], Awaitable[Loads | None]],
     heartbeat_s: float,
 ) -> NoReturn:
-    """Keep the version and the load in a server's name entry fresh, until `version` raises.
+    """Update the version and the load in the content of a server's name, until `version` raises.
+
+    Two tasks poll, because SGLang does not reply to requests for its load while it loads weights.
 
     Args:
-        entry: The value of the name.
-        changed: Is set when the version has changed, so that the name is written at once.
-        version: Asks the server for the version of its weights.
-        load: Asks the server for its load; None: it does not tell. Apart from `version`, because
-            SGLang's scheduler answers nothing while it loads weights.
-        heartbeat_s: Seconds between two questions for the load.
+        entry: The content of the name.
+        changed: It is set when the version has changed, so that the name is written at once.
+        version: Requests the version of the server's weights.
+        load: Requests the server's load; None: unknown.
+        heartbeat_s: Seconds between two requests for the load.
     """
 
     async def follow_load() -> None:

@@ -1,4 +1,4 @@
-"""The supervisor of one SGLang server, which is in the name registry while it answers.
+"""The supervisor of one SGLang server; it registers the server while the server replies.
 
 `sglang` has the command line and the checks before the start.
 """
@@ -40,33 +40,34 @@ T = TypeVar("T")
 logger = log.get(__name__)
 
 FIRST_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
-"""What makes a server ready: it has generated. Old ones tell their load and limits only then."""
+"""First request to a server. Old versions of SGLang report load and limits only after it."""
 POLL_S = 0.1
 LOAD_S = 1.0
-"""Longest a heartbeat waits for /v1/loads: the scheduler answers it, perhaps busy with weights."""
+"""Time limit of a request for /v1/loads; the scheduler does not reply while it loads weights."""
 TERMINATE_S = 5.0
-"""From SIGTERM to SIGKILL: a paused server with requests in it never ends by itself."""
+"""Seconds between SIGTERM and SIGKILL. A paused server with requests never exits by itself."""
 KILL_S = 30.0
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
-"""Before the restarts of a server that dies again and again."""
+"""Pauses before the restarts of a server that dies repeatedly."""
 STEADY_S = 60.0
-"""Healthy for this long, a server's next death is its first again."""
+"""After this time of health, deaths of a server are counted from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How one server is started, and what its name says that never changes."""
+    """Start parameters of one server."""
 
     command: Callable[[int], list[str]]
-    """Of the port."""
+    """Returns the command line for a port."""
     environment: dict[str, str]
     port: int
     logs: Path
-    about: dict[str, Any]
+    metadata: dict[str, Any]
+    """The constant part of the name's content."""
 
 
 class SGLangProcess(Supervisor):
-    """Keeps one server alive."""
+    """Starts, registers and restarts one server."""
 
     def __init__(
         self, launch: Launch, config: ServerConfig, session: aiohttp.ClientSession
@@ -83,12 +84,12 @@ class SGLangProcess(Supervisor):
         budget = Budget(self.options.max_restarts, name, PAUSES_S, steady_s=math.inf)
         self.roles = [Role((name,), budget, grace_s=0.0)]
         self._times_held = 0
-        """How many of its processes were healthy for STEADY_S."""
+        """Number of its processes that were healthy for STEADY_S."""
         self._changed = asyncio.Event()
-        self._heard = 0.0
-        """When it last told its version."""
+        self._replied = 0.0
+        """Time of the last reply with its version."""
         self._served = False
-        """Whether it was ever registered: a later failure is no longer the user's."""
+        """Whether it was ever registered; before, a failure is an error in the config."""
 
     @property
     def address(self) -> str:
@@ -99,12 +100,12 @@ class SGLangProcess(Supervisor):
         return self.address.removeprefix("http://").replace(":", "-")
 
     async def run(self) -> None:
-        """Keep the server alive until cancelled; then let its requests end, and end its group.
+        """Supervise the server until cancelled; then wait for its requests, and end its processes.
 
-        Returns when it is given up, after `max_restarts`.
+        Returns early if the server is given up, after `max_restarts`.
 
         Raises:
-            UserError: it was never healthy; holds the last lines of its log.
+            UserError: the server was never healthy; the error has the last lines of its log.
         """
         (role,) = self.roles
         try:
@@ -114,7 +115,7 @@ class SGLangProcess(Supervisor):
             logger.error("server given up", server=self.entry_id, **about)
 
     async def end(self, role: Role) -> Child | None:
-        """Register the server while it answers, and wait for its end."""
+        """Register the server while it replies, and wait until it exits."""
         (child,) = role.children
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -124,13 +125,13 @@ class SGLangProcess(Supervisor):
             return dead
         except asyncio.CancelledError:
             try:
-                await self._leave(child)
+                await self._drain(child)
             finally:
                 await self.clear(role)
             raise
 
     async def _serve(self, child: Child) -> None:
-        """Keep a healthy server registered; kill one that does not answer."""
+        """Register the server once it is healthy; kill it if it does not reply."""
         begin = math.inf
         try:
             await self._healthy()
@@ -149,10 +150,10 @@ class SGLangProcess(Supervisor):
             self._times_held += time.monotonic() - begin > STEADY_S
 
     def is_needed(self, role: Role, dead: Child) -> bool:
-        """Return True, after any death of a server that was healthy once.
+        """Return True: a server that was healthy once is always restarted.
 
         Raises:
-            UserError: it was never healthy.
+            UserError: the server was never healthy.
         """
         if not self._served:
             raise UserError(dead.obituary)
@@ -166,19 +167,19 @@ class SGLangProcess(Supervisor):
         await super().pause(role, dead, seconds)
 
     async def clear(self, role: Role) -> None:
-        """Kill the server's process group; a process that stays nevertheless blocks no restart."""
+        """Kill the server's process group. A process that cannot be killed blocks no restart."""
         with suppress(DeadlineError), self._bounded(f"the end of {self.address}", KILL_S):
             await super().clear(role)
 
-    def _bounded(self, what: str, seconds: float, *, prompt: bool = False) -> Wait:
+    def _bounded(self, what: str, seconds: float, *, replies_soon: bool = False) -> Wait:
         on = f"SGLang {self.address}"
-        return Wait(what, owner="llm_server", on=on, seconds=seconds, prompt=prompt)
+        return Wait(what, owner="llm_server", on=on, seconds=seconds, replies_soon=replies_soon)
 
     async def start(self, role: Role) -> None:
-        """Start the server on the port it had, if that is free.
+        """Start the server, on its previous port if that is free.
 
         Raises:
-            UserError: it has never served, and cannot be started.
+            UserError: the server never served, and cannot be started.
         """
         if self.config.llm_server.port == 0:
             self.port = self._free_port()
@@ -187,18 +188,20 @@ class SGLangProcess(Supervisor):
         log_file = self.launch.logs / f"{name}.log"
         words, own = self.launch.command(self.port), self.launch.environment
         try:
-            self.launch.logs.mkdir(parents=True, exist_ok=True)  # again: runs are cleared away
+            self.launch.logs.mkdir(
+                parents=True, exist_ok=True
+            )  # the user may have removed the run folder
             child = await spawn(name, words, log=log_file, environment=own, is_guarded=True)
         except (UserError, OSError):
             if not self._served:
                 raise
             logger.exception("server cannot be started", server=name)
-            return  # counts as one more death of the last process
+            return  # counted as a further death of the last process
         role.children = [child]
         logger.info("server starting", address=self.address, log=str(log_file))
 
     def _free_port(self) -> int:
-        """Return the port it had, or another one if somebody took that while it was down."""
+        """Return the previous port, or another port if the previous one is in use."""
         host = self.config.llm_server.host
         try:
             return take_ports(host, self.port, 1)[0]
@@ -206,24 +209,24 @@ class SGLangProcess(Supervisor):
             return take_ports(host, 0, 1)[0]
 
     async def _healthy(self) -> None:
-        """Wait until it answers; learn what its name shall say."""
+        """Wait until the server replies, and compose the content of its name."""
         begin, seconds = time.monotonic(), self.options.start_timeout_s
         with self._bounded(f"{self.address}/health", seconds):
             await self._answer("/health", dict)
             await self._answer("/generate", dict, FIRST_TOKEN)
             models = await self._answer("/v1/models", Models)
             more = await self._get("/server_info", ServerInfo, self.options.silence_s / 3)
-            # Less than the model's: a prompt with nearly all of its answer, as it is sent again
-            # after an abort, must still pass as a prompt, and SGLang keeps some tokens back.
+            # After an abort, prompt and partial answer are sent as a new prompt, so the limit is
+            # that of prompts: it is less than the model's, because SGLang reserves some tokens.
             usable = more.max_req_input_len if more else None
             self._entry = {
                 "address": self.address,
-                **self.launch.about,
+                **self.launch.metadata,
                 "context_length": usable or models.data[0].max_model_len,
                 "pid": self.children[0].pid,
             }
-            # Made the first time it is asked for, which holds everything up for a second: the
-            # publisher asks as soon as there is a name.
+            # The server computes this document at the first request and does not reply for a
+            # second. The publisher requests it as soon as the name exists.
             await self._get("/openapi.json", dict, self.options.silence_s / 3)
             self._entry["version"] = await self._version()
             note_load(self._entry, await self._load(LOAD_S))
@@ -231,7 +234,7 @@ class SGLangProcess(Supervisor):
         logger.info("server ready", address=self.address, seconds=took, server=self.children[0].pid)
 
     async def _follow(self) -> None:
-        """Keep its name fresh. Raises DeadlineError when it falls silent."""
+        """Update the name; raise DeadlineError when the server no longer replies."""
         beat_s = self.config.cluster.heartbeat_s
         load = lambda: self._load(LOAD_S)  # noqa: E731
         await follow(
@@ -239,45 +242,48 @@ class SGLangProcess(Supervisor):
         )
 
     def _value(self) -> dict[str, Any] | None:
-        """Return what its name says; None: it has been silent for so long that nobody may use it,
-        although it is not started again before `silence_s`."""
-        is_heard = time.monotonic() - self._heard < self.config.cluster.ttl_s
-        return self._entry.copy() if is_heard else None
+        """Return the content of the name; None after `ttl_s` without a reply.
+
+        The name then dies, so no client uses the server. The server is killed after `silence_s`.
+        """
+        is_responsive = time.monotonic() - self._replied < self.config.cluster.ttl_s
+        return self._entry.copy() if is_responsive else None
 
     async def _version(self) -> str | int | None:
         what = f"an answer of {self.address}/model_info"
-        with self._bounded(what, self.options.silence_s, prompt=True):
+        with self._bounded(what, self.options.silence_s, replies_soon=True):
             info = await self._answer("/model_info", ModelInfo)
-        self._heard = time.monotonic()
+        self._replied = time.monotonic()
         return info.weight_version
 
     async def _load(self, seconds: float) -> Loads | None:
         return await self._get("/v1/loads?include=core", Loads, seconds)
 
     async def _answer(self, path: str, kind: type[T], body: Any = None) -> T:
-        """Ask until it answers."""
+        """Repeat a request until the server replies."""
         seconds = self.options.silence_s / 3
         while (found := await self._get(path, kind, seconds, body)) is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         return found
 
     async def _get(self, path: str, kind: type[T], seconds: float, body: Any = None) -> T | None:
-        """Return the answer, to a POST if there is a body; None if it is not one SGLang gives."""
-        url, method, ask = self.address + path, "POST" if body else "GET", self._session.request
-        headers = self._registry.headers()
-        try:  # a total of aiohttp's would swallow a deadline around it that ends in the same moment
+        """Return the reply to a GET, or to a POST if there is a body; None if there is no valid
+        reply."""
+        url, method = self.address + path, "POST" if body else "GET"
+        send, headers = self._session.request, self._registry.headers()
+        try:  # a timeout of aiohttp could suppress an outer deadline that expires simultaneously
             with self._bounded(f"an answer of {url}", seconds):
-                async with ask(method, url, json=body, headers=headers) as answer:
+                async with send(method, url, json=body, headers=headers) as answer:
                     answer.raise_for_status()
                     return msgspec.json.decode(await answer.read() or b"{}", type=kind)
         except (aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError):
             return None
 
-    async def _leave(self, child: Child) -> None:
-        """Give running requests their time, then SIGTERM and its time.
+    async def _drain(self, child: Child) -> None:
+        """Wait for running requests up to `drain_timeout_s`, then send SIGTERM and wait again.
 
-        Only to the first process, which ends the others: where they end before it, SGLang takes
-        that for a crash and stays five seconds longer.
+        Only the first process receives SIGTERM; it ends the others. If others exit before it,
+        SGLang reports a crash and exits five seconds later.
         """
         drain_s = self.options.drain_timeout_s
         with suppress(DeadlineError), self._bounded("its last requests", drain_s):
@@ -291,12 +297,12 @@ class SGLangProcess(Supervisor):
 
 
 def take_ports(host: str, port: int, count: int) -> list[int]:
-    """Return `count` ports from `port` on, or free ones if it is 0; all were free a moment ago.
+    """Return `count` ports from `port` on, or any ports if it is 0; all were free during the call.
 
     Raises:
-        OSError: one is taken, or `host` is not this machine's.
+        OSError: a port is in use, or `host` is no address of this machine.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         wanted = [(host, port and port + i) for i in range(count)]
-        sockets = [held.enter_context(socket.create_server(address)) for address in wanted]
+        sockets = [stack.enter_context(socket.create_server(address)) for address in wanted]
         return [each.getsockname()[1] for each in sockets]

@@ -109,7 +109,7 @@ def health(shot: Snapshot) -> Iterator[Row]:
     if failed or "rollout/episodes" in newest:
         said = ", ".join(f"{name} {count:,}" for name, count in failed)
         yield 5 - 4 * bool(failed), "failures", Text(said or "none")
-    label = "held up by" if any(each.waiters for each in shot.findings) else "in trouble"
+    label = "blocked by" if any(each.waiters for each in shot.findings) else "in trouble"
     for number, finding in enumerate(shot.findings[:FINDINGS]):
         yield number, "" if number else label, Text(describe(finding), "bold red")
 

@@ -26,7 +26,7 @@ function format(value) {
   return (isPlain ? DIGITS.format(value) : value.toExponential(2)).replaceAll("-", "−");
 }
 
-/** Write seconds with a suitable unit; less than a microsecond is noise. */
+/** Write seconds with a suitable unit, down to microseconds. */
 function duration(seconds) {
   const size = Math.abs(seconds ?? NaN);
   if (size < 1e-6) return "0 s";

@@ -2,7 +2,7 @@
 
 const ROW = 28; // pixels: the height of a row in report.css, which the head has, too
 const MARGIN = 8; // rows drawn above and below those in sight
-const TYPED = "input:not([type=radio]), select"; // elements whose keys are their own
+const TYPED = "input:not([type=radio]), select"; // elements that handle keys themselves
 
 /** Return the columns: `of` gives a row's value to sort by, `show` its text. */
 function columnsOf(table) {
@@ -56,7 +56,7 @@ class Browser {
     this.update();
   }
 
-  /** Filter and sort the rows again, after new words were searched for. */
+  /** Search for new words, then filter and sort the rows again. */
   change(hasNewWords) {
     if (hasNewWords) this.search().catch(fail);
     this.update();
@@ -68,7 +68,7 @@ class Browser {
     const isOld = () => search !== this.searches, found = words ? new Set() : null;
     Object.assign(this, { found, isSearching: words !== "" });
     if (!words) return;
-    await new Promise((resolve) => setTimeout(resolve, 120)); // more may be typed
+    await new Promise((resolve) => setTimeout(resolve, 120)); // wait for further typing
     if (isOld()) return;
     let shown = performance.now();
     await this.tokens.search((row, text) => {

@@ -3,7 +3,7 @@
 const ROLE = /\b(system|developer|user|assistant|model|tool|ipython|observation|function)\b/i;
 const SHOWN = 20000; // tokens that become elements at once
 
-/** Return the role that a special token of the chat template opens at `at`, or null. */
+/** Return the role whose message begins at `at` with a special token of the chat template, or null. */
 function roleAt({ isSpecial, pieces }, at) {
   if (!isSpecial(at)) return null;
   const own = pieces[at].includes("INST") ? ["", "user"] : ROLE.exec(pieces[at]);

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from arealite.base.printable import printable, unguarded
 from arealite.impl.view.panel import panel
-from arealite.system.health.snapshot import Watch
+from arealite.system.health.snapshot import RunReader
 
 
 class Terminal(Console):
@@ -30,12 +30,12 @@ class Terminal(Console):
             yield part if part.control else part._replace(text=printable(part.text))
 
     def show_cursor(self, show: bool = True) -> bool:
-        """No-op: a killed process could not restore the cursor."""
+        """Ignore requests to hide the cursor: a killed process could not restore it."""
         return False
 
     @property
     def is_drawable(self) -> bool:
-        """Whether the panel can be kept on it: an interactive terminal of this session alone."""
+        """Whether stdout is an interactive terminal of this session that can show the panel."""
         try:
             os.tcgetpgrp(sys.stdout.fileno())  # raises unless stdout is this session's terminal
         except OSError:
@@ -46,7 +46,7 @@ class Terminal(Console):
         """Return a context that keeps the panel below all lines printed in its body."""
         return Live(console=self, auto_refresh=False, redirect_stderr=os.isatty(2))
 
-    def draw(self, live: Live, watch: Watch) -> None:
+    def draw(self, live: Live, watch: RunReader) -> None:
         """Read the run, then draw its panel; printing blocks only while it is drawn."""
         try:
             # Two columns at the right are left for the ^C that a terminal echoes.

@@ -1,1 +1,1 @@
-"""Who waits for whom, until when, and who holds a run up."""
+"""Waits between processes, the vitals of each process, and the diagnosis of a blocked run."""

@@ -1,6 +1,6 @@
-"""Tells a person why a run does not go on: who holds it up, who waits for whom, what runs where.
+"""Text of `arealite why`: the blocking roles, the waits of all roles, and their stacks.
 
-One screen, because it is read at night; the launcher prints it, too, before it gives up.
+The text fits on one screen. The launcher prints it, too, before it gives up.
 """
 
 from __future__ import annotations
@@ -13,72 +13,78 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
 
-from arealite.system.health.diagnosis import ABSENT_S, Finding, Role, WaitGraph, read
-from arealite.system.health.vitals import ASK, process, written_ns
+from arealite.system.health.diagnosis import ABSENT_S, Finding, RoleStatus, WaitGraph, read_roles
+from arealite.system.health.vitals import STACKS_REQUEST, modified_ns, process_state
 from arealite.system.health.waits import ITSELF, OTHER_RANKS
 
 WIDTH = 118
 ANSWER_S, SIGNAL_S = 2.0, 0.5
-"""How long to wait for the stacks of roles that can write them, and of those that cannot."""
+"""How long to wait for stacks that roles write, and for stacks that faulthandler writes."""
 POLL_S = 0.05
 MAX_WAITERS, MAX_STACKS, MAX_PLACES, MAX_FRAMES, LOG_LINES = 6, 3, 4, 12, 6
 EPISODE = " task episode "
 IDLE = (": thread.py:", ": selectors.py:", ": runners.py:")
-"""How the stack begins of a pool's thread or of a loop's that has nothing to do."""
+"""The innermost calls of idle threads: of a thread pool, and of an event loop."""
 
 
 def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = None) -> str:
-    """Describe the roles whose vitals are in `folder`, those of `findings` first.
+    """Return one screen of text about the roles whose vitals are in `folder`.
 
-    Asks every role for its stacks, for up to 2.5 s.
+    It requests the stacks of every role and waits for them for up to 2.5 s.
+
+    Args:
+        folder: Folder of the vitals.
+        findings: The blocking roles; they come first.
+        logs: Folder of the roles' logs; None: show no logs.
     """
-    roles = read(folder)
+    roles = read_roles(folder)
     if not roles and not findings:
-        return f"no process of this run shows itself in {folder}: it is not running."
+        return f"The run is not running: no process writes vitals to {folder}."
     stacks, causes = collect_stacks(folder, roles), {each.blocker: each.cause for each in findings}
     roles.sort(key=lambda role: role.name not in causes)
     graph = WaitGraph({role.name: role for role in roles})
     is_over = all(role.state == "X" for role in roles if not role.name.startswith("llm_server"))
-    head = "WHO HOLDS THE RUN UP" if findings else f"nobody holds the run up.{_longest(roles)}"
-    lines = [_cut("the run itself is not running." if is_over else head)]
+    head = "BLOCKING ROLES" if findings else f"No role blocks the run.{_longest_wait(roles)}"
+    lines = [_truncate("The run is not running." if is_over else head)]
     for finding in findings:
         lines += _describe(finding, logs)
     lines += ["", f"{'ROLE':<28} {'PID':>7} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR"]
     for role in roles:
         state = causes.get(role.name, "gone" if role.state == "X" else "ok")
-        lines += [_cut(line) for line in _table_row(role, state, graph)]
-    lines += ["", "STACKS (what runs or waits < who called it)"]
+        lines += [_truncate(line) for line in _table_row(role, state, graph)]
+    lines += ["", "STACKS (innermost call < its caller)"]
     for role in roles:
         found = stacks.get(role.name, [])
-        lines += [f"{role.name}:", *(_cut(f"  {line}") for line in found or ["(none to be had)"])]
-    return "\n".join([*lines, f"(whole, where a role could tell: {folder}/ROLE.dump)"])
+        lines += [f"{role.name}:", *(_truncate(f"  {line}") for line in found or ["(no reply)"])]
+    return "\n".join([*lines, f"(complete stacks of roles that replied: {folder}/ROLE.dump)"])
 
 
-def collect_stacks(folder: Path, roles: Sequence[Role]) -> dict[str, list[str]]:
-    """Return the stacks of every role that can still tell them.
+def collect_stacks(folder: Path, roles: Sequence[RoleStatus]) -> dict[str, list[str]]:
+    """Return the stacks of every role that replies, by role name.
 
-    From its vitals' thread; where that is held too, by the signal that works inside C code.
+    The vitals thread of a role writes them. If it does not reply, SIGUSR1 makes faulthandler write
+    them, which works inside C code.
     """
     living = {role.name: role for role in roles if role.state not in ("X", "T", "t")}
     files = {name: folder / role.vitals.stacks for name, role in living.items() if role.state}
     sizes = {name: _size(file) for name, file in files.items()}
     found: dict[str, list[str]] = {}
     with suppress(OSError):
-        (folder / ASK).touch()
-        asked = (folder / ASK).stat().st_mtime_ns
+        (folder / STACKS_REQUEST).touch()
+        asked = (folder / STACKS_REQUEST).stat().st_mtime_ns
         dumps = {name: folder / f"{name}.dump" for name in living}
-        _until(lambda: all(written_ns(dump) >= asked for dump in dumps.values()), ANSWER_S)
-        told = {name: dump for name, dump in dumps.items() if written_ns(dump) >= asked}
+        _wait_until(lambda: all(modified_ns(dump) >= asked for dump in dumps.values()), ANSWER_S)
+        told = {name: dump for name, dump in dumps.items() if modified_ns(dump) >= asked}
         found = {name: _shorten(dump.read_text()) for name, dump in told.items()}
-    held = [name for name in files if name not in found and files[name].exists()]
-    for name in held:
+    blocked = [name for name in files if name not in found and files[name].exists()]
+    for name in blocked:
         vitals = living[name].vitals
-        if (process(vitals.pid) or ("", 0))[1] == vitals.started:
-            with suppress(OSError):  # another user's, or gone just now
+        if (process_state(vitals.pid) or ("", 0))[1] == vitals.started:
+            with suppress(OSError):  # it belongs to another user, or has just exited
                 os.kill(vitals.pid, signal.SIGUSR1)
-    _until(lambda: all(_size(files[name]) > sizes[name] for name in held), SIGNAL_S)
-    time.sleep(POLL_S if held else 0.0)  # the rest of what has begun to come
-    for name in held:
+    _wait_until(lambda: all(_size(files[name]) > sizes[name] for name in blocked), SIGNAL_S)
+    time.sleep(POLL_S if blocked else 0.0)  # faulthandler writes in pieces
+    for name in blocked:
         with suppress(OSError):
             text = files[name].read_bytes()[sizes[name] :].decode(errors="replace")
             found[name] = text.splitlines()[:MAX_FRAMES]
@@ -91,7 +97,7 @@ def _describe(finding: Finding, logs: Path | None) -> Iterator[str]:
     yield from (f"    {line}" for line in finding.stack.rstrip().splitlines()[-MAX_FRAMES:])
     if finding.cause in ("dead", "crashing") and logs is not None:
         log = logs / f"{finding.blocker}.log"
-        with suppress(OSError):  # of some, somebody else has it
+        with suppress(OSError):  # some roles have no log in this folder
             yield from (f"    | {line}" for line in log.read_text().splitlines()[-LOG_LINES:])
             yield f"    log: {log}"
     for waiter in finding.waiters[:MAX_WAITERS]:
@@ -100,8 +106,8 @@ def _describe(finding: Finding, logs: Path | None) -> Iterator[str]:
         yield f"    <- and {more} more waits"
 
 
-def _longest(roles: Sequence[Role]) -> str:
-    """Tell the longest wait for what is no role, as an environment: nobody vouches for that."""
+def _longest_wait(roles: Sequence[RoleStatus]) -> str:
+    """Describe the longest wait for anything but a role, for example for an environment."""
     known = {role.name for role in roles} | {ITSELF, OTHER_RANKS}
     found = [
         (wait.waited_s + role.age_s, f"{role.name}: {wait.what} on {wait.on}")
@@ -110,10 +116,10 @@ def _longest(roles: Sequence[Role]) -> str:
         if wait.on not in known
     ]
     seconds, what = max(found, default=(0.0, ""))
-    return f" Longest under way: {what}, {seconds:.1f} s" if seconds > ABSENT_S else ""
+    return f" Longest wait: {what}, {seconds:.1f} s" if seconds > ABSENT_S else ""
 
 
-def _table_row(role: Role, state: str, graph: WaitGraph) -> Iterator[str]:
+def _table_row(role: RoleStatus, state: str, graph: WaitGraph) -> Iterator[str]:
     vitals = role.vitals
     head = f"{role.name:<28} {vitals.pid:>7} {state:<8} {role.age_s:>4.1f} s "
     head += f"{vitals.lag_s * 1000:>4.0f} ms  "
@@ -134,18 +140,18 @@ def _table_row(role: Role, state: str, graph: WaitGraph) -> Iterator[str]:
 
 
 def _shorten(dump: str) -> list[str]:
-    """Keep the most frequent stacks of tasks and of threads, and of each its innermost places."""
+    """Keep the most frequent stacks of tasks and threads, and the innermost calls of each."""
     lines = [line for line in dump.splitlines() if not any(place in line for place in IDLE)]
-    kept = [line for kind in ("task", "thread") for line in _of(kind, lines)[:MAX_STACKS]]
+    kept = [line for kind in ("task", "thread") for line in _of_kind(kind, lines)[:MAX_STACKS]]
     return [" < ".join(line.split(" < ")[:MAX_PLACES]) for line in kept] or ["(idle)"]
 
 
-def _of(kind: str, lines: Sequence[str]) -> list[str]:
+def _of_kind(kind: str, lines: Sequence[str]) -> list[str]:
     found = (line for line in lines if line.split(" ", 3)[2:3] == [kind])
-    return sorted(found, key=lambda line: EPISODE not in line)  # what others wrote runs in these
+    return sorted(found, key=lambda line: EPISODE not in line)  # the user's code runs in episodes
 
 
-def _cut(line: str) -> str:
+def _truncate(line: str) -> str:
     return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
 
@@ -155,7 +161,7 @@ def _size(file: Path) -> int:
     return 0
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> None:
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(POLL_S)

@@ -1,6 +1,6 @@
-"""What a run is doing, read from its files alone: config, metrics, names and vitals.
+"""State of a run, read from its files: config, metrics, names and vitals.
 
-One reader for the launcher's console and `arealite top`, which may stand on another machine.
+The launcher's console and `arealite top`, which may run on another machine, use this reader.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.system.clocks import folder_time
 from arealite.system.health import diagnosis
-from arealite.system.health.diagnosis import Finding, Role
+from arealite.system.health.diagnosis import Finding, RoleStatus
 from arealite.system.names.registry import Entry, NameRegistry
 
 Line = dict[str, float]
 WINDOW = 20
-"""Steps over which rates and waits are told."""
+"""Number of steps over which rates and waits are averaged."""
 QUIET_S = 120.0
-"""A run of which no process shows itself is over when its files stand still for this long: it may
-begin, or its vitals may not be seen from here."""
+"""A run without visible processes is over when its files did not change for this long. Before, it
+may be starting, or its vitals may not be visible from this host."""
 FAILED = "failed_"
-"""How counters of failed episodes begin, in metrics and vitals."""
+"""Prefix of the counters of failed episodes, in metrics and vitals."""
 PUBLISHING = ("stage", "pause", "load", "continue", "stall")
-"""Parts of a weight update, as metrics name them."""
+"""Parts of a weight update, as in names of metrics."""
 CURVES = ("reward/mean", "train/loss", *(f"publish/{part}_s" for part in PUBLISHING))
 
 
 class Metrics:
-    """metrics.jsonl, read as it grows, and from its start when a resumed trainer writes it anew."""
+    """Reads metrics.jsonl as it grows; from its start when a resumed trainer rewrites it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._inode = self._offset = 0
-        self._read = set[float]()
-        """Times of the lines so far: equal ones are one, but another host's clock orders none."""
-        self._forget()
+        self._seen_times = set[float]()
+        """Times of all lines read. A line with a known time was read before; times are not
+        compared otherwise, because the hosts' clocks may differ."""
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.curves = defaultdict[str, list[float]](list)
-        """Some metrics over all steps."""
+        """The metrics of CURVES over all steps."""
         self.recent = deque[Line](maxlen=WINDOW)
-        """The newest steps' lines."""
+        """Lines of the newest steps."""
         self.evals = dict[int, Line]()
         """Held-out metrics, by step."""
         self.failures = Counter[str]()
@@ -62,38 +63,38 @@ class Metrics:
 
     @property
     def newest(self) -> Line:
-        """The newest step's line; {} before the first."""
+        """Line of the newest step; {} before the first."""
         return self.recent[-1] if self.recent else {}
 
     @property
     def steps(self) -> int:
-        """How many are trained."""
+        """Number of trained steps."""
         return int(self.newest.get("step", 0.0))
 
     def poll(self) -> list[Line]:
-        """Take in what was written since the last call; return the lines never seen before."""
+        """Read the lines written since the last call; return those never read before."""
         found = list[Line]()
         try:
             with self._file.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 if stat.st_ino != self._inode or stat.st_size < self._offset:
                     self._inode, self._offset = stat.st_ino, 0
-                    self._forget()
+                    self._reset()
                 file.seek(self._offset)
                 lines = file.read().split(b"\n")
-        except OSError:  # not there yet, or moved
+        except OSError:  # not written yet, or moved
             return found
         for line in lines[:-1]:
             self._offset += len(line) + 1
-            with suppress(msgspec.DecodeError, KeyError):  # torn: its writer was killed
+            with suppress(msgspec.DecodeError, KeyError):  # incomplete: its writer was killed
                 metrics = msgspec.json.decode(line, type=dict[str, float])
-                self._take(metrics)
-                if metrics["time"] not in self._read:
-                    self._read.add(metrics["time"])
+                self._add_line(metrics)
+                if metrics["time"] not in self._seen_times:
+                    self._seen_times.add(metrics["time"])
                     found.append(metrics)
         return found
 
-    def _take(self, line: Line) -> None:
+    def _add_line(self, line: Line) -> None:
         if not is_step(line):
             self.evals[int(line["step"])] = line
             return
@@ -102,15 +103,15 @@ class Metrics:
         for key, value in line.items():
             if key in CURVES:
                 self.curves[key].append(value)
-            if key.startswith(f"rollout/{FAILED}") and key.count("/") == 1:  # else of one source
-                # A worker that was started again counts anew.
+            if key.startswith(f"rollout/{FAILED}") and key.count("/") == 1:  # not of one source
+                # A restarted worker counts from 0.
                 more = max(0, int(value - self.newest.get(key, 0.0)))
                 self.failures[key.removeprefix(f"rollout/{FAILED}")] += more
         self.recent.append(line)
 
 
 def is_step(line: Mapping[str, float]) -> bool:
-    """Tell a trained step's line from an evaluation's."""
+    """Return whether a line is of a trained step, and not of an evaluation."""
     return "reward/mean" in line or "train/epoch" in line
 
 
@@ -121,49 +122,49 @@ class Snapshot:
     name: str
     """Experiment and trial, as in "demo/seed2"."""
     kind: str
-    """Of trainer, as in "async_ppo"."""
+    """Type of the trainer, as in "async_ppo"."""
     state: Literal["running", "finished", "not running"]
     total_steps: int
-    """0: not known yet."""
+    """0: unknown."""
     metrics: Metrics
-    """So far; they grow with the next reading."""
+    """Shared with later snapshots, so it grows."""
     failures: Mapping[str, int]
-    """Failed episodes by class, as workers count them: those of a process that died since the last
-    step are not among them."""
+    """Failed episodes by class, counted by workers. Failures in a process that died after the last
+    step are missing."""
     servers: Sequence[Entry]
     findings: Sequence[Finding]
-    """Who holds the run up, worst first."""
+    """The blocking roles, the worst first."""
 
 
-class Watch:
-    """Reads one run as often as it is asked to."""
+class RunReader:
+    """Reads the state of one run, repeatedly."""
 
     def __init__(self, paths: RunPaths) -> None:
-        """Read nothing but the config.
+        """Read the config.
 
         Raises:
-            UserError: the folder is no run's.
+            UserError: the folder is no run folder.
         """
         self.paths = paths
         self.metrics = Metrics(paths.metrics)
         self.is_over = False
-        """Whether nothing more was to be expected when it was last read."""
+        """Whether the run had ended when it was last read."""
         self._read_config()
 
     def read(self) -> Snapshot:
-        """Read what there is; what is away for a moment is as it was."""
-        with suppress(UserError, OSError):  # begun anew, moved, or its disk is away
+        """Return the present state; files that cannot be read keep their last content."""
+        with suppress(UserError, OSError):  # restarted, moved, or its disk is not mounted
             if self.paths.config.stat().st_mtime != self._changed:
                 self._read_config()
         self.metrics.poll()
         metrics, config = self.metrics, self._config
         servers = self._names.list("llm_server")
-        roles, failures = diagnosis.read(self._vitals), Counter[str]()
+        roles, failures = diagnosis.read_roles(self._vitals), Counter[str]()
         for role in roles:
             of_role = {k: int(v) for k, v in role.vitals.counters.items() if k.startswith(FAILED)}
             failures.update({k.removeprefix(FAILED): v for k, v in of_role.items()})
         living = {role.name.partition("-")[0] for role in roles if is_alive(role)} - {"llm_server"}
-        is_offline = TrainerConfig(type=config.trainer.type).is_offline  # then its metrics tell
+        is_offline = TrainerConfig(type=config.trainer.type).is_offline  # metrics have its total
         total = 0 if is_offline else config.trainer.ppo.total_steps
         total = int(metrics.newest.get("train/total_steps", total))
         is_trained = 0 < total <= metrics.steps
@@ -183,27 +184,27 @@ class Watch:
         )
 
     def _read_config(self) -> None:
-        """Take the config as it stands: what `imports` names may not be found from here."""
+        """Read the config without `imports`, which may not be importable here."""
         file = self.paths.config
         config = base_config.read(file) if file.exists() else DictConfig({})
         if not config.keys() >= {"experiment_name", "trial_name", "trainer", "cluster"}:
             raise UserError(
-                f"{file.parent} is no run: it has no {file.name} of one. "
-                "Name a run's folder, as in runs/EXPERIMENT/TRIAL."
+                f"{file.parent} is no run folder: it has no valid {file.name}. "
+                "Give a run folder, as in runs/EXPERIMENT/TRIAL."
             )
-        filled = OmegaConf.merge({"cluster": asdict(ClusterConfig())}, config)  # an older one's
+        filled = OmegaConf.merge({"cluster": asdict(ClusterConfig())}, config)  # an older version's
         self._config, self._changed = cast(ExperimentConfig, filled), file.stat().st_mtime
         self._names = NameRegistry.of(self._config)
         self._vitals = name_dir(self._config) / "vitals"
 
     def _is_quiet(self) -> bool:
-        """Whether the files of a run whose processes are not seen stand still for long."""
+        """Return whether the run's files did not change for QUIET_S."""
         written = self._changed
         with suppress(OSError):
             written = max(written, self.paths.metrics.stat().st_mtime)
         return folder_time(self.paths.root) - written > QUIET_S
 
 
-def is_alive(role: Role) -> bool:
-    """Whether a process exists, as far as can be seen."""
-    return role.state not in "XZ" if role.state else role.age_s < diagnosis.FORGOTTEN_S
+def is_alive(role: RoleStatus) -> bool:
+    """Return whether a process exists; on another host, whether its heartbeat is recent."""
+    return role.state not in "XZ" if role.state else role.age_s < diagnosis.FORGET_DEAD_S

@@ -1,7 +1,7 @@
-"""Shows from outside whether a process lives, what it waits for and what blocks it.
+"""Writes the vitals of a process to a file: heartbeat, waits, event loop lag, CPU times.
 
-A thread that needs nothing of the rest, because what it watches may hang. What it writes, it writes
-for `diagnosis`; what it cannot write, nobody misses: it must never hurt its process.
+A separate thread writes them, because the rest of the process may hang. Errors of this thread are
+suppressed. `diagnosis` reads the files.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ logger = log.get(__name__)
 PROC = Path("/proc")
 BEAT_S = 1.0
 TICK_S = 0.1
-"""How often a watched loop says that it runs."""
+"""Seconds between two timer callbacks in a watched event loop."""
 BLOCKED_S = 1.0
-"""A loop that runs nothing for this long is reported."""
+"""An event loop that runs no callback for this long is reported as blocked."""
 COLLECTIVES = os.path.join("torch", "distributed", "")
-"""Where the main thread is while it meets other ranks, or waits for them."""
-Spent = tuple[float, float, float, float]
-"""Now (the monotonic clock), the seconds that a thread ran since it began, those that it could have
-and waited for a CPU (booked when the wait ends), and how often it got one."""
+"""Part of the file name of the main thread's innermost frame during a collective."""
+CpuTimes = tuple[float, float, float, float]
+"""Scheduler statistics of a thread: the time of reading (monotonic clock), seconds on a CPU,
+seconds in the run queue (added when a wait for a CPU ends), number of time slices."""
 MAX_GROUPS = 30
 STACK_FRAMES = 12
-ASK = "ask"
-"""The file whose touch makes every role write its stacks; its time tells one request from the
-next."""
+STACKS_REQUEST = "ask"
+"""Name of a file in the vitals folder. A new modification time makes every role write its stacks.
+"""
 
 
 class Waits(msgspec.Struct):
@@ -55,41 +55,41 @@ class Waits(msgspec.Struct):
     on: str
     waited_s: float
     quiet_s: float
-    """Since the last sign of whom it waits for."""
+    """Seconds since the last sign of life of the role in `on`."""
     seconds: float | None
-    prompt: bool
+    replies_soon: bool
     detail: str
     count: int = 1
 
 
 class Vitals(msgspec.Struct):
-    """What one process shows, about once a second."""
+    """Vitals of one process, written about once a second."""
 
     name: str
     pid: int
     host: str
     started: int
-    """In the kernel's ticks: tells a process from a later one with its pid. 0: not known."""
+    """Start time in kernel ticks, because a pid can be reused. 0: unknown."""
     stacks: str
-    """File in the same folder to which SIGUSR1 adds all threads' stacks."""
+    """File in the same folder. On SIGUSR1, the stacks of all threads are appended to it."""
     clock: float = 0.0
-    """When it was written, by the monotonic clock, which the processes of one host share."""
+    """Time of writing by the monotonic clock, which the processes of one host share."""
     awake_s: float = 0.0
-    """Since it began, or was last stopped or blocked: before, it could hear nobody."""
+    """Seconds since the process started, or was last stopped or blocked."""
     lag_s: float = 0.0
-    """How late a loop ran what was due, at worst since the last beat."""
+    """Largest delay of a timer callback since the last heartbeat."""
     blocked_s: float = 0.0
-    """How long a loop has run nothing; 0 where all run."""
+    """Seconds for which an event loop has run no callback; 0 if all loops run."""
     blocked_stack: str = ""
-    cpu: dict[int, Spent | None] = {}
-    """Of the main thread, whose number is the pid, when all loops last ran; of the one that wrote
-    this, now."""
+    cpu: dict[int, CpuTimes | None] = {}
+    """By thread id. The main thread's id is the pid; its times were read when all loops last ran.
+    Those of the thread that writes the vitals were read now."""
     waits: list[Waits] = []
     counters: dict[str, float] = {}
 
 
 class LoopWatch:
-    """How late one event loop runs what is due, and whether it runs at all."""
+    """Measures how late one event loop runs its timer callbacks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -106,7 +106,7 @@ class LoopWatch:
         self.loop.call_later(TICK_S, self._tick)
 
     def blocked_s(self) -> float:
-        """Return how long the loop has been late, while it runs."""
+        """Return the seconds since a callback was due; 0 if the loop is not running."""
         return time.monotonic() - self._due if self.loop.is_running() else 0.0
 
 
@@ -114,37 +114,41 @@ _loops: list[LoopWatch] = []
 
 
 def watch(loop: asyncio.AbstractEventLoop) -> None:
-    """Measure the lag of a loop that runs in this thread, or will."""
+    """Measure the lag of an event loop that runs, or will run, in this thread."""
     _loops[:] = [each for each in _loops if not each.loop.is_closed()]
     _loops.append(LoopWatch(loop))
 
 
 def lag_max_s() -> float:
-    """Return the worst lag of this process's watched loops."""
+    """Return the largest lag of this process's watched event loops since their start."""
     return max((each.lag_max_s for each in _loops), default=0.0)
 
 
 class Recorder(threading.Thread):
-    """Writes `folder`/`name`.json until `close`."""
+    """Thread that writes `folder`/`name`.json once a second until `close`."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        # A thread begins with an empty context, and the log's role is in the context.
+        # A thread starts with an empty context; the context holds the role name of log lines.
         context = contextvars.copy_context()
         super().__init__(target=lambda: context.run(self._beat_forever), name="vitals", daemon=True)
         self.folder = folder
         pid, host = os.getpid(), socket.gethostname()
-        _, started = process(pid) or ("", 0)
+        _, started = process_state(pid) or ("", 0)
         self.vitals = Vitals(name, pid, host, started, f"{name}.stacks")
-        self._over = threading.Event()
-        self._was_blocked, self._woke = False, 0.0
+        self._closed = threading.Event()
+        self._was_blocked, self._awake_since = False, 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (folder / self.vitals.stacks).open("wb")
+        # After `close`, this handler replaces faulthandler's: `arealite why` may send SIGUSR1 to a
+        # role that exits. SIG_IGN would be inherited by child processes.
+        with suppress(ValueError):  # only the main thread may set a handler
+            signal.signal(signal.SIGUSR1, _ignore_signal)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
-        self._asked = written_ns(self.folder / ASK)
+        self._request_ns = modified_ns(self.folder / STACKS_REQUEST)
         self.beat()
 
     def beat(self) -> None:
-        """Write once."""
+        """Write the vitals once, and the stacks if they were requested."""
         vitals, before = self.vitals, self.vitals.clock
         vitals.clock = time.monotonic()
         vitals.lag_s = max((each.lag_s for each in _loops), default=0.0)
@@ -152,28 +156,31 @@ class Recorder(threading.Thread):
             each.lag_s = 0.0
         frame = _frames().get(threading.main_thread().ident or 0)
         met = frame is not None and COLLECTIVES in frame.f_code.co_filename
-        vitals.waits, vitals.counters = _waits(), waits.counters | {"in_collective": float(met)}
-        has_slept = vitals.clock - before > 2 * BEAT_S  # stopped, or held, and the loops with us
+        vitals.waits, vitals.counters = (
+            _grouped_waits(),
+            waits.counters | {"in_collective": float(met)},
+        )
+        has_slept = vitals.clock - before > 2 * BEAT_S  # the whole process was stopped or blocked
         vitals.blocked_s, vitals.blocked_stack = 0.0, ""
         if not has_slept:
-            self._look_at_loops()
+            self._check_loops()
         for thread in (threading.get_native_id(), *([] if vitals.blocked_s else [vitals.pid])):
-            vitals.cpu[thread] = spent(vitals.pid, thread)
+            vitals.cpu[thread] = cpu_times(vitals.pid, thread)
         if has_slept or max(vitals.blocked_s, vitals.lag_s) > BLOCKED_S:
-            self._woke = vitals.clock
-        vitals.awake_s = vitals.clock - self._woke
+            self._awake_since = vitals.clock
+        vitals.awake_s = vitals.clock - self._awake_since
         try:
             self._write("json", msgspec.json.encode(vitals))
-        except OSError:  # on a full disk the old file can still say that we live
+        except OSError:  # on a full disk, renew the modification time of the old file
             os.utime(self.folder / f"{vitals.name}.json")
-        if (asked := written_ns(self.folder / ASK)) != self._asked:
-            self._asked = asked
+        if (requested := modified_ns(self.folder / STACKS_REQUEST)) != self._request_ns:
+            self._request_ns = requested
             self._write("dump", stacks().encode())
 
     def close(self) -> None:
-        """Take the files back."""
-        self._over.set()
-        self.join(10.0)  # what it writes later would be left behind
+        """Stop the thread and remove its files."""
+        self._closed.set()
+        self.join(10.0)  # a file that is written later would remain
         faulthandler.unregister(signal.SIGUSR1)
         self._stacks.close()
         for suffix in ("json", "dump", "stacks"):
@@ -181,11 +188,11 @@ class Recorder(threading.Thread):
                 (self.folder / f"{self.vitals.name}.{suffix}").unlink()
 
     def _beat_forever(self) -> None:
-        while not self._over.wait(BEAT_S):
-            with suppress(Exception):  # a full disk, a shared folder gone: not our process's matter
+        while not self._closed.wait(BEAT_S):
+            with suppress(Exception):  # a full disk or a missing folder must not end the process
                 self.beat()
 
-    def _look_at_loops(self) -> None:
+    def _check_loops(self) -> None:
         vitals = self.vitals
         worst = max(_loops, key=LoopWatch.blocked_s, default=None)
         blocked_s = worst.blocked_s() if worst is not None else 0.0
@@ -200,21 +207,25 @@ class Recorder(threading.Thread):
             logger.warning("event loop blocked", seconds=round(blocked_s, 1), stack=stack)
 
     def _write(self, suffix: str, content: bytes) -> None:
-        """Replace a file at once: readers see the old one or the new, never half of one."""
+        """Replace a file atomically."""
         file = self.folder / f"{self.vitals.name}.{suffix}"
         part = file.with_name(f".{file.name}")
         part.write_bytes(content)
         os.replace(part, file)
 
 
+def _ignore_signal(_signum: int, _frame: FrameType | None) -> None:
+    """Do nothing."""
+
+
 _recorder: Recorder | None = None
 
 
 def start(name: str, folder: Path) -> None:
-    """Begin to write this process's vitals to `folder`/`name`.json, about once a second.
+    """Start to write this process's vitals to `folder`/`name`.json, about once a second.
 
-    They are removed when the process ends by itself: what is left behind tells of a death. A second
-    start ends the first: the process has gone on to another run.
+    The file is removed when the process exits normally; a remaining file therefore means a crash.
+    A second call replaces the first: the process continues with another run.
     """
     global _recorder
     if _recorder is not None:
@@ -229,14 +240,21 @@ def start(name: str, folder: Path) -> None:
 
 
 def rename(name: str) -> None:
-    """Show this process under another name: a server has none before it has a port."""
+    """Write this process's vitals under another name, as a server does once it has a port."""
     if _recorder is not None:
         start(name, _recorder.folder)
 
 
-def process(pid: int, thread: int = 0) -> tuple[str, int] | None:
-    """Return the state letter and start time in ticks of a process, or of one of its threads; None:
-    it is gone."""
+def process_state(pid: int, thread: int = 0) -> tuple[str, int] | None:
+    """Return the kernel's state letter and the start time in ticks of a process or thread.
+
+    Args:
+        pid: The process.
+        thread: A thread of the process; 0 for its main thread.
+
+    Returns:
+        None if there is no such process or thread.
+    """
     with suppress(OSError):
         stat = (PROC / f"{pid}/task/{thread or pid}/stat").read_text(errors="replace")
         fields = stat.rpartition(")")[2].split()
@@ -244,24 +262,25 @@ def process(pid: int, thread: int = 0) -> tuple[str, int] | None:
     return None
 
 
-def spent(pid: int, thread: int) -> Spent | None:
-    """Read a thread's books; None: it is gone, or its kernel keeps none (gVisor)."""
+def cpu_times(pid: int, thread: int) -> CpuTimes | None:
+    """Return a thread's scheduler statistics; None if the thread exited, or if the kernel has no
+    such statistics (gVisor)."""
     with suppress(OSError, ValueError):
-        books = (PROC / f"{pid}/task/{thread}/schedstat").read_text()
-        ran, waited, turns = map(int, books.split())
-        return (time.monotonic(), ran / 1e9, waited / 1e9, turns) if turns else None
+        text = (PROC / f"{pid}/task/{thread}/schedstat").read_text()
+        ran, waited, slices = map(int, text.split())
+        return (time.monotonic(), ran / 1e9, waited / 1e9, slices) if slices else None
     return None
 
 
-def written_ns(file: Path) -> int:
-    """Return when a file was last written; 0 where there is none."""
+def modified_ns(file: Path) -> int:
+    """Return the modification time of a file; 0 if there is no file."""
     with suppress(OSError):
         return file.stat().st_mtime_ns
     return 0
 
 
-def _waits() -> list[Waits]:
-    """Return the waits of this process, equal ones together, the oldest first."""
+def _grouped_waits() -> list[Waits]:
+    """Return the waits of this process, the oldest first; equal waits are grouped."""
     now, groups = time.monotonic(), dict[tuple[str, ...], Waits]()
     for w in sorted(waits.table.copy(), key=lambda w: w.since):
         words = (text.partition(" ")[0] for text in (w.what, w.owner))
@@ -269,22 +288,23 @@ def _waits() -> list[Waits]:
         if (group := groups.get(key)) is not None:
             group.count += 1
         elif len(groups) < MAX_GROUPS:
-            times = now - w.since, now - w.heard
-            groups[key] = Waits(w.what, w.owner, w.on, *times, w.seconds, w.prompt, w.detail)
+            times = now - w.since, now - w.last_sign
+            groups[key] = Waits(w.what, w.owner, w.on, *times, w.seconds, w.replies_soon, w.detail)
     return list(groups.values())
 
 
 def stacks() -> str:
-    """Return what every other thread and every task of a watched loop does, innermost call first.
+    """Return the stacks of all other threads and of all tasks of watched event loops.
 
-    One a line; equal ones are together.
+    One line a stack, innermost call first. Equal stacks share a line, which begins with their
+    number.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     groups: dict[tuple[str, str], list[str]] = {}
     for ident, frame in _frames().items():
         if ident == threading.get_ident():
             continue
-        places = [_place(each, line) for each, line in traceback.walk_stack(frame)]
+        places = [_location(each, line) for each, line in traceback.walk_stack(frame)]
         path = " < ".join(places)
         groups.setdefault(("thread", path), []).append(names.get(ident, "?"))
     for each in _loops:
@@ -295,20 +315,20 @@ def stacks() -> str:
 
 
 def _task_path(task: asyncio.Task[Any]) -> str:
-    """Follow a task's chain of awaits to what it waits for."""
+    """Return the stack of a task, which begins at its innermost await."""
     places: list[str] = []
     awaited: Any = task.get_coro()
     while awaited is not None:
         kind = next((k for k in ("cr", "gi", "ag") if hasattr(awaited, f"{k}_frame")), None)
         if kind is None or (frame := getattr(awaited, f"{kind}_frame")) is None:
             break
-        places.append(_place(frame, frame.f_lineno))
+        places.append(_location(frame, frame.f_lineno))
         work = frame.f_locals.get("work") if frame.f_code is waits.Wait.run.__code__ else None
         awaited = work or getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
     return " < ".join(reversed(places))
 
 
-def _place(frame: FrameType, line: int) -> str:
+def _location(frame: FrameType, line: int) -> str:
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{line} {code.co_name}"
 

@@ -1,7 +1,7 @@
-"""Names every wait that crosses a process: for what, on which role, since when and until when.
+"""Records every wait that crosses a process: its event, its role, its begin and its deadline.
 
-One table a process, because a hang is explained by the waits of all processes together: vitals
-write the table to a file, and `arealite why` combines the tables of all roles.
+Each process has one table of waits. Vitals write the table to a file, and `arealite why` combines
+the tables of all roles to explain a hang.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import Any, Self
 from arealite.base.errors import DeadlineError
 
 OTHER_RANKS = "the other ranks"
-"""As `on`: those trainer ranks whose counter "collectives" is behind this one's."""
-KEEPER = "keeper"
-"""As `owner`: a parent process that is starting role `on`. `detail` is the reason of the last death
-of that role; "" if there was none."""
-PAUSER = "pauser"
-"""As `owner`: a publisher that finds server `on` paused by another client. `detail` says more."""
+"""Value of `on`: the trainer ranks whose counter "collectives" is less than the waiter's."""
+SUPERVISOR = "supervisor"
+"""Value of `owner`: a parent process that is starting role `on`. `detail` is the reason of the
+role's last death; "" if there was none."""
+PAUSE_OBSERVER = "pause observer"
+"""Value of `owner`: a publisher that found server `on` paused by another client. `detail` is a
+sentence about it."""
 ITSELF = "itself"
-"""As `on`, of a computation: by experience, it takes no longer than `seconds`."""
+"""Value of `on`: the wait is a computation that never took longer than `seconds` before."""
 END_S = 5.0
-"""Seconds for the cleanup of a body that its deadline ended; see `Wait.run`."""
+"""Seconds for the cleanup of a body after its deadline; see `Wait.run`."""
 
 
 class Wait:
@@ -45,14 +46,14 @@ class Wait:
         on: The role that has to act, by its name if it has one: "datapipe-0", "rollout-1",
             "trainer-1", "llm_server-127.0.0.1-8123", "environment math", OTHER_RANKS.
         seconds: The deadline; None: only the event ends the wait.
-        prompt: Whether a live process answers, or at least reports what it waits for itself,
-            within a second or two. Otherwise a long wait is nobody's fault.
-        detail: What is known about the wait so far.
+        replies_soon: Whether a healthy process replies, or reports its own waits, within a second
+            or two. Otherwise a long wait is no evidence of a fault.
+        detail: The newest report about the wait.
     """
 
     __slots__ = (
-        "_base", "_task", "_timer", "detail", "expired", "heard", "left", "on", "owner", "prompt",
-        "seconds", "since", "what", "when",
+        "_base", "_task", "_timer", "abandoned", "deadline", "detail", "expired", "last_sign", "on",
+        "owner", "replies_soon", "seconds", "since", "what",
     )  # fmt: skip
 
     def __init__(
@@ -62,22 +63,22 @@ class Wait:
         owner: str,
         on: str = "",
         seconds: float | None = None,
-        prompt: bool = False,
+        replies_soon: bool = False,
         detail: str = "",
     ) -> None:
         self.what, self.owner, self.on, self.seconds = what, owner, on, seconds
-        self.prompt, self.detail = prompt, detail
-        self.since = self.heard = time.monotonic()
-        """When the wait began, and when the role in `on` last gave a sign of life."""
-        self.expired = self.left = False
-        self.when = math.inf
+        self.replies_soon, self.detail = replies_soon, detail
+        self.since = self.last_sign = time.monotonic()
+        """Begin of the wait, and time of the last sign of life of the role in `on`."""
+        self.expired = self.abandoned = False
+        self.deadline = math.inf
         """The deadline on the event loop's clock."""
         self._task: asyncio.Task[Any] | None = None
         self._timer: _Timer | None = None
 
-    def hear(self, detail: str = "") -> None:
-        """Note a sign of life of the role in `on`."""
-        self.heard = time.monotonic()
+    def note_sign(self, detail: str = "") -> None:
+        """Record a sign of life of the role in `on`."""
+        self.last_sign = time.monotonic()
         self.detail = detail or self.detail
 
     def __enter__(self) -> Self:
@@ -90,7 +91,7 @@ class Wait:
             self._base = task.cancelling()
             if self.seconds is not None:
                 self._timer = timer = _timer_of(task.get_loop())
-                self.when = timer.loop.time() + self.seconds
+                self.deadline = timer.loop.time() + self.seconds
                 timer.add(self)
         return self
 
@@ -100,7 +101,7 @@ class Wait:
             self._timer.waits.pop(self, None)
         if (task := self._task) is None:
             return
-        if self.left:
+        if self.abandoned:
             task.uncancel()
         # As in asyncio.timeout, another cancellation of the task meanwhile has precedence.
         if self.expired and task.uncancel() <= self._base and kind is asyncio.CancelledError:
@@ -113,16 +114,18 @@ class Wait:
             self.expired = True
             self._task.cancel()
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """End a body in `run` that swallows its cancellation."""
-        if self._task is not None and self in table and not self.left:
-            self.left = True
+        if self._task is not None and self in table and not self.abandoned:
+            self.abandoned = True
             self._task.cancel()
 
     @types.coroutine
     def run(self, work: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
-        """Await a coroutine in the body of this wait. `work` that has not ended END_S after the
-        deadline is suspended for ever.
+        """Await a coroutine in the body of this wait.
+
+        Args:
+            work: The coroutine. If it has not ended END_S after the deadline, it is never resumed.
         """
         task = self._task
         assert task is not None
@@ -138,20 +141,20 @@ class Wait:
             try:
                 step, value = work.send, (yield awaited)
             except BaseException as error:
-                if self.left:
+                if self.abandoned:
                     with suppress(Exception):  # it may swallow that, too
                         work.close()
                     raise
                 step, value = work.throw, error
                 if self.expired:
-                    asyncio.get_running_loop().call_later(END_S, self.leave)
+                    asyncio.get_running_loop().call_later(END_S, self.abandon)
 
 
 table: set[Wait] = set()
-"""Of this process. A thread may read a copy (`list(table)`) at any time."""
+"""The waits of this process. A thread may read a copy (`list(table)`) at any time."""
 
 counters: dict[str, float] = {}
-"""Numbers of this process that vitals show besides."""
+"""Further numbers of this process that are written with its vitals."""
 
 
 def is_cancelled() -> bool:
@@ -166,28 +169,28 @@ class _Timer:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.waits: dict[Wait, None] = {}
-        """In the order in which they began: a simulation needs the same order in each run."""
+        """In the order of their begin, because a simulation needs the same order in each run."""
         self._handle: asyncio.TimerHandle | None = None
         self._fires_at = math.inf
 
     def add(self, wait: Wait) -> None:
-        """Expire a wait at `wait.when`, unless it ends before."""
+        """Expire a wait at `wait.deadline`, unless it ends before."""
         self.waits[wait] = None
-        if wait.when < self._fires_at:
+        if wait.deadline < self._fires_at:
             if self._handle is not None:
                 self._handle.cancel()
-            self._fires_at = wait.when
-            self._handle = self.loop.call_at(wait.when, self._fire)
+            self._fires_at = wait.deadline
+            self._handle = self.loop.call_at(wait.deadline, self._fire)
 
     def _fire(self) -> None:
         now = self.loop.time()
         self._fires_at, self._handle = math.inf, None
         for wait in self.waits:
-            if wait.when <= now:
+            if wait.deadline <= now:
                 wait.expire()
         running = [wait for wait in self.waits if not wait.expired]
         if running:
-            self.add(min(running, key=lambda wait: wait.when))
+            self.add(min(running, key=lambda wait: wait.deadline))
 
 
 _threads = threading.local()

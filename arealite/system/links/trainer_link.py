@@ -149,25 +149,25 @@ class TrainerLink:
             The answer and its payloads; None if `on_wait` returned True.
         """
         name, owner = wire.request_name(request), f"trainer rank {self.rank}"
-        with Wait(name, owner=owner, on="datapipe-0", prompt=True) as shown:
+        with Wait(name, owner=owner, on="datapipe-0", replies_soon=True) as shown:
             reported_at = resolved_at = sent_at = time.monotonic()
             self._send(request)
             while True:
                 now = time.monotonic()
-                silent_s, waiting = now - shown.heard, None
+                silent_s, waiting = now - shown.last_sign, None
                 # Read first: after a pause of this process itself, messages may be queued.
                 if (received := self._receive()) is not None:
                     message = received[0]
                     if is_answer(message):
                         return received
                     waiting = message if isinstance(message, Waiting) else None
-                    shown.hear(waiting.detail if waiting is not None else "")
+                    shown.note_sign(waiting.detail if waiting is not None else "")
                 elif silent_s > self.silence_s:
                     raise RoleError(
                         f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
                         f"{owner} waits for the answer to '{name}'"
                     )
-                elif now - max(shown.heard, resolved_at) > SILENT_S:
+                elif now - max(shown.last_sign, resolved_at) > SILENT_S:
                     resolved_at = sent_at = now
                     self._reconnect(request)
                 if now - sent_at > REPEAT_S:

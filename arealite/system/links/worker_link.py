@@ -99,7 +99,9 @@ class WorkerLink:
 
     async def next_lease(self) -> Lease | None:
         """Wait for a lease, without a deadline; return None once the run ends."""
-        with Wait("a lease", owner=self.worker_id, on="datapipe-0", prompt=True) as self._wait:
+        with Wait(
+            "a lease", owner=self.worker_id, on="datapipe-0", replies_soon=True
+        ) as self._wait:
             lease = await self._leases.get()
         if lease is None:
             self._leases.put_nowait(None)
@@ -241,7 +243,7 @@ class WorkerLink:
     def _receive(self, frames: list[bytes]) -> None:
         self._heard = time.monotonic()
         if self._wait is not None:
-            self._wait.heard = self._heard
+            self._wait.last_sign = self._heard
         match wire.decode_to_worker(frames[0]):
             case Ack(checksum=checksum):
                 self._unacknowledged.pop(checksum, None)

@@ -1,1 +1,1 @@
-"""Who is where: names with heartbeats."""
+"""Registry of addresses with heartbeats, and the secret of a trial."""

@@ -1,6 +1,7 @@
-"""Tells a trial's processes where the others are: one small JSON file a name, kept by heartbeats.
+"""Registry in which the processes of a trial find each other.
 
-Files, because a folder that every host sees is the one service that a laptop, Slurm and Ray share.
+A name is a small JSON file that heartbeats renew. Files need no service: a laptop, Slurm and Ray
+all have a folder that every host can read.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
 from arealite.system.health.waits import Wait
-from arealite.system.names.secret import Secret, create, read
+from arealite.system.names.secret import Secret, create_secret, read_secret
 
 logger = log.get(__name__)
 
 POLL_S = 0.1
-"""How often `wait` looks: a shared folder has no event that works on every file system."""
+"""Seconds between two polls of `wait`; no file event works on every file system."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +39,29 @@ class Entry:
     role: str
     id: str
     value: dict[str, Any]
-    """What the role wrote about itself: address, pid, …"""
+    """Description of the process: address, pid, …"""
     age_s: float
     """Seconds since its last heartbeat."""
 
 
 class _Look(NamedTuple):
-    """A name's file as it was read last: its time, since when it was so, and when that was read."""
+    """The last reading of a name's file."""
 
     written: float
+    """Modification time of the file, by the clock of its file system."""
     changed: float
+    """When this modification time was first seen, by the monotonic clock."""
     at: float
+    """When the file was last read, by the monotonic clock."""
 
 
 class NameRegistry:
-    """The names of one trial, below `root`; one not renewed for `ttl_s` is dead and not listed."""
+    """The names of one trial. A name that was not renewed for `ttl_s` is dead and is not listed."""
 
     def __init__(
         self, root: Path, *, ttl_s: float = 5.0, is_secured: bool = False, key_env: str = ""
     ) -> None:
-        """Keep names below `root`.
+        """Initialize the registry; no file is written.
 
         Args:
             root: The trial's folder.
@@ -84,12 +88,12 @@ class NameRegistry:
 
     @cached_property
     def secret(self) -> Secret | None:
-        """The trial's secret, made if there is none yet; None if security is off.
+        """The trial's secret, created if there is none yet; None if security is off.
 
         Raises:
-            UserError: it cannot be read or written.
+            UserError: the secret cannot be read or written.
         """
-        return create(self.root) if self.is_secured else None
+        return create_secret(self.root) if self.is_secured else None
 
     def headers(self, kind: str = "") -> dict[str, str]:
         """Return the HTTP headers that a server of type `kind` requires."""
@@ -108,16 +112,16 @@ class NameRegistry:
         check_folder(self.root, "folder of names", "cluster.name_root")
         if not self.is_secured:
             logger.warning("cluster.security is off: anyone who reaches a port controls the run")
-        if self.is_secured and read(self.root) is None:
+        if self.is_secured and read_secret(self.root) is None:
             for role in ("llm_server", "datapipe"):
                 if found := [e for e in self.list(role) if e.value.get("type") != "external"]:
                     raise UserError(
-                        f"{role} {found[0].id} in {self.root} runs without a secret: it is of "
-                        "AReaLite 0.1.0 or has cluster.security=off. Stop it, or set trial_name."
+                        f"{role} {found[0].id} in {self.root} runs without a secret: it has "
+                        "cluster.security=off, or AReaLite 0.1.0. Stop it, or set trial_name."
                     )
 
     def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
-        """Write or renew a name atomically: readers see the old file or the new, never half of one.
+        """Write or renew a name, atomically.
 
         Raises:
             UserError: the folder cannot be written.
@@ -131,14 +135,14 @@ class NameRegistry:
             os.replace(name, folder / f"{entry_id}.json")
         except OSError as error:
             with suppress(OSError):
-                os.unlink(name)  # a heartbeat would leave one a second
+                os.unlink(name)  # else each heartbeat would leave a temporary file
             raise UserError(
                 f"Cannot write the name '{role}/{entry_id}' below {self.root}: {error.strerror}. "
                 "Set cluster.name_root to a folder that every role can write."
             ) from error
 
     def remove(self, role: str, entry_id: str) -> None:
-        """Forget a name now rather than when its time to live ends; fine if it is gone already."""
+        """Remove a name. Does nothing if there is no such name."""
         with suppress(OSError):
             (self.root / role / f"{entry_id}.json").unlink()
 
@@ -151,16 +155,17 @@ class NameRegistry:
                 with path.open(encoding="utf-8") as file:
                     written, value = os.fstat(file.fileno()).st_mtime, json.load(file)
             except (OSError, ValueError):
-                continue  # removed while we looked, or not ours
+                continue  # removed in the meantime, or a foreign file
             age = self._age(path, written, folder_now)
             if age <= self.ttl_s and isinstance(value, dict):
                 found.append(Entry(role, path.stem, cast(dict[str, Any], value), age))
         return found
 
     def _age(self, path: Path, written: float, folder_now: Callable[[], float]) -> float:
-        """Return the seconds since a file was written, by no host's time of day.
+        """Return the seconds since a file was written, without the time of day of a host.
 
-        A change that we saw was now; where we did not look for long, the folder's clock tells.
+        If the file has changed since a recent reading, its age is 0. If the last reading is older
+        than `ttl_s`, the age is computed by the folder's clock.
         """
         now, last = time.monotonic(), self._looks.get(path)
         if last is not None and last.written == written:
@@ -173,14 +178,14 @@ class NameRegistry:
         return now - changed
 
     def everywhere(self, role: str, entry_id: str) -> list[tuple[Path, Entry]]:
-        """Return what lives under this name in any trial of name_root, with that trial's root."""
+        """Return the live names with this id in all trials of name_root, each with its root."""
         found = self.root.parents[2].glob(f"*/*/*/{role}/{entry_id}.json")
         roots = [file.parents[1] for file in found]
         live = [(root, NameRegistry(root, ttl_s=self.ttl_s).list(role)) for root in roots]
         return [(root, each) for root, all_ in live for each in all_ if each.id == entry_id]
 
     def address(self, role: str) -> str | None:
-        """Return where the first live name of a role listens; None while there is none."""
+        """Return the address of the first live name of a role; None if there is no live name."""
         return next((str(entry.value["address"]) for entry in self.list(role)), None)
 
     @asynccontextmanager
@@ -188,20 +193,20 @@ class NameRegistry:
         self, role: str, entry_id: str, value: Callable[[], dict[str, Any] | None], *,
         heartbeat_s: float = 1.0, changed: asyncio.Event | None = None,
     ) -> AsyncGenerator[None, None]:  # fmt: skip
-        """Hold a name for the body's time.
+        """Write a name, renew it during the body, and remove it at the end.
 
         Args:
-            role: The role that has the name.
-            entry_id: Tells names of one role apart.
-            value: Returns what to write; None: leave the name as it is, so that it dies after
-                `ttl_s`.
+            role: The role of the process.
+            entry_id: Unique among the names of the role.
+            value: Returns the content of the name. If it returns None, the name is not renewed and
+                dies after `ttl_s`.
             heartbeat_s: Seconds between two writes.
-            changed: Set it to have the value written at once.
+            changed: When this event is set, the name is written at once.
 
         Raises:
             UserError: the folder cannot be written.
         """
-        over, news = False, changed or asyncio.Event()
+        over, wake = False, changed or asyncio.Event()
 
         async def put() -> None:
             if (now := value()) is not None:
@@ -210,13 +215,13 @@ class NameRegistry:
         async def beat() -> None:
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), heartbeat_s)
-                news.clear()
+                    await asyncio.wait_for(wake.wait(), heartbeat_s)
+                wake.clear()
                 if over:
                     return
                 try:
                     await put()
-                except UserError as error:  # a full disk may be emptied; its age tells others
+                except UserError as error:  # a full disk may get space again
                     logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
 
         first = asyncio.ensure_future(put())
@@ -226,15 +231,21 @@ class NameRegistry:
             yield
         finally:
             over = True
-            news.set()  # no cancel: a write in its thread would outlive it and undo the removal
+            wake.set()  # no cancel: a write in a thread would continue and undo the removal
             await asyncio.gather(first, beating, return_exceptions=True)
             await asyncio.to_thread(self.remove, role, entry_id)
 
     async def wait(self, role: str, *, count: int = 1, seconds: float, owner: str) -> list[Entry]:
         """Wait until at least `count` live names of a role exist, and return them.
 
+        Args:
+            role: The role.
+            count: The number of names.
+            seconds: The deadline.
+            owner: The role that waits.
+
         Raises:
-            DeadlineError: they did not appear in time; names the role, the folder and the owner.
+            DeadlineError: they did not appear in time.
         """
         what = f"{count} live '{role}' in {self.root}"
         with Wait(what, owner=owner, on=role, seconds=seconds):

@@ -39,7 +39,7 @@ class Secret:
         return hmac.digest(self.key, purpose.encode(), "sha256")
 
 
-def read(folder: Path) -> Secret | None:
+def read_secret(folder: Path) -> Secret | None:
     """Return the secret of the trial whose names are in `folder`; None if it has none.
 
     Raises:
@@ -54,22 +54,24 @@ def read(folder: Path) -> Secret | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the secret {path} cannot be read: {error}. Use another user.") from error
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-        raise UserError(f"{path} must be yours and of mode 0600. Run chmod 600, then rotate it.")
+        raise UserError(
+            f"{path} must be yours and of mode 0600. Run chmod 600, then arealite secret --rotate."
+        )
     if not re.fullmatch(rf"[0-9a-f]{{{2 * NUM_BYTES}}}\s*", text):
         raise UserError(f"{path} is not a secret of {NUM_BYTES} bytes. Remove it.")
     return Secret(bytes.fromhex(text))
 
 
-def create(folder: Path) -> Secret:
-    """Return the trial's secret; make it if there is none. Processes may call this in parallel.
+def create_secret(folder: Path) -> Secret:
+    """Return the trial's secret; create it if there is none. Processes may call this in parallel.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    return read(folder) or _put(folder, os.link)
+    return read_secret(folder) or _put(folder, os.link)
 
 
-def rotate(folder: Path) -> Secret:
+def rotate_secret(folder: Path) -> Secret:
     """Replace the trial's secret, and return the new one.
 
     Raises:
@@ -79,7 +81,7 @@ def rotate(folder: Path) -> Secret:
 
 
 def _put(folder: Path, put: Callable[[str, Path], None]) -> Secret:
-    """Write a new secret to a temporary file, and `put` it in place (os.link or os.replace)."""
+    """Write a new secret to a temporary file; `put` (os.link or os.replace) moves it in place."""
     name = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,6 +99,6 @@ def _put(folder: Path, put: Callable[[str, Path], None]) -> Secret:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(name)
-    made = read(folder)
+    made = read_secret(folder)
     assert made is not None
     return made

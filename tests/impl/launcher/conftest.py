@@ -1,4 +1,4 @@
-"""Time for children that get no CPU."""
+"""Fixtures of the launcher tests: longer limits, for machines under load."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ BALANCED = AuditReport(NONE, NONE, {}, {}, 1000, 0, 0, 0, 0, 0, 0)
 
 @pytest.fixture(autouse=True)
 def ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripted roles write no ledger; a run whose ledger cannot be audited would fail."""
+    """Skip the audit, because scripted roles write no ledger."""
     monkeypatch.setattr(local, "audit", lambda ledger, **_: BALANCED)
 
 
 @pytest.fixture(autouse=True)
 def waits_for_roles() -> Iterator[None]:
-    """A launcher that gives up leaves its waits to the end of its process."""
+    """Remove the waits of a launcher that gave up, which normally end with its process."""
     yield
-    waits.table -= {wait for wait in waits.table if wait.owner == waits.KEEPER}
+    waits.table -= {wait for wait in waits.table if wait.owner == waits.SUPERVISOR}
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loaded machine may take long to end what the others have already left, to beat, and to look
-    again at what was said."""
+    """Increase the limits: on a loaded machine, exits, heartbeats and examinations take longer."""
     monkeypatch.setattr(supervisor, "EARLY_S", 120.0)
     monkeypatch.setattr(supervisor, "examine", partial(examine, silent_s=120.0, blocked_s=120.0))
     monkeypatch.setattr(supervisor, "QUIET_S", 600.0)

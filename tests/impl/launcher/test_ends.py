@@ -1,4 +1,4 @@
-"""A run ends with exit code 0 only if everything that it was to do is done."""
+"""A run ends with exit code 0 only if all of its work is done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNEVALUATED = {"step": 3, "time": 2.0, "eval/failed": 8.0}
 def closed(
     root: Path, code: int, *lines: dict[str, float], is_sidecar: bool = False
 ) -> tuple[int, str, str]:
-    """End a run of three steps whose roles ended with `code`; return (code, shown, end.txt)."""
+    """End a run of three steps whose roles exited with `code`; return (code, output, end.txt)."""
     launcher, shown = ScriptedLauncher(root, {}, steps=3, held_out="some"), list[str]()
     launcher.progress.say = shown.append  # type: ignore[method-assign]
     if is_sidecar:
@@ -31,7 +31,7 @@ def closed(
     return ended, "\n".join(shown), launcher.paths.end.read_text()
 
 
-def test_run_that_did_everything_ends_with_0(tmp_path: Path) -> None:
+def test_complete_run_exits_with_0(tmp_path: Path) -> None:
     code, shown, end = closed(tmp_path, 0, EVALUATED)
     assert (code, end) == (0, "exit code 0. \n")
     assert "error" not in shown
@@ -43,12 +43,12 @@ def test_run_that_did_everything_ends_with_0(tmp_path: Path) -> None:
     [
         (replace(BALANCED, lost=["g1"]), [], "the ledger is out of balance"),
         (UserError("ledger.sqlite is no ledger"), [], "the ledger cannot be audited"),
-        (replace(BALANCED, steps=0), [], "the trainer exited after 0 of 3 steps, not asked to"),
-        (replace(BALANCED, steps=2), [], "the trainer exited after 2 of 3 steps, not asked to"),
+        (replace(BALANCED, steps=0), [], "the trainer exited after 0 of 3 steps without a request"),
+        (replace(BALANCED, steps=2), [], "the trainer exited after 2 of 3 steps without a request"),
         (BALANCED, [UNEVALUATED], "every sample of the last evaluation failed"),
     ],
 )
-def test_good_end_with_something_undone_is_none(
+def test_incomplete_run_exits_nonzero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Any, lines: Any, reason: str, code: int
 ) -> None:
     def audited(ledger: Path, **_: Any) -> Any:
@@ -64,25 +64,25 @@ def test_good_end_with_something_undone_is_none(
     assert end.startswith(f"exit code {ended}. {reason if is_good else ''}")
 
 
-def test_later_evaluation_with_a_result_makes_up_for_one_without(tmp_path: Path) -> None:
+def test_later_evaluation_with_a_result_replaces_one_without(tmp_path: Path) -> None:
     assert closed(tmp_path, 0, UNEVALUATED | {"step": 1}, EVALUATED)[0] == 0
 
 
-def test_roles_beside_torchrun_do_not_count_its_steps(
+def test_sidecar_of_torchrun_does_not_count_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
     assert closed(tmp_path, 0, is_sidecar=True)[0] == 0
 
 
-def test_trainer_that_someone_else_ends_early_fails_the_run(
+def test_trainer_that_another_process_ends_early_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "audit", lambda ledger, **_: replace(BALANCED, steps=1))
     scripts = {"datapipe": "pass", "rollout": "pass", "trainer": trains(1)}
     code, shown, _ = launched(ScriptedLauncher(tmp_path, scripts, steps=3))
     assert code == 1
-    assert "error: the trainer exited after 1 of 3 steps, not asked to" in shown
+    assert "error: the trainer exited after 1 of 3 steps without a request" in shown
 
 
 @pytest.mark.parametrize(("steps", "ended"), [([1, 2], 1), ([1, 2, 3], 0), ([], 0)])

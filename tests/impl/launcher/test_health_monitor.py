@@ -30,7 +30,7 @@ threading.Event().wait(600)
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two processes that show vitals and are stopped then."""
+    """Two processes that write vitals and are then stopped."""
     found = [
         subprocess.Popen([sys.executable, "-c", SHOWS, str(tmp_path), name], start_new_session=True)
         for name in ("rollout-0", "rollout-1")
@@ -49,7 +49,7 @@ def stopped(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 class Watched(Supervisor):
-    """Reports every finding; `child` answers which child it is about."""
+    """Reports every finding; `child` maps a finding to a child."""
 
     def __init__(
         self, child: Callable[[Finding], Child | None], say: Callable[[str], object]
@@ -74,7 +74,7 @@ class Watched(Supervisor):
 
 
 def as_child(process: subprocess.Popen[bytes]) -> Child:
-    """Return a process as the supervisor knows its children."""
+    """Return a process as a child of a supervisor."""
     return Child("rollout", cast(asyncio.subprocess.Process, process), None, 0)
 
 
@@ -109,10 +109,10 @@ async def test_only_a_child_is_killed(
     assert {*killed} == {"rollout-0"}, "again, if it is not gone when it is looked at next"
 
 
-async def test_who_waits_for_one_that_is_dead_is_ended(
+async def test_child_of_a_dead_role_is_killed(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
-    """As srun does that was stopped before its step ended."""
+    """The child is an srun that was stopped before its step ended."""
     monkeypatch.setattr(supervisor, "EXAMINE_S", 0.05)
     role, waiter = stopped
     role.kill()
@@ -129,10 +129,10 @@ async def test_who_waits_for_one_that_is_dead_is_ended(
         watching.cancel()
 
 
-async def test_who_gets_no_cpu_is_told_and_lives(
+async def test_starved_child_is_reported_and_not_killed(
     tmp_path: Path, stopped: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Another one would get none either."""
+    """A new process would get no CPU either."""
     monkeypatch.setattr(supervisor, "EXAMINE_S", 0.01)
     starved = Finding("rollout-0", "starved", 999.0, "it waited for a CPU", pid=stopped[0].pid)
     looks, enough = list[Path](), asyncio.Event()
@@ -155,7 +155,7 @@ async def test_who_gets_no_cpu_is_told_and_lives(
     assert stopped[0].poll() is None
 
 
-async def test_what_cannot_be_examined_does_not_end_it(
+async def test_failed_examination_does_not_end_the_monitor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     looks = asyncio.Event()
@@ -176,7 +176,7 @@ async def test_what_cannot_be_examined_does_not_end_it(
     watching.cancel()
 
 
-def test_one_line_says_who_what_where_and_whom():
+def test_line_of_a_finding_has_role_cause_place_and_waiters():
     stack = '  File "/a.py", line 3, in run\n    f()\n  File "/my/env.py", line 7, in f\n    spin\n'
     finding = Finding("rollout-0", "blocked", 9.0, "its loop runs nothing", stack, ("x", "y", "z"))
     text = describe(finding)

@@ -1,4 +1,4 @@
-"""The reason for a death, read from what Python and C code really write before they die."""
+"""The reason of a death is read from real output of Python and C code."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_reason_is_found_before_output_of_other_processes() -> None:
         ("print('step 12', flush=True); import os; os.kill(os.getpid(), 15)", [], ""),
     ],
 )
-def test_reason_of_a_death_by_signal_is_what_c_code_wrote(
+def test_reason_of_a_death_by_signal_is_a_line_of_c_code(
     script: str, options: list[str], reason: str
 ) -> None:
     text, code = output(script, *options)
@@ -205,7 +205,7 @@ async def test_death_names_the_exception_and_no_border(tmp_path: Path) -> None:
     assert "+----" not in child.death and reason in child.obituary
 
 
-async def test_obituary_gives_a_reason_that_is_far_above_the_last_lines(tmp_path: Path) -> None:
+async def test_obituary_has_a_reason_far_above_the_last_lines(tmp_path: Path) -> None:
     script = "import atexit\natexit.register(lambda: print('bye\\n' * 50))\nraise ValueError('why')"
     child = await spawn(
         "rollout-0", [sys.executable, "-c", script], log=tmp_path / "log", environment={}

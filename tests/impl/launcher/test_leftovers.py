@@ -1,4 +1,4 @@
-"""What dead processes leave in /dev/shm and below cluster.name_root is removed; others stay."""
+"""Files of dead processes in /dev/shm and below cluster.name_root are removed; others stay."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config(tmp_path: Path) -> ExperimentConfig:
 
 @pytest.fixture
 def dead() -> int:
-    """The id of a process that is gone."""
+    """The id of a process that has exited."""
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
     return process.pid
@@ -90,7 +90,7 @@ def test_dead_process_of_the_trial_leaves_nothing(
     assert not [folder for folder in folders if folder.exists()]
 
 
-def test_living_process_and_other_trials_keep_theirs(config: ExperimentConfig, dead: int) -> None:
+def test_files_of_live_processes_and_other_trials_stay(config: ExperimentConfig, dead: int) -> None:
     vitals, names = name_dir(config) / "vitals", NameRegistry.of(config)
     other = staged(TMPFS, dead)  # no vitals of this trial name its process
     handles = list[int]()
@@ -137,7 +137,7 @@ def left(pids: list[int]) -> list[Path]:
 
 
 @pytest.mark.parametrize("end", ["given up", "stopped twice"])
-def test_nothing_is_left_of_a_run_whose_trainer_was_killed(
+def test_no_file_remains_of_a_run_whose_trainer_was_killed(
     tmp_path: Path, scripted: ExperimentConfig, end: str
 ) -> None:
     with launched(tmp_path, restarts=0, trainer=showing("trainer", STAGES)) as launcher:
@@ -156,7 +156,7 @@ def test_nothing_is_left_of_a_run_whose_trainer_was_killed(
     assert files(scripted) <= {".lock"}
 
 
-def test_restarted_trainer_finds_nothing_of_the_killed_one(tmp_path: Path) -> None:
+def test_files_of_a_killed_trainer_are_removed_before_its_restart(tmp_path: Path) -> None:
     with launched(tmp_path, trainer=showing("trainer", STAGES)):
         first = staging(tmp_path, 2)
         os.kill(first[0], signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_restarted_trainer_finds_nothing_of_the_killed_one(tmp_path: Path) -> No
         assert len(left(both)) == 2
 
 
-def test_next_launcher_removes_what_a_killed_one_left(
+def test_next_launcher_removes_files_of_a_killed_launcher(
     tmp_path: Path, scripted: ExperimentConfig
 ) -> None:
     with launched(tmp_path, trainer=showing("trainer", STAGES)):

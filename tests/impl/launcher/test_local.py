@@ -1,4 +1,4 @@
-"""The local launcher with scripted children: how a run ends, and that nothing survives it."""
+"""The local launcher with scripted children: ends of a run; no child survives."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ threading.Event().wait(600)
 
 
 class ScriptedLauncher(LocalLauncher):
-    """Each role runs a little script in place of the real one."""
+    """Each role runs a short script instead of the real command."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ def after(file: Path) -> str:
     return f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.01)"
 
 
-def test_a_run_ends_well_when_everybody_has_left(tmp_path: Path):
+def test_run_ends_with_0_when_all_roles_have_exited(tmp_path: Path):
     done = tmp_path / "done"
     waits = after(done) + "\ntime.sleep(0.3)"
     trainer = f"print('trained'); open({str(done)!r}, 'w')"
@@ -133,7 +133,7 @@ def test_a_run_ends_well_when_everybody_has_left(tmp_path: Path):
     assert str(launcher.paths.root) in shown
 
 
-def test_the_audit_does_not_block_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_audit_does_not_block_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     threads: list[threading.Thread] = []
 
     def looks(_: Path, **__: bool) -> None:
@@ -146,7 +146,7 @@ def test_the_audit_does_not_block_the_loop(tmp_path: Path, monkeypatch: pytest.M
     assert threads and threads[0] is not threading.main_thread()
 
 
-def test_a_role_that_does_not_leave_is_named(tmp_path: Path):
+def test_role_that_does_not_exit_is_reported(tmp_path: Path):
     done = tmp_path / "done"
     trainer = f"open({str(done)!r}, 'w')"
     code, shown, launcher = run(
@@ -154,11 +154,11 @@ def test_a_role_that_does_not_leave_is_named(tmp_path: Path):
     )
     assert code == 1
     assert "datapipe-0" in shown
-    assert "did not end within 1 s" in shown
+    assert "did not exit within 1 s" in shown
     assert_nothing_survives(launcher)
 
 
-def test_a_dead_child_is_named_with_its_code_and_last_lines(tmp_path: Path):
+def test_dead_child_is_reported_with_its_code_and_last_lines(tmp_path: Path):
     dying = "import sys; print('the last words'); sys.exit(7)"
     code, shown, launcher = run(tmp_path, datapipe=UNTIL_TERM, rollout=dying, trainer=UNTIL_TERM)
     assert code == 7
@@ -167,7 +167,7 @@ def test_a_dead_child_is_named_with_its_code_and_last_lines(tmp_path: Path):
     assert_nothing_survives(launcher)
 
 
-def test_a_last_line_that_says_it_all_is_shown_alone(tmp_path: Path):
+def test_line_of_a_deliberate_error_is_shown_alone(tmp_path: Path):
     dying = "import sys; print('Traceback [x]'); print('error: no such [/thing]'); sys.exit(2)"
     code, shown, _ = run(tmp_path, datapipe=UNTIL_TERM, rollout=dying, trainer=UNTIL_TERM)
     assert code == 2
@@ -175,7 +175,7 @@ def test_a_last_line_that_says_it_all_is_shown_alone(tmp_path: Path):
     assert "Traceback" not in shown
 
 
-def test_a_child_without_a_word_and_a_run_without_a_ledger(
+def test_child_without_output_and_run_without_a_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(local, "audit", audit)
@@ -186,7 +186,7 @@ def test_a_child_without_a_word_and_a_run_without_a_ledger(
     assert "no audit: " in shown
 
 
-def test_a_killed_child_is_named_with_its_signal(tmp_path: Path):
+def test_killed_child_is_reported_with_its_signal(tmp_path: Path):
     dying = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     code, shown, launcher = run(tmp_path, datapipe=dying, rollout=UNTIL_TERM, trainer=UNTIL_TERM)
     assert code == 1
@@ -195,7 +195,7 @@ def test_a_killed_child_is_named_with_its_signal(tmp_path: Path):
 
 
 @pytest.mark.parametrize("late", [UNTIL_TERM, "import threading; threading.Event().wait(600)"])
-def test_a_worker_that_came_too_late_to_be_let_go_is_ended(tmp_path: Path, late: str):
+def test_worker_that_started_too_late_for_the_end_message_is_stopped(tmp_path: Path, late: str):
     trainer = "import time; time.sleep(0.5)"
     code, shown, launcher = run(tmp_path, datapipe="pass", rollout=late, trainer=trainer)
     assert code == 0, shown
@@ -203,11 +203,11 @@ def test_a_worker_that_came_too_late_to_be_let_go_is_ended(tmp_path: Path, late:
     assert_nothing_survives(launcher)
 
 
-def test_roles_that_stay_when_the_datapipe_has_left_are_named(tmp_path: Path):
+def test_roles_that_outlive_the_datapipe_are_reported(tmp_path: Path):
     scripts = {"datapipe": trains(1), "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
     code, shown, launcher = run(tmp_path, drain_s=1.0, **scripts)
     assert code == 1
-    assert "trainer-0, trainer-1 did not end within 1 s" in shown
+    assert "trainer-0, trainer-1 did not exit within 1 s" in shown
     assert_nothing_survives(launcher)
 
 
@@ -215,7 +215,7 @@ def test_roles_that_stay_when_the_datapipe_has_left_are_named(tmp_path: Path):
 
 
 def nth(file: Path, first: str, *, then: str) -> str:
-    """Do one thing the first time, and another thing each time after."""
+    """Return a script that runs `first` the first time, and `then` each later time."""
     return f"""
 import os, signal, sys, threading, time
 begun = os.path.exists({str(file)!r})
@@ -228,7 +228,7 @@ SUICIDE = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize("role", ["datapipe", "rollout"])
-def test_a_killed_role_comes_back_and_the_run_goes_on(tmp_path: Path, role: str):
+def test_killed_role_is_restarted_and_the_run_continues(tmp_path: Path, role: str):
     lives, done = tmp_path / "lives", tmp_path / "done"
     ends = after(done)
     scripts = {
@@ -245,7 +245,7 @@ def test_a_killed_role_comes_back_and_the_run_goes_on(tmp_path: Path, role: str)
     assert_nothing_survives(launcher)
 
 
-def test_a_dead_rank_takes_the_others_with_it_and_all_meet_elsewhere(
+def test_all_ranks_restart_on_a_new_port_after_one_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ports_here = iter((10001, 10002))  # else one may be free twice
@@ -275,7 +275,7 @@ open({str(done)!r}, "w")
     assert_nothing_survives(launcher)
 
 
-def test_one_death_too_many_stops_the_run_with_the_first(tmp_path: Path):
+def test_spent_budget_stops_the_run_with_the_first_death(tmp_path: Path):
     dying = nth(tmp_path / "lives", "print('the first words'); sys.exit(1)", then="sys.exit(7)")
     code, shown, launcher = run(
         tmp_path, restarts=2, datapipe=UNTIL_TERM, rollout=dying, trainer=UNTIL_TERM
@@ -290,7 +290,7 @@ def test_one_death_too_many_stops_the_run_with_the_first(tmp_path: Path):
     assert_nothing_survives(launcher)
 
 
-def test_a_trained_step_in_between_begins_the_count_anew(tmp_path: Path):
+def test_trained_step_resets_the_count_of_deaths(tmp_path: Path):
     lives, done = tmp_path / "lives", tmp_path / "done"
     dying = f"""
 import os, sys
@@ -309,7 +309,7 @@ open({str(done)!r}, "w")
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_wrong_input_and_broken_promises_are_not_tried_again(tmp_path: Path, code: int):
+def test_wrong_input_and_invariant_errors_are_not_retried(tmp_path: Path, code: int):
     scripts = {"datapipe": UNTIL_TERM, "rollout": UNTIL_TERM, "trainer": UNTIL_TERM}
     scripts["rollout"] = f"import sys; print('error: so it is'); sys.exit({code})"
     ended, shown, _ = run(tmp_path, restarts=5, **scripts)
@@ -318,7 +318,7 @@ def test_wrong_input_and_broken_promises_are_not_tried_again(tmp_path: Path, cod
     assert "again" not in shown
 
 
-def test_of_failing_ranks_the_one_with_the_best_reason_is_believed(
+def test_failing_rank_with_the_best_reason_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(supervisor, "LAST_WORDS_S", 60.0)  # until both have ended
@@ -336,7 +336,7 @@ sys.exit(1 + 2 * int(os.environ["RANK"]))
 
 
 @pytest.mark.parametrize("role", ["datapipe", "rollout", "trainer"])
-def test_who_leaves_before_the_run_is_over_has_died(
+def test_clean_exit_before_the_end_of_the_run_is_a_death(
     tmp_path: Path, role: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(supervisor, "EARLY_S", 0.2)
@@ -346,10 +346,10 @@ def test_who_leaves_before_the_run_is_over_has_died(
     code, shown, _ = run(tmp_path, **scripts)
     assert code == 1
     name = "trainer-1" if role == "trainer" else f"{role}-0"
-    assert f"{name} died (left too early)" in shown
+    assert f"{name} died (exited too early)" in shown
 
 
-def test_of_a_finished_run_that_is_given_again_anybody_may_leave_first(
+def test_roles_of_a_finished_run_may_exit_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(supervisor, "EARLY_S", 2.0)
@@ -362,7 +362,7 @@ def test_of_a_finished_run_that_is_given_again_anybody_may_leave_first(
     assert (code, "died" in shown) == (0, False), shown
 
 
-def test_a_worker_that_leaves_before_the_last_evaluation_is_replaced(
+def test_worker_that_exits_before_the_last_evaluation_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(supervisor, "EARLY_S", 2.0)  # more than it takes to see the last step
@@ -382,12 +382,12 @@ open({str(done)!r}, "w")
     scripts = {"datapipe": after(done), "rollout": rollout, "trainer": trainer}
     code, shown, _ = launched(ScriptedLauncher(tmp_path, scripts, restarts=5, held_out="some"))
     assert code == 0, shown
-    assert "rollout-0 died (left too early); started again (1 of 5)" in shown
+    assert "rollout-0 died (exited too early); started again (1 of 5)" in shown
     assert shown.count("died") == 1, "a rank may leave when all is trained"
 
 
 class Telling(ScriptedLauncher):
-    """Leaves a file when it has seen the trainer's end."""
+    """Writes a file when it has observed the trainer's end."""
 
     def _terminate(self, role: str) -> None:
         super()._terminate(role)
@@ -395,7 +395,7 @@ class Telling(ScriptedLauncher):
             (self.paths.root / "seen").touch()
 
 
-def test_a_role_that_dies_after_the_trainers_end_is_not_needed(tmp_path: Path):
+def test_role_that_dies_after_the_trainers_end_is_not_restarted(tmp_path: Path):
     seen = tmp_path / "e" / "t" / "seen"
     dying = f"{after(seen)}\nimport signal; {SUICIDE}"
     scripts = {"datapipe": dying, "rollout": after(seen), "trainer": "pass"}
@@ -404,7 +404,7 @@ def test_a_role_that_dies_after_the_trainers_end_is_not_needed(tmp_path: Path):
     assert "datapipe-0 died (killed by SIGKILL); no longer needed" in shown
 
 
-def test_a_stopped_child_is_named_and_killed_and_comes_back(tmp_path: Path):
+def test_stopped_child_is_reported_killed_and_restarted(tmp_path: Path):
     lives, done = tmp_path / "lives", tmp_path / "done"
     shows = "from arealite.system.health import vitals; from pathlib import Path; "
     folder = tmp_path / "names" / getpass.getuser() / "e" / "t" / "vitals"
@@ -458,7 +458,7 @@ def started(root: Path, **scripts: str) -> Iterator[tuple[subprocess.Popen[str],
             process.kill()
 
 
-def test_ctrl_c_once_lets_the_trainer_finish(tmp_path: Path):
+def test_trainer_finishes_its_step_after_one_ctrl_c(tmp_path: Path):
     done = tmp_path / "done"
     trainer = UNTIL_TERM + f"print('checkpoint'); open({str(done)!r}, 'w')"
     others = "print('ready', flush=True)\n" + after(done)
@@ -468,7 +468,7 @@ def test_ctrl_c_once_lets_the_trainer_finish(tmp_path: Path):
     assert "checkpoint" in (tmp_path / "e/t/logs/trainer-0.log").read_text()
 
 
-def test_ctrl_c_twice_kills_what_does_not_listen(tmp_path: Path):
+def test_second_ctrl_c_kills_roles_that_ignore_signals(tmp_path: Path):
     scripts = {"datapipe": IGNORES_TERM, "rollout": IGNORES_TERM, "trainer": IGNORES_TERM}
     with started(tmp_path, **scripts) as (run, _):
         run.send_signal(signal.SIGINT)
@@ -478,7 +478,7 @@ def test_ctrl_c_twice_kills_what_does_not_listen(tmp_path: Path):
         assert run.wait(60) == 130
 
 
-def test_roles_die_with_a_killed_launcher(tmp_path: Path):
+def test_roles_are_killed_with_their_launcher(tmp_path: Path):
     dying = (
         "from arealite.impl.launcher.processes import die_with_parent\ndie_with_parent()\n"
         + IGNORES_TERM

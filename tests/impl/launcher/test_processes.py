@@ -1,4 +1,4 @@
-"""What a host says of itself, and how a death that another process tells of is read."""
+"""The host's address, GPUs of servers, and exit codes that srun reports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from arealite.impl.launcher.processes import own_address, server_gpus, spawn
 
 
-def test_a_host_is_reached_by_what_its_name_stands_for(monkeypatch: pytest.MonkeyPatch):
+def test_address_is_resolved_from_the_host_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
     assert own_address() == "10.1.2.3"
 
 
-def test_a_name_that_stands_for_nothing_or_a_loopback_is_not_asked(
+def test_unresolved_or_loopback_name_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ):
     def fails(name: str) -> str:
@@ -34,7 +34,9 @@ def test_a_name_that_stands_for_nothing_or_a_loopback_is_not_asked(
     ("code", "is_read_as"),
     [(0, 0), (3, 3), (130, 130), (137, -signal.SIGKILL), (140, -signal.SIGUSR2)],
 )
-async def test_a_death_by_signal_is_one_whoever_tells(tmp_path: Path, code: int, is_read_as: int):
+async def test_death_by_signal_has_one_code_with_and_without_srun(
+    tmp_path: Path, code: int, is_read_as: int
+):
     command = ["sh", "-c", f"exit {code}"]
     child = await spawn("rollout-0", command, log=tmp_path / "log", environment={})
     await asyncio.wait_for(child.process.wait(), 60)
@@ -51,7 +53,7 @@ async def test_a_death_by_signal_is_one_whoever_tells(tmp_path: Path, code: int,
         ("2,3", 1, 2, ["3", "3"]),
     ],
 )
-def test_servers_share_the_gpus_that_ranks_leave_over(
+def test_servers_share_the_gpus_that_ranks_do_not_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: Any, ranks: int, count: int, shares: Any
 ) -> None:
     for name in [*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm"]:

@@ -1,5 +1,5 @@
-"""What a launcher's console shows: lines once each, also when a resumed run writes its metrics
-anew; on a terminal the panel, which leaves the terminal as it was."""
+"""The launcher's console prints each line once, also if metrics.jsonl is rewritten; on a terminal,
+it draws the panel and restores the terminal."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def test_each_new_line_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "", "a torn line is not shown yet"
 
 
-def test_a_rewritten_file_is_read_from_its_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_rewritten_file_is_read_from_its_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(line(step, at=1.0, note=1.5) for step in range(9)))
     progress = Progress(file, total_steps=9, every=1)
@@ -58,14 +56,12 @@ def test_log_lines_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == text + "\n"
 
 
-def test_evaluations_have_a_line_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_evaluation_has_a_separate_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Progress(tmp_path / "m", 3).show({"step": 2, "time": 0.0, "eval/reward": 0.25})
     assert capsys.readouterr().out == "eval at step 2: held-out reward 0.250\n"
 
 
-def test_an_offline_run_tells_its_total_with_each_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_offline_run_has_its_total_in_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     progress = Progress(tmp_path / "m", 100, evaluates=True)
     progress.show({"step": 0, "time": 0.0, "eval/loss": 2.5})
     line = {"time": 0.0, "train/epoch": 0.0, "train/total_steps": 2.0, "train/loss": 1.25}
@@ -82,7 +78,7 @@ def test_an_offline_run_tells_its_total_with_each_step(
     ]
 
 
-def test_a_run_that_evaluates_is_finished_with_its_last_evaluation(tmp_path: Path):
+def test_run_with_evaluations_is_finished_after_the_last(tmp_path: Path):
     plain, evaluates = (Progress(tmp_path / "m", 3, evaluates=each) for each in (False, True))
     for progress in (plain, evaluates):
         progress.show({"step": 1, "time": 0.0, "eval/reward": 0.25})
@@ -93,7 +89,7 @@ def test_a_run_that_evaluates_is_finished_with_its_last_evaluation(tmp_path: Pat
     assert evaluates.finished
 
 
-def test_an_evaluation_whose_samples_all_failed_is_one(
+def test_evaluation_whose_samples_all_failed_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     progress = Progress(tmp_path / "m", 3, evaluates=True)
@@ -149,7 +145,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def shown(run: Run, body: str, **environment: str) -> AbstractContextManager[Terminal]:
-    """Run a launcher's console; what `body` does comes after a panel of two steps is shown."""
+    """Run a launcher's console; `body` runs after a panel of two steps is shown."""
     return terminal(["-c", SHOWN.replace("BODY", body), str(run.paths.root)], **environment)
 
 
@@ -158,14 +154,14 @@ def go_on(run: Run) -> None:
 
 
 def panels(screen: Screen) -> list[int]:
-    """Return in which lines panels begin; each is whole."""
+    """Return the first line of each panel; every panel is complete."""
     tops = [n for n, text in enumerate(screen.lines) if text.startswith("╭")]
     bottoms = [n for n, text in enumerate(screen.lines) if text.startswith("╰")]
     assert len(tops) == len(bottoms), "\n".join(screen.lines)
     return tops
 
 
-def test_a_terminal_has_the_panel_below_what_is_said(run: Run):
+def test_panel_is_below_the_printed_lines(run: Run):
     body = "log.get('a').warning('of ours'); progress.say('a line\\nof two'); trained(2)"
     with shown(run, body) as on:
         on.until("2 of 3", then="╯")
@@ -180,7 +176,7 @@ def test_a_terminal_has_the_panel_below_what_is_said(run: Run):
     assert screen.lines[-2:] == ["after it", ""] and not screen.is_cursor_hidden
 
 
-def test_an_exception_comes_below_the_panels_last_state(run: Run):
+def test_traceback_is_below_the_last_panel(run: Run):
     with shown(run, "raise KeyError('so it ends')") as on:
         on.until("2 of 3")
         go_on(run)
@@ -190,7 +186,7 @@ def test_an_exception_comes_below_the_panels_last_state(run: Run):
     assert said > top and "so it ends" in screen.lines[-2] and not screen.is_cursor_hidden
 
 
-def test_what_others_write_and_type_leaves_the_last_panel_whole(run: Run):
+def test_last_panel_is_complete_despite_foreign_output_and_input(run: Run):
     body = "subprocess.run(['sh', '-c', 'echo of a child >&2']); trained(2)"
     with shown(run, body) as on:
         on.until("2 of 3")
@@ -203,7 +199,7 @@ def test_what_others_write_and_type_leaves_the_last_panel_whole(run: Run):
     assert "3 of 3" in lines[last + 1] and lines[-3].startswith("╰"), "\n".join(lines)
 
 
-def test_a_resized_terminal_gets_a_panel_that_fits(run: Run):
+def test_panel_fits_a_resized_terminal(run: Run):
     with shown(run, "trained(2)") as on:
         on.until("2 of 3")
         on.resize(50, 12)
@@ -216,7 +212,7 @@ def test_a_resized_terminal_gets_a_panel_that_fits(run: Run):
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true"}])
-def test_a_terminal_that_cannot_be_drawn_on_gets_lines(run: Run, environment: dict[str, str]):
+def test_output_without_a_panel_has_lines(run: Run, environment: dict[str, str]):
     with shown(run, "trained(2)", **environment) as on:
         go_on(run)
         assert on.end() == 0
@@ -224,8 +220,8 @@ def test_a_terminal_that_cannot_be_drawn_on_gets_lines(run: Run, environment: di
         assert on.read().splitlines() == ["the first line", *told, "after it"]
 
 
-def test_a_panel_that_cannot_be_made_says_why_and_ends_nothing(run: Run):
-    broken = SHOWN.replace("root =", "module.Watch.read = lambda self: 1 / 0\nroot =")
+def test_panel_that_fails_shows_its_error_and_the_run_continues(run: Run):
+    broken = SHOWN.replace("root =", "module.RunReader.read = lambda self: 1 / 0\nroot =")
     with terminal(["-c", broken.replace("BODY", "trained(2)"), str(run.paths.root)]) as on:
         on.until("no panel: ZeroDivisionError")
         go_on(run)
@@ -261,7 +257,7 @@ def test_ctrl_c_in_a_terminal_ends_a_launcher_with_its_last_panel(run: Run):
     assert screen.lines[-2].startswith("run folder: ") and not screen.is_cursor_hidden
 
 
-def test_a_store_that_is_away_holds_no_line_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_disk_delays_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked, told, waited = threading.Event(), threading.Event(), list[bool]()
 
     class Away:
@@ -272,7 +268,7 @@ def test_a_store_that_is_away_holds_no_line_up(tmp_path: Path, monkeypatch: pyte
             waited.append(told.wait(60))
             raise OSError("away")
 
-    monkeypatch.setattr(progress_module, "Watch", Away)
+    monkeypatch.setattr(progress_module, "RunReader", Away)
     monkeypatch.setattr(progress_module, "DRAW_S", 0.01)
     monkeypatch.setattr(progress_module, "LAST_S", 60.0)
     monkeypatch.setattr(progress_module.Terminal, "is_drawable", True)

@@ -1,5 +1,4 @@
-"""The server's parent with scripted servers: it brings back what dies, and ends what it is told
-to."""
+"""The supervisor of a server with scripted servers: it restarts them and stops on a signal."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def shown(process: subprocess.Popen[str]) -> str:
     return process.stdout.read()
 
 
-def test_a_killed_server_comes_back_and_ends_gently(tmp_path: Path):
+def test_killed_server_is_restarted_and_exits_on_sigterm(tmp_path: Path):
     with kept(tmp_path, SERVES) as parent:
         for count in (1, 2):
             ready(tmp_path, count)
@@ -84,7 +83,7 @@ def test_a_killed_server_comes_back_and_ends_gently(tmp_path: Path):
     assert all(map(has_exited, lives(tmp_path)))
 
 
-def test_a_server_that_does_not_listen_is_killed(tmp_path: Path):
+def test_server_that_ignores_sigterm_is_killed(tmp_path: Path):
     with kept(tmp_path, DEAF, terminate_s=0.5) as parent:
         ready(tmp_path, 1)
         parent.send_signal(signal.SIGINT)
@@ -92,7 +91,7 @@ def test_a_server_that_does_not_listen_is_killed(tmp_path: Path):
     assert has_exited(lives(tmp_path)[0])
 
 
-def test_a_server_dies_with_its_parent(tmp_path: Path):
+def test_server_is_killed_with_its_parent(tmp_path: Path):
     with kept(tmp_path, SERVES) as parent:
         ready(tmp_path, 1)
         parent.kill()
@@ -101,14 +100,14 @@ def test_a_server_dies_with_its_parent(tmp_path: Path):
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 130])
-def test_some_ends_are_final(tmp_path: Path, code: int):
+def test_server_is_not_restarted_after_some_exit_codes(tmp_path: Path, code: int):
     with kept(tmp_path, BEGIN + f"print('error: why'); sys.exit({code})") as parent:
         assert parent.wait(60) == code
         assert shown(parent) == "error: why\n"
     assert len(lives(tmp_path)) == 1
 
 
-def test_a_server_that_never_lives_is_given_up(tmp_path: Path):
+def test_server_that_never_serves_is_given_up(tmp_path: Path):
     dying = BEGIN + "sys.exit(4 if life < 6 else 7)"
     with kept(tmp_path, dying) as parent:
         assert parent.wait(240) == 7
@@ -118,7 +117,7 @@ def test_a_server_that_never_lives_is_given_up(tmp_path: Path):
     assert says.splitlines()[-1].startswith("error: llm_server died (exit code 7)")
 
 
-def test_a_server_that_has_served_has_a_new_count_and_leaves_no_name(tmp_path: Path):
+def test_server_that_served_has_a_new_count_and_its_name_is_removed(tmp_path: Path):
     dying = BEGIN + NAMED + "sys.exit(4 if life < 8 else 0)"
     with kept(tmp_path, dying) as parent:
         assert parent.wait(240) == 0

@@ -1,5 +1,4 @@
-"""What a run on Slurm is made of, without a Slurm: script, places, GPUs; tests/clusters has the
-rest."""
+"""Script, places and GPUs of a run on Slurm, without a Slurm; see also tests/clusters."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def experiment(root: Path, *, kind: str = "async_ppo", **options: object) -> Exp
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Be in a job of two parts: a head, and two nodes of other sizes."""
+    """Set the environment of a job of two parts: a head, and two nodes of other sizes."""
     told = {0: ("7", "h", "4"), 1: ("8", "n1,n2", "8,16(x1)")}
     for number, (identity, hosts, cpus) in told.items():
         monkeypatch.setenv(f"SLURM_JOB_ID_HET_GROUP_{number}", identity)
@@ -38,7 +37,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_part_without_words_is_on_the_heads_nodes(tmp_path: Path):
+def test_part_without_arguments_is_on_the_heads_nodes(tmp_path: Path):
     parts = SlurmConfig(every=["--account=a"], trainers=["--nodes=2", "--gres=gpu:8"])
     text = script(experiment(tmp_path, llm_servers=1, slurm=parts), ["run", "my file"])
     assert text.count("#SBATCH hetjob") == 1 and text.count("#SBATCH --account=a") == 2
@@ -77,7 +76,7 @@ async def test_processes_fill_their_nodes_in_order(tmp_path: Path, job: pytest.M
         (1, 2, "0", "0", ["", ""]),
     ],
 )
-def test_ranks_take_a_gpu_each_and_servers_share_the_rest(
+def test_each_rank_has_a_gpu_and_servers_share_the_rest(
     tmp_path: Path,
     job: pytest.MonkeyPatch,
     ranks: int,
@@ -102,12 +101,12 @@ def test_ranks_take_a_gpu_each_and_servers_share_the_rest(
     assert seen("rollout", 0) == ""
 
 
-def test_outside_of_a_job_it_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_error_outside_of_a_job_has_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    with pytest.raises(UserError, match=r"outside of the job it needs .*arealite launch slurm"):
+    with pytest.raises(UserError, match=r"outside of a Slurm job .*arealite launch slurm"):
         SlurmLauncher(experiment(tmp_path))
 
 
-def test_late_command_returns_what_it_printed_in_time() -> None:
+def test_late_command_returns_its_output_so_far() -> None:
     late = ["sh", "-c", "echo begin; exec sleep 600"]
     assert slurm_job.output(late, 1.0) == "begin\n"

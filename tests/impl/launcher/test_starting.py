@@ -1,4 +1,4 @@
-"""`arealite why` while a role starts, crashes again and again, and after it was given up."""
+"""`arealite why` while a role starts or crashes repeatedly, and after it was given up."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def showing(kind: str, script: str) -> str:
-    """A role that shows its vitals before it runs `script`."""
+    """Return a role that writes vitals and then runs `script`."""
     return f"ROLE = {kind!r}\n{SHOWS}\n{script}"
 
 
@@ -73,7 +73,7 @@ def showing(kind: str, script: str) -> str:
 def launched(
     root: Path, *, pause_s: float = 0.02, restarts: int = 100, **changed: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a launcher whose roles live until they are asked to end, but for those `changed`."""
+    """Run a launcher whose roles run until SIGTERM, except those `changed`."""
     scripts = {kind: showing(kind, UNTIL_TERM) for kind in KINDS} | changed
     words = [word for pair in scripts.items() for word in pair]
     command = [sys.executable, "-c", LAUNCHER, str(root), str(pause_s), str(restarts), *words]
@@ -89,7 +89,7 @@ def launched(
 
 
 def told(root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what `arealite why` says, once a line of it has all `words`."""
+    """Return the output of `arealite why`, once a line of it has all `words`."""
     said = [""]
 
     def found() -> bool:
@@ -104,10 +104,12 @@ def told(root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_role_without_a_sign_of_life_is_starting(tmp_path: Path, capsys, kind: str) -> None:
+def test_role_without_vitals_is_starting(tmp_path: Path, capsys, kind: str) -> None:
     with launched(tmp_path, **{kind: UNTIL_TERM}):
-        text = told(tmp_path, capsys, f"* {kind}-0 is STARTING", "start: it is not up yet")
-        assert "nobody holds the run up" not in text
+        text = told(
+            tmp_path, capsys, f"* {kind}-0 is STARTING", "start: the process is not ready yet"
+        )
+        assert "No role blocks the run" not in text
         assert main(["top", "--once", str(tmp_path / "e/t")]) == 0
         assert f"{kind}-0 is starting" in capsys.readouterr().out
 
@@ -119,13 +121,11 @@ def test_role_that_waits_for_its_next_attempt_is_crashing(
     with launched(tmp_path, pause_s=LONG_S, **{kind: showing(kind, DIES)}):
         text = told(tmp_path, capsys, "-0 is CRASHING", "restart 2 of 100", "died (exit code 1: ")
         assert REASON in text and f"* {kind}-0 is CRASHING" in text
-        assert "nobody holds the run up" not in text
+        assert "No role blocks the run" not in text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_role_that_starts_in_a_crash_loop_is_crashing_though_it_lives(
-    tmp_path: Path, capsys, kind: str
-) -> None:
+def test_live_role_in_a_crash_loop_is_crashing(tmp_path: Path, capsys, kind: str) -> None:
     lives = tmp_path / "lives"
     dies_twice = f"""
 with open({str(lives)!r}, "a") as file:
@@ -143,7 +143,7 @@ if os.path.getsize({str(lives)!r}) <= 2:
         assert line.split()[2] == "crashing", "its table row, too"
 
 
-def test_role_that_died_once_and_lives_is_ok(tmp_path: Path, capsys) -> None:
+def test_role_that_died_once_is_ok_after_its_restart(tmp_path: Path, capsys) -> None:
     lives = tmp_path / "lives"
     script = f"""
 if not os.path.exists({str(lives)!r}):
@@ -153,10 +153,10 @@ if not os.path.exists({str(lives)!r}):
 """
     with launched(tmp_path, rollout=showing("rollout", script)):
         until(lives.exists, what="its first life")
-        told(tmp_path, capsys, "nobody holds the run up")
+        told(tmp_path, capsys, "No role blocks the run")
 
 
-def test_server_that_crashes_is_named_by_its_parent(tmp_path: Path, capsys) -> None:
+def test_crashing_server_is_reported_by_its_parent(tmp_path: Path, capsys) -> None:
     server = f"CHILD = {DIES!r}\n{SERVER}"
     with launched(tmp_path, llm_server=server):
         text = told(tmp_path, capsys, "* llm_server-0 is CRASHING", "restart 2 of 5")
@@ -171,7 +171,7 @@ def test_server_without_a_name_is_starting(tmp_path: Path, capsys) -> None:
         told(tmp_path, capsys, "* llm_server-0 is STARTING")
 
 
-def test_run_that_gave_a_role_up_says_so_after_its_end(tmp_path: Path, capsys) -> None:
+def test_role_that_was_given_up_is_named_after_the_run(tmp_path: Path, capsys) -> None:
     with launched(tmp_path, restarts=2, rollout=showing("rollout", DIES)) as launcher:
         launcher.communicate(timeout=120)
         assert launcher.returncode == 1
@@ -181,7 +181,7 @@ def test_run_that_gave_a_role_up_says_so_after_its_end(tmp_path: Path, capsys) -
     assert not [*(tmp_path / "names").rglob("*.json")]
 
 
-def test_run_that_is_begun_again_has_not_ended(tmp_path: Path, capsys) -> None:
+def test_restarted_run_has_not_ended(tmp_path: Path, capsys) -> None:
     end = tmp_path / "e/t/end.txt"
     end.parent.mkdir(parents=True)
     end.write_text("exit code 1. of an earlier launcher\n")

@@ -1,4 +1,4 @@
-"""Budgets of restarts, and the loop that starts a role again, with processes that only exit."""
+"""Restart budgets and the restart loop, with processes that only exit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.waiting import has_exited
 
 
 class Exits(Supervisor):
-    """Keeps one role, whose processes exit with given codes, one after the other."""
+    """Supervises one role, whose processes exit with the given codes, in order."""
 
     def __init__(self, *codes: int, limit: int = 5) -> None:
         self.said, self.codes, self.most = list[str](), [*codes], 99
@@ -97,14 +97,14 @@ def test_pauses_grow_while_deaths_follow_each_other():
     assert budget.spend("x", mark=0, lived_s=1.0) == 0.0, "the first of a new row"
 
 
-def test_one_death_more_than_the_limit_is_the_end():
+def test_one_death_more_than_the_limit_ends_the_restarts():
     budget = Budget(limit=2)
     said = [budget.spend(str(n), mark=-1, lived_s=1.0) is None for n in range(3)]
     assert said == [False, False, True]
     assert (budget.deaths, budget.first) == (3, "0")
 
 
-def test_progress_begins_count_and_pauses_anew():
+def test_progress_resets_count_and_pauses():
     budget = Budget(limit=1)
     for mark in range(6):
         assert budget.spend(f"at {mark}", mark=mark, lived_s=1.0) == 0.0

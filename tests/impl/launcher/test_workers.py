@@ -1,4 +1,4 @@
-"""Workers come and go as the datapipe asks, and neither is a death nor the end of the run."""
+"""Workers start and stop as the datapipe requests; a stop is no death and no end of the run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DATAPIPE = """
 import os, time
 from pathlib import Path
 from arealite.system.names.registry import NameRegistry
-names, wish = NameRegistry(Path("{names}")), Path("{root}/wish")
+names, desired = NameRegistry(Path("{names}")), Path("{root}/desired")
 while not os.path.exists("{root}/done"):
-    if wish.exists(): names.put("datapipe", "0", {{"workers": int(wish.read_text())}})
+    if desired.exists(): names.put("datapipe", "0", {{"workers": int(desired.read_text())}})
     time.sleep(0.05)
 """
 WORKER = """
@@ -34,9 +34,9 @@ if not os.path.exists("{root}/done"): open(ended, "a").write("x")
 """
 TRAINER = """
 import os, time
-def wish(count):
-    open("{root}/wish.new", "w").write(str(count))
-    os.replace("{root}/wish.new", "{root}/wish")
+def desired(count):
+    open("{root}/desired.new", "w").write(str(count))
+    os.replace("{root}/desired.new", "{root}/desired")
 def until(name, lives):
     while not os.path.exists("{root}/" + name) or len(open("{root}/" + name).read()) < lives:
         time.sleep(0.02)
@@ -48,8 +48,7 @@ while not os.path.exists("{root}/done"): time.sleep(0.02)
 
 
 class Elastic(ScriptedLauncher):
-    """A run of up to three workers, each of which knows its number; leaves a file for each number
-    of workers that it has heard of."""
+    """A run of up to three workers; `steps` of the trainer set the number of workers."""
 
     def __init__(self, root: Path, steps: list[str], *, worker: str = WORKER, restarts: int = 0):
         self.root, about = root, {"root": root, "names": root / "unknown"}
@@ -75,16 +74,16 @@ def lives(root: Path, what: str) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def test_workers_are_added_and_let_go_and_added_again(tmp_path: Path) -> None:
+def test_workers_are_added_stopped_and_added_again(tmp_path: Path) -> None:
     steps = [
-        "wish(3); until('began-1', 1); until('began-2', 1)",
-        "wish(1); until('ended-2', 1); until('ended-1', 1)",
-        "wish(2); until('began-1', 2)",
+        "desired(3); until('began-1', 1); until('began-2', 1)",
+        "desired(1); until('ended-2', 1); until('ended-1', 1)",
+        "desired(2); until('began-1', 2)",
     ]
     code, shown, launcher = launched(Elastic(tmp_path, steps))
     assert code == 0, shown
-    assert shown.count("is started: the others are full") == 3
-    assert shown.count("is not needed now") == 2
+    assert shown.count("is started: the other workers are full") == 3
+    assert shown.count("is stopped: fewer workers are needed") == 2
     assert "died" not in shown
     assert lives(tmp_path, "began-0") == "x" and not lives(tmp_path, "ended-0")
     assert sorted(n for role in launcher.roles for n in role.names if "rollout" in n) == [
@@ -93,28 +92,30 @@ def test_workers_are_added_and_let_go_and_added_again(tmp_path: Path) -> None:
     ]
 
 
-def test_more_than_the_most_are_not_started(tmp_path: Path) -> None:
-    code, shown, _ = launched(Elastic(tmp_path, ["wish(9); until('began-2', 1); time.sleep(1.2)"]))
+def test_at_most_max_workers_are_started(tmp_path: Path) -> None:
+    code, shown, _ = launched(
+        Elastic(tmp_path, ["desired(9); until('began-2', 1); time.sleep(1.2)"])
+    )
     assert code == 0, shown
     assert shown.count("is started") == 2
 
 
-def test_one_that_dies_again_and_again_is_let_go_all_the_same(
+def test_worker_that_dies_repeatedly_can_be_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "PAUSES_S", (0.0, 2.0))
     first = "import os, signal, sys\nif sys.argv[1] == '1':\n"
     dying = f"    open('{{root}}/began-1', 'a').write('x'); {SUICIDE}\n"
-    steps = ["wish(2); until('began-1', 2)", "wish(1); until('heard-1', 0)"]
+    steps = ["desired(2); until('began-1', 2)", "desired(1); until('heard-1', 0)"]
     worker = first + dying + WORKER
     code, shown, _ = launched(Elastic(tmp_path, steps, worker=worker, restarts=99))
     assert code == 0, shown
     assert "rollout-1 died (killed by SIGKILL); started again (1 of 99)" in shown
-    assert "rollout-1 is not needed now" in shown
+    assert "rollout-1 is stopped: fewer workers are needed" in shown
 
 
 class Hasty(Elastic):
-    """Wants a worker no more while it is being started, and that one would stay."""
+    """The datapipe no longer needs a worker that is being started and ignores signals."""
 
     is_first = True
 
@@ -128,15 +129,15 @@ class Hasty(Elastic):
         return child
 
 
-def test_one_that_is_let_go_while_it_starts_does_not_stay(tmp_path: Path) -> None:
+def test_worker_that_is_stopped_while_it_starts_exits(tmp_path: Path) -> None:
     late = f"time.monotonic() > end or os.path.exists('{tmp_path}/began-1')"
-    steps = ["wish(2); end = time.monotonic() + 60", f"while not ({late}): time.sleep(0.02)"]
+    steps = ["desired(2); end = time.monotonic() + 60", f"while not ({late}): time.sleep(0.02)"]
     code, shown, _ = launched(Hasty(tmp_path, steps))
     assert code == 0, shown
     assert lives(tmp_path, "began-1") == "x"
 
 
-def test_a_worker_takes_the_first_free_name_while_another_is_leaving(tmp_path: Path) -> None:
+def test_new_worker_has_the_first_free_name_while_another_exits(tmp_path: Path) -> None:
     launcher = Elastic(tmp_path, [])
     for name in ("rollout-1", "rollout-2"):
         assert [role.names for role in launcher._resized(3)] == [(name,)]

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from arealite.base.errors import RoleError, UserError
 from arealite.impl.publisher.disk import DiskPublisher
-from arealite.system.health.waits import PAUSER, Wait, table
+from arealite.system.health.waits import PAUSE_OBSERVER, Wait, table
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, servers
 from tests.waiting import eventually
@@ -74,7 +74,7 @@ async def test_a_thread_that_fails_as_it_starts_is_not_waited_for(
 
 def pauses() -> list[Wait]:
     """Return the foreign pauses that this process shows in its vitals."""
-    return [wait for wait in list(table) if wait.owner == PAUSER]
+    return [wait for wait in list(table) if wait.owner == PAUSE_OBSERVER]
 
 
 def told(events: Sequence[Mapping[str, Any]]) -> list[bool]:

@@ -156,7 +156,7 @@ async def test_another_kind_of_server_is_refused(tmp_path: Path) -> None:
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     says = await refusal(experiment(tmp_path, f"127.0.0.1:{runner.addresses[0][1]}"))
     await runner.cleanup()
-    assert "what answers is not an SGLang server" in says
+    assert "it is not an SGLang server" in says
 
 
 @pytest.mark.parametrize(
@@ -197,14 +197,14 @@ async def test_a_server_of_another_trial_is_refused(tmp_path: Path) -> None:
         entry_id = external.entry_id(at(server))
         theirs = NameRegistry.of(other)
         theirs.put("llm_server", entry_id, server.entry() | {"type": "external"})
-        assert "arealite/other has this server already" in await refusal(config)
+        assert "arealite/other uses this server already" in await refusal(config)
         theirs.remove("llm_server", entry_id)
         ours = NameRegistry.of(config)
         ours.put("llm_server", entry_id, server.entry() | {"type": "external"})
         (found,) = await examine(config)  # left by an earlier run of this trial
         assert found.value["vocab_size"] == 320
         ours.put("llm_server", entry_id, server.entry() | {"type": "sglang"})
-        assert "arealite/t has this server already" in await refusal(config)
+        assert "arealite/t uses this server already" in await refusal(config)
 
 
 async def test_a_server_is_named_while_it_answers(tmp_path: Path) -> None:

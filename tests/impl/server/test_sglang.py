@@ -143,7 +143,7 @@ def test_a_model_with_a_text_part_has_that_parts_vocabulary(program: Program, mo
     about = {"model_type": "both", "vocab_size": 9, "text_config": {"vocab_size": 17}}
     (model_folder / "config.json").write_text(json.dumps(about))
     (launch,) = plan(config(program, model_folder))
-    assert launch.about == {
+    assert launch.metadata == {
         "type": "sglang",
         "model_path": str(model_folder),
         "model_type": "both",

@@ -139,13 +139,13 @@ async def test_an_old_server_that_cannot_tell_its_load_has_none(
 def waits_for_servers() -> Iterator[None]:
     """A server that is given up leaves its wait to the end of the process that kept it."""
     yield
-    waits.table -= {wait for wait in waits.table if wait.owner == waits.KEEPER}
+    waits.table -= {wait for wait in waits.table if wait.owner == waits.SUPERVISOR}
 
 
 async def test_server_is_shown_as_starting_and_restarting_until_it_answers(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    shown = lambda: [w.what for w in waits.table if w.owner == waits.KEEPER]  # noqa: E731
+    shown = lambda: [w.what for w in waits.table if w.owner == waits.SUPERVISOR]  # noqa: E731
     monkeypatch.setattr(sglang_process, "PAUSES_S", (600.0,))
     settings = quick_config(program, model_folder)
     limit = settings.llm_server.sglang.max_restarts
@@ -253,7 +253,7 @@ async def test_a_server_that_never_holds_is_given_up(
             program.tell(exits={"1": 9})
             os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
             await task
-    (wait,) = [each for each in waits.table if each.owner == waits.KEEPER]
+    (wait,) = [each for each in waits.table if each.owner == waits.SUPERVISOR]
     assert wait.what == "given up after 3 deaths"
     assert " died (exit code 9: " in wait.detail and "\n" not in wait.detail, "the last death"
     assert wait.on.startswith("llm_server-127.0.0.1-")
@@ -428,13 +428,13 @@ async def test_who_is_cancelled_while_a_server_is_started_leaves_none(
 async def test_a_second_signal_does_not_wait(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    leave, leaving = SGLangProcess._leave, asyncio.Event()
+    leave, leaving = SGLangProcess._drain, asyncio.Event()
 
     async def tell(server: SGLangProcess, child: Child) -> None:
         leaving.set()
         await leave(server, child)
 
-    monkeypatch.setattr(SGLangProcess, "_leave", tell)
+    monkeypatch.setattr(SGLangProcess, "_drain", tell)
     settings = quick_config(program, model_folder, drain_timeout_s=600.0)
     async with serving(settings) as task:
         program.load(1, 0)

@@ -1,4 +1,4 @@
-"""The panel: what it says of a run, at every size of a terminal, and that it needs no colours."""
+"""Content of the panel, at every size of a terminal, with and without colours."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def row(lines: list[str], label: str) -> str:
     return " ".join(found.strip("│ ").split())
 
 
-def test_a_run_is_told_whole():
+def test_panel_of_a_run_has_all_rows():
     lines = drawn(shot())
     assert "demo/a · async_ppo · running" in lines[0]
     assert row(lines, "step") == "step 10 of 40 25 % 2 s a step 0:01:00 left"
@@ -110,18 +110,18 @@ def test_a_run_is_told_whole():
     assert row(lines, "failures") == "failures episode_timeout 1,234"
 
 
-def test_who_holds_the_run_up_is_named():
+def test_blocking_roles_are_named():
     finding = Finding("rollout-1", "stopped", 9.0, "SIGSTOP", waiters=("trainer-0: batch 3, 9 s",))
     lines = drawn(shot(findings=[finding]), width=100)
-    assert "held up by" in lines[-2]
+    assert "blocked by" in lines[-2]
     assert "rollout-1 is stopped: SIGSTOP; waiting: trainer-0: batch 3, 9 s" in lines[-2]
     alone = drawn(shot(findings=[replace(finding, waiters=())]))
-    assert "in trouble" in alone[-2] and "held up" not in alone[-2], "nobody waits for it"
+    assert "in trouble" in alone[-2] and "blocked by" not in alone[-2], "no role waits for it"
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120, 200])
 @pytest.mark.parametrize("height", [3, 8, 16, 24, 60])
-def test_it_fits_every_terminal(width: int, height: int):
+def test_panel_fits_every_terminal(width: int, height: int):
     finding = Finding("rollout-1", "blocked", 9.0, "a call does not come back " * 9)
     many = shot(servers=[server(number) for number in range(64)], findings=[finding])
     lines = drawn(many, width=width, height=height)
@@ -132,7 +132,7 @@ def test_it_fits_every_terminal(width: int, height: int):
         assert any("in trouble" in line for line in lines)
 
 
-def test_many_servers_are_told_together():
+def test_many_servers_share_a_row():
     entries = [server(number, version=9 + number % 2) for number in range(64)]
     lines = drawn(shot(servers=entries))
     said = [each for each in lines if "64 live" in each]
@@ -146,19 +146,19 @@ def test_paused_server_is_shown_with_the_seconds_of_its_pause():
     assert any("host-2  version 9  3 running" in line for line in lines)
 
 
-def test_a_server_that_says_little_is_shown():
+def test_server_without_load_is_shown():
     lines = drawn(shot(servers=[Entry("llm_server", "a", {"version": None, "load": None}, 0.0)]))
     assert any("a  version None  beat 0.0 s" in line for line in lines)
 
 
-def test_before_its_first_step_a_run_has_a_panel():
+def test_panel_before_the_first_step():
     begun = {"metrics": measured(), "servers": [], "total_steps": 0}
     lines = drawn(shot(failures={}, **begun))
     assert [line.strip("│ ") for line in lines[1:-1]] == ["step       0 of ?"]
     assert row(drawn(shot(**begun)), "failures") == "failures episode_timeout 1,234"
 
 
-def test_an_offline_run_shows_what_it_has():
+def test_panel_of_an_offline_run():
     lines = [
         {"step": float(n + 1), "time": float(n), "train/loss": 2.0 - n, "train/accuracy": 0.25,
          "train/epoch": 0.0, "time/update_s": 0.75, "time/rows_s": 0.25, "time/step_s": 1.0,
@@ -182,7 +182,7 @@ def test_an_offline_run_shows_what_it_has():
     assert not any(word in "".join(said) for word in ("staleness", "datapipe", "servers", "failur"))
 
 
-def test_it_says_the_same_without_colours(monkeypatch: pytest.MonkeyPatch):
+def test_panel_without_colours_has_the_same_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NO_COLOR", "1")
     plain, bold = drawn(shot()), drawn(shot(), force_terminal=True)
     text = "\n".join(bold)
@@ -193,12 +193,12 @@ def test_it_says_the_same_without_colours(monkeypatch: pytest.MonkeyPatch):
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.floats(0.001, 1e6), min_size=1, max_size=9))
-def test_shares_add_up_to_a_hundred_and_to_a_whole_bar(parts: dict[str, float]):
+def test_shares_add_up_to_100_and_fill_the_bar(parts: dict[str, float]):
     drawn_bar, _, legend = bar(parts).plain.partition("  ")
     assert len(drawn_bar) == BAR and sum(map(int, re.findall(r"\d+", legend))) == 100
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=200))
-def test_a_curve_has_a_letter_for_each_part(values: list[float]):
+def test_curve_has_a_character_for_each_part(values: list[float]):
     drawn_curve = spark(values)
     assert len(drawn_curve) == min(SPARK, len(values))

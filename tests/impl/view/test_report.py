@@ -1,4 +1,4 @@
-"""A report holds what the run's files hold: exact tokens, what colours them, shares, balance."""
+"""Content of a report: exact tokens and their values, shares of time, the ledger's balance."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def paths(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_the_table(paths: RunPaths) -> None:
+def test_table_of_trajectories(paths: RunPaths) -> None:
     assert write_report(paths, paths.report, most=100) == {
         "shown": 3, "trajectories": 3, "bytes": paths.report.stat().st_size,
     }  # fmt: skip
@@ -87,7 +87,7 @@ def test_the_table(paths: RunPaths) -> None:
     assert table["chunks"] == [3]
 
 
-def test_every_token_with_all_that_is_known_of_it(paths: RunPaths) -> None:
+def test_tokens_with_all_their_values(paths: RunPaths) -> None:
     write_report(paths, paths.report, most=100)
     blocks = page_data(paths.report)
     ids = unpack(blocks["t0"], np.dtype("<u4"))
@@ -114,7 +114,7 @@ def test_every_token_with_all_that_is_known_of_it(paths: RunPaths) -> None:
     assert rewards == {3: 1.5, 8: -1.0, 13: -1.0}
 
 
-def test_no_text_of_a_trajectory_stands_in_the_file(paths: RunPaths) -> None:
+def test_file_contains_no_plain_text_of_a_trajectory(paths: RunPaths) -> None:
     write_report(paths, paths.report, most=100)
     text = paths.report.read_text()
     scripts = text.count("<script")
@@ -123,7 +123,7 @@ def test_no_text_of_a_trajectory_stands_in_the_file(paths: RunPaths) -> None:
     assert "unsafe" not in text
 
 
-def test_without_the_model_the_export_is_asked_and_then_ids_stand_for_themselves(
+def test_tokenizer_falls_back_to_the_export_and_then_to_ids(
     paths: RunPaths,
 ) -> None:
     (paths.root / "model").rename(paths.export)
@@ -136,7 +136,7 @@ def test_without_the_model_the_export_is_asked_and_then_ids_stand_for_themselves
     assert vocabulary["special"] == []
 
 
-def test_a_payload_that_cannot_be_read_is_left_blank_and_counted(paths: RunPaths) -> None:
+def test_unreadable_payload_is_blank_and_counted(paths: RunPaths) -> None:
     db = connect(paths.ledger)
     db.execute("UPDATE trajectories SET payload = x'00' WHERE group_id = 'g0'")
     db.close()
@@ -148,7 +148,7 @@ def test_a_payload_that_cannot_be_read_is_left_blank_and_counted(paths: RunPaths
 
 
 @pytest.mark.parametrize("most", [0, 1, 50, 333, 400, 10_000])
-def test_whole_groups_are_chosen_evenly_over_the_steps(tmp_path: Path, most: int) -> None:
+def test_complete_groups_are_chosen_evenly_over_the_steps(tmp_path: Path, most: int) -> None:
     drawn = many(400, tokens=4, words=9, group_size=4, groups=10)
     paths = make_run(tmp_path / "run", drawn)
     rows, total = report_rows.choose(paths.ledger, most)
@@ -160,7 +160,7 @@ def test_whole_groups_are_chosen_evenly_over_the_steps(tmp_path: Path, most: int
     assert max(steps) - min(steps) <= 1
 
 
-def test_chunks_are_cut_alike_for_table_and_tokens(
+def test_table_and_tokens_have_the_same_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report_rows, "CHUNK_TOKENS", 64)
@@ -177,7 +177,7 @@ def test_chunks_are_cut_alike_for_table_and_tokens(
     assert f"t{len(table['chunks'])}" not in blocks
 
 
-def test_the_parts_of_each_role_are_all_of_its_time() -> None:
+def test_parts_of_each_role_add_up_to_its_time() -> None:
     found = report_run.roles(metrics(11)[1:])
     assert found == {
         "trainer": pytest.approx({"update": 12.1, "batch wait": 7.7, "other": 2.2}),
@@ -193,14 +193,14 @@ def test_the_parts_of_each_role_are_all_of_its_time() -> None:
     }  # fmt: skip
 
 
-def test_a_counter_that_begins_anew_with_its_worker_counts_nothing_twice() -> None:
+def test_counter_of_a_restarted_worker_counts_nothing_twice() -> None:
     lines = metrics(4)[1:]
     lines[2]["rollout/lease_wait_s"] = 0.1
     workers = report_run.roles(lines)["workers"]
     assert workers == pytest.approx({"full": 10.1, "lease wait": 1.9})
 
 
-def test_workers_do_nothing_while_a_run_is_stopped() -> None:
+def test_time_between_two_starts_of_a_run_is_not_counted() -> None:
     lines = metrics(4)[1:]
     before = report_run.roles(lines)
     for line in lines[2:]:
@@ -208,7 +208,7 @@ def test_workers_do_nothing_while_a_run_is_stopped() -> None:
     assert report_run.roles(lines) == before
 
 
-def test_a_run_that_goes_on_or_has_no_ledger_has_a_report(tmp_path: Path) -> None:
+def test_report_of_a_running_run_and_of_a_run_without_a_ledger(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
     paths.metrics.write_text('{"step": 1, "time": 1.0, "train/epoch": 0.1}\n{"step": 2, "ti')
@@ -219,14 +219,14 @@ def test_a_run_that_goes_on_or_has_no_ledger_has_a_report(tmp_path: Path) -> Non
     assert about["ledger"] is None
 
 
-def test_a_ledger_that_is_none_is_the_users_to_mend(paths: RunPaths) -> None:
+def test_invalid_ledger_is_a_user_error(paths: RunPaths) -> None:
     paths.ledger.write_bytes(b"x" * 5000)
     with pytest.raises(UserError, match="cannot be read as a ledger"):
         write_report(paths, paths.report, most=100)
     assert not paths.report.exists()
 
 
-def test_the_balance_and_the_failures(paths: RunPaths) -> None:
+def test_balance_and_failures(paths: RunPaths) -> None:
     add_failure(paths, "g2", "KeyError: x")
     about = report_run.describe(paths)
     assert about["told"]["reward/mean"].startswith("reward of the batch's trajectories")
@@ -244,7 +244,7 @@ def test_the_balance_and_the_failures(paths: RunPaths) -> None:
     assert ledger["ages"] == [(4,), *((count,) for count in younger), (2,)]
 
 
-def test_configs_by_the_step_from_which_they_held(tmp_path: Path) -> None:
+def test_configs_have_the_first_step_they_applied_to(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.config.write_text("lr: 3")
     assert report_run.read_configs(paths) == [{"step": 1, "text": "lr: 3"}]
@@ -256,7 +256,7 @@ def test_configs_by_the_step_from_which_they_held(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_many_steps_are_thinned_and_the_last_is_kept(
+def test_long_run_has_fewer_points_and_the_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report_run, "POINTS", 4)
@@ -279,7 +279,7 @@ def test_pieces_of_other_tokenizers(tmp_path: Path) -> None:
     assert vocabulary.piece(7) == "⟨7⟩".encode()
 
 
-def test_the_alphabet_is_that_of_byte_level_tokenizers() -> None:
+def test_alphabet_of_byte_level_tokenizers() -> None:
     assert len(ALPHABET) == 256 == len(set(ALPHABET.values()))
     text = "".join(ALPHABET)
     joined = decoders.ByteLevel().decode(
@@ -288,7 +288,9 @@ def test_the_alphabet_is_that_of_byte_level_tokenizers() -> None:
     assert sorted(joined) == [chr(byte) for byte in range(128)]
 
 
-def test_the_command(paths: RunPaths, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_report_command(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert cli.main(["report", str(paths.root), "--trajectories", "1"]) == 0
     said = capsys.readouterr().out
     assert f"{paths.report}: 1 trajectories (2 left out), " in said
@@ -300,7 +302,7 @@ def test_the_command(paths: RunPaths, capsys: pytest.CaptureFixture[str], tmp_pa
         assert "--out" in capsys.readouterr().err
 
 
-def test_it_loads_neither_torch_nor_transformers(paths: RunPaths) -> None:
+def test_report_imports_neither_torch_nor_transformers(paths: RunPaths) -> None:
     code = (
         "import sys; from arealite.cli.main import main; "
         f"assert main(['report', {str(paths.root)!r}]) == 0; "
@@ -321,7 +323,7 @@ def test_token_stats_of_a_large_run_are_found_by_step(tmp_path: Path) -> None:
     assert len(set(advantages.tolist())) == 16
 
 
-def test_a_report_says_which_payloads_were_dropped(paths: RunPaths) -> None:
+def test_report_names_dropped_payloads(paths: RunPaths) -> None:
     db = connect(paths.ledger)
     db.execute("UPDATE trajectories SET payload = NULL WHERE group_id = 'g0'")
     db.execute("INSERT INTO meta VALUES ('dropped', '4')")

@@ -1,4 +1,4 @@
-"""The report in real Chromium, without a network: what people see, filter, choose and colour."""
+"""The report in real Chromium, without a network: content, filters, selection and colours."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = [
 ]  # fmt: skip
 
 LABELS = {"time": "Seconds at work", "throughput": "Throughput", "episode": "Episodes"}
-"""Of groups of metrics."""
+"""Titles of groups of metrics."""
 PATIENCE_MS = 120_000.0
 
 Open = Callable[..., AbstractContextManager[Any]]
@@ -102,7 +102,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Open:
-    """Opens reports with the network cut; whatever a page complains of fails the test."""
+    """Open reports without a network; an error of the page fails the test."""
 
     @contextmanager
     def opened(file: Path, **context: Any) -> Iterator[Any]:
@@ -143,7 +143,7 @@ def pixels(card: Any, colour: str) -> int:
     )
 
 
-def test_what_stands_on_the_page(paths: RunPaths, opened: Open) -> None:
+def test_content_of_the_page(paths: RunPaths, opened: Open) -> None:
     add_failure(paths, "g0", HOSTILE)
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
@@ -174,7 +174,7 @@ def test_what_stands_on_the_page(paths: RunPaths, opened: Open) -> None:
         assert "max_staleness" in page.inner_text("#config pre")
 
 
-def test_hovering_tells_the_value_in_every_chart(paths: RunPaths, opened: Open) -> None:
+def test_hovering_shows_the_value_in_every_chart(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         box = page.locator("#curves .u-over").first.bounding_box()
@@ -185,7 +185,7 @@ def test_hovering_tells_the_value_in_every_chart(paths: RunPaths, opened: Open) 
         assert "0.3333" in page.locator("#curves .u-legend").first.inner_text()
 
 
-def test_a_trajectory_turn_by_turn(paths: RunPaths, opened: Open) -> None:
+def test_trajectory_is_shown_turn_by_turn(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         page.locator("#grid [data-row]").first.click()
@@ -211,7 +211,7 @@ def test_a_trajectory_turn_by_turn(paths: RunPaths, opened: Open) -> None:
         assert page.locator("#grid [aria-selected=true]").get_attribute("data-row") == "1"
 
 
-def test_colours_say_what_the_tooltip_says(paths: RunPaths, opened: Open) -> None:
+def test_colours_match_the_tooltip(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         page.locator("#grid [data-row]").first.click()
@@ -245,7 +245,7 @@ def test_colours_say_what_the_tooltip_says(paths: RunPaths, opened: Open) -> Non
         assert "Not kept" in page.inner_text("#legend")
 
 
-def test_hostile_text_is_text(paths: RunPaths, opened: Open) -> None:
+def test_hostile_text_is_not_executed(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         page.locator("#grid [data-row]").nth(2).click()
@@ -320,7 +320,7 @@ def test_clear_ends_sorting_and_filters(paths: RunPaths, opened: Open) -> None:
         assert set(sorted_by) <= {"none", None}
 
 
-def test_trajectory_that_the_filters_leave_out_is_not_shown(paths: RunPaths, opened: Open) -> None:
+def test_filtered_trajectory_is_not_shown(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         page.locator("#grid [data-row]").first.click()
@@ -388,7 +388,7 @@ def test_ten_thousand_trajectories_open(tmp_path: Path, opened: Open) -> None:
         )
 
 
-def test_a_very_long_trajectory_that_no_step_trained(tmp_path: Path, opened: Open) -> None:
+def test_very_long_untrained_trajectory(tmp_path: Path, opened: Open) -> None:
     one = segment([0] * 200_001, sampled=200_000, version=3)
     paths = make_run(tmp_path / "run", [(None, header("g0/0/agent", [one], reward=0.0), [one])])
     write_report(paths, paths.report, most=1)
@@ -399,7 +399,7 @@ def test_a_very_long_trajectory_that_no_step_trained(tmp_path: Path, opened: Ope
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_narrow_window(paths: RunPaths, scheme: str, opened: Open) -> None:
+def test_page_fits_a_narrow_window(paths: RunPaths, scheme: str, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     viewport = {"width": 400, "height": 800}
     with opened(paths.report, viewport=viewport, color_scheme=scheme) as page:
@@ -409,9 +409,7 @@ def test_it_fits_a_narrow_window(paths: RunPaths, scheme: str, opened: Open) -> 
         assert (sum(map(int, ground[4:-1].split(","))) < 200) == (scheme == "dark")
 
 
-def test_a_run_without_a_ledger_and_one_without_a_model(
-    paths: RunPaths, tmp_path: Path, opened: Open
-) -> None:
+def test_runs_without_a_ledger_or_a_model(paths: RunPaths, tmp_path: Path, opened: Open) -> None:
     bare = RunPaths(tmp_path / "bare")
     bare.root.mkdir()
     lines = [
@@ -431,7 +429,7 @@ def test_a_run_without_a_ledger_and_one_without_a_model(
         assert "10 11 12 13" in page.inner_text("#detail .block.policy")
 
 
-def test_chunks_are_cut_as_the_table_says(
+def test_page_cuts_chunks_as_the_table_defines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
 ) -> None:
     monkeypatch.setattr(report_rows, "CHUNK_TOKENS", 50)

@@ -1,4 +1,4 @@
-"""A clock that stands."""
+"""Fixture that stops the monotonic clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Let no time pass, by the clock that processes of one host share; return what it shows."""
+    """Stop the monotonic clock; return its time."""
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     return now

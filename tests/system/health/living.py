@@ -1,4 +1,4 @@
-"""Real processes that show vitals and misbehave, for tests of who notices."""
+"""Real processes that write vitals and misbehave, and hand-written vitals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from arealite.system.health import vitals
 from arealite.system.health.vitals import Vitals, Waits
 from tests.waiting import until
 
-MY_START = (vitals.process(os.getpid()) or ("", 0))[1]
+MY_START = (vitals.process_state(os.getpid()) or ("", 0))[1]
 
 HEAD = """
 import asyncio, os, re, signal, sys, threading, time
@@ -46,7 +46,7 @@ def block():
     vitals.BLOCKED_S = usual
     time.sleep(600)
 """
-"""A loop that is held up elsewhere, by the machine, is not reported."""
+"""Report only the call to `block`, and no earlier delay by a busy machine."""
 BLOCKED = (
     ONLY_HERE
     + """
@@ -79,7 +79,7 @@ async def main():
             pass
 asyncio.run(main())
 """
-"""Fast enough, on a CPU of its own."""
+"""Late only if it shares its CPU with other processes."""
 HOLDS_THE_INTERPRETER = """
 time.sleep(0.3)
 re.match(r"(a+)+$", "a" * 60 + "b")
@@ -88,7 +88,7 @@ re.match(r"(a+)+$", "a" * 60 + "b")
 
 @contextlib.contextmanager
 def living(name: str, folder: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `script` as role `name`; yield once its vitals are there; end it, however it stands."""
+    """Run `script` as role `name`; yield when its vitals are written; kill it at the end."""
     with (folder / f"{name}.log").open("wb") as log:
         command = [sys.executable, "-c", HEAD + script, name, str(folder)]
         process = subprocess.Popen(command, stderr=log, stdout=log)
@@ -108,7 +108,7 @@ def innermost(stack: str) -> str:
 
 
 def shown(name: str, folder: Path) -> dict[str, Any]:
-    """Return what a role shows; {} while it shows nothing."""
+    """Return the vitals of a role; {} while there are none."""
     with contextlib.suppress(OSError):
         return json.loads((folder / f"{name}.json").read_text())
     return {}
@@ -118,14 +118,14 @@ def wait(
     what: str, on: str, waited_s: float, *, quiet_s: float | None = None, **more: Any
 ) -> Waits:
     quiet_s = waited_s if quiet_s is None else quiet_s
-    known = {"owner": "x", "seconds": None, "prompt": False, "detail": ""}
+    known = {"owner": "x", "seconds": None, "replies_soon": False, "detail": ""}
     return Waits(what=what, on=on, waited_s=waited_s, quiet_s=quiet_s, **(known | more))
 
 
 def show(folder: Path, name: str, *waits: Waits, age_s: float = 0.0, **more: Any) -> None:
-    """Write the vitals of a role that lives, in our own process, and was seen `age_s` ago.
+    """Write the vitals of a live role with the pid of this process, dated `age_s` ago.
 
-    One that was seen just now is so for a minute, however long we are held up.
+    With `age_s` 0, the vitals stay new for a minute, however slow the test is.
     """
     known: dict[str, Any] = {
         "pid": os.getpid(),

@@ -1,4 +1,4 @@
-"""The folder of a run and where its roles show themselves, without any process."""
+"""Folders of a run, with its vitals, without any process."""
 
 from __future__ import annotations
 

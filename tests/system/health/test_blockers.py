@@ -1,4 +1,4 @@
-"""Which role is the blocker, among real processes that misbehave."""
+"""`examine` finds the blocker among real processes that misbehave."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.waiting import until
 
 
 def found(folder: Path, cause: str, *, where: str = "") -> Finding:
-    """Wait until the only finding has this cause, and a stack that ends there; return it.
+    """Wait until the only finding has this cause, and a stack that ends in `where`; return it.
 
-    On the way there are others: who gets no CPU for seconds is found, too.
+    On a busy machine, other findings may come first.
     """
     seen = list[Finding]()
 
@@ -32,9 +32,11 @@ def found(folder: Path, cause: str, *, where: str = "") -> Finding:
     return seen[0]
 
 
-@pytest.mark.skipif(not vitals.spent(os.getpid(), os.getpid()), reason="this kernel keeps no books")
-def test_a_process_beside_many_others_on_its_cpu_is_found_starved(tmp_path: Path) -> None:
-    """Its half a second takes 5 s: it has the CPU for a tenth of the time."""
+@pytest.mark.skipif(
+    not vitals.cpu_times(os.getpid(), os.getpid()), reason="this kernel has no scheduler statistics"
+)
+def test_process_that_shares_its_cpu_with_nine_others_is_starved(tmp_path: Path) -> None:
+    """Half a second of work takes 5 s, because the process has a tenth of the CPU."""
     core = max(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         role = stack.enter_context(living("rollout-0", tmp_path, BURSTS))
@@ -47,7 +49,7 @@ def test_a_process_beside_many_others_on_its_cpu_is_found_starved(tmp_path: Path
         assert found(tmp_path, "starved", where="in main").blocker == "rollout-0"
 
 
-def test_a_stopped_process_is_found_at_once_and_goes_on(tmp_path: Path) -> None:
+def test_stopped_process_is_found_at_once_until_it_continues(tmp_path: Path) -> None:
     with (
         living("datapipe-0", tmp_path, IDLE) as process,
         living("trainer-0", tmp_path, WAITS),
@@ -60,16 +62,16 @@ def test_a_stopped_process_is_found_at_once_and_goes_on(tmp_path: Path) -> None:
         assert str(process.pid) in finding.detail
         assert finding.waiters[0].startswith("trainer-0: batch 12, ")
         process.send_signal(signal.SIGCONT)
-        until(lambda: examine(tmp_path) == [], what="a run that goes on")
+        until(lambda: examine(tmp_path) == [], what="no finding after SIGCONT")
 
 
-def test_a_killed_process_is_found_at_once(tmp_path: Path) -> None:
+def test_killed_process_is_found_at_once(tmp_path: Path) -> None:
     with living("rollout-0", tmp_path, IDLE) as process:
         process.kill()
         assert found(tmp_path, "dead").blocker == "rollout-0"
         assert process.wait() == -signal.SIGKILL
 
 
-def test_a_blocked_loop_is_found_with_its_stack(tmp_path: Path) -> None:
+def test_blocked_loop_is_found_with_its_stack(tmp_path: Path) -> None:
     with living("rollout-0", tmp_path, BLOCKED):
         assert found(tmp_path, "blocked", where="in block").blocker == "rollout-0"

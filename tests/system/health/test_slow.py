@@ -1,4 +1,4 @@
-"""A trainer that hangs in a computation is named, although it waits for nobody."""
+"""A trainer rank that hangs in a computation is found, although it waits for no other role."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def update(name: str, folder: Path, waited_s: float, *others: Any, meets: bool =
     show(folder, name, computes, *others, counters={"in_collective": float(meets)})
 
 
-def test_a_rank_that_computes_far_too_long_is_named_and_not_who_meets_it(tmp_path: Path) -> None:
+def test_rank_that_computes_too_long_is_found_and_not_the_rank_in_a_collective(
+    tmp_path: Path,
+) -> None:
     update("trainer-0", tmp_path, 70.0, meets=True)
     update("trainer-1", tmp_path, 59.9)  # it is not the first to be late
     show(tmp_path, "rollout-0", wait("a lease", "datapipe-0", 70.0))
@@ -29,20 +31,22 @@ def test_a_rank_that_computes_far_too_long_is_named_and_not_who_meets_it(tmp_pat
     assert finding.detail.startswith("time/update_s never took so long")
 
 
-def test_where_all_ranks_meet_for_ever_all_are_named(tmp_path: Path) -> None:
+def test_all_ranks_are_found_if_all_hang_in_a_collective(tmp_path: Path) -> None:
     update("trainer-0", tmp_path, 70.0, meets=True)
     update("trainer-1", tmp_path, 70.0, meets=True)
     assert {finding.blocker for finding in examine(tmp_path)} == {"trainer-0", "trainer-1"}
 
 
-def test_nobody_is_named_in_time_or_while_what_it_waits_for_is_known(tmp_path: Path) -> None:
+def test_rank_is_not_found_before_its_limit_or_while_it_has_another_wait(tmp_path: Path) -> None:
     update("trainer-0", tmp_path, 50.0)
     update("trainer-1", tmp_path, 70.0, wait("version 3", "llm_server-a", 65.0, seconds=90.0))
     show(tmp_path, "llm_server-a")
     assert examine(tmp_path) == []
 
 
-def test_a_part_of_a_step_is_late_by_its_own_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_a_step_part_is_derived_from_its_longest_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
     monkeypatch.setattr(waits, "table", table := set[waits.Wait]())
@@ -53,7 +57,7 @@ def test_a_part_of_a_step_is_late_by_its_own_longest(monkeypatch: pytest.MonkeyP
             late_s.append(shown.seconds)
             now += seconds
     with clock("wait/batch_s"):
-        assert not table  # it is shown as what it waits for
+        assert not table  # the link records this wait
     with clock("time/rows_s"):
         now += 0.1
     with clock("time/rows_s"):

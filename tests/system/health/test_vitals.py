@@ -1,4 +1,4 @@
-"""What a process shows of itself: also where it is blocked, cannot write, or has ended."""
+"""Vitals of a process: also while it is blocked, cannot write, or exits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from arealite.system.health.waits import Wait
 from tests.system.health.living import (
     BLOCKED,
     BLOCKED_UVLOOP,
+    HEAD,
     IDLE,
     innermost,
     living,
@@ -31,7 +34,7 @@ from tests.waiting import until
 
 @contextlib.contextmanager
 def recording(folder: Path) -> Iterator[vitals.Recorder]:
-    """Make a recorder that beats when it is told to, or once it is started."""
+    """Make a recorder that is not started: the test calls `beat` or `start`."""
     recorder = vitals.Recorder("me-0", folder)
     try:
         yield recorder
@@ -42,8 +45,8 @@ def recording(folder: Path) -> Iterator[vitals.Recorder]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_else_to_show(monkeypatch) -> Iterator[None]:
-    """What this process waits for and runs besides is of other tests."""
+def empty_tables(monkeypatch) -> Iterator[None]:
+    """Hide the waits and event loops of other tests."""
     monkeypatch.setattr(vitals, "_loops", [])
     monkeypatch.setattr(vitals, "_recorder", None)
     monkeypatch.setattr(waits, "table", set())
@@ -54,50 +57,71 @@ def nothing_else_to_show(monkeypatch) -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch) -> Any:
-    """The vitals' own, as `clock.now`, which goes on when it is told to."""
+    """Clock of the vitals module; the test sets `clock.now`."""
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(vitals, "time", clock)
     return clock
 
 
-def test_a_process_shows_itself_and_takes_its_files_back(tmp_path: Path) -> None:
+def test_vitals_are_written_and_removed_at_a_normal_exit(tmp_path: Path) -> None:
     over = tmp_path / "over.log"
     script = f"while not os.path.exists({str(over)!r}): time.sleep(0.01)"
     with living("idle-0", tmp_path, script) as process:
         first = shown("idle-0", tmp_path)
         assert first["pid"] == process.pid
-        assert vitals.process(process.pid)[1] == first["started"]
+        assert vitals.process_state(process.pid)[1] == first["started"]
         until(lambda: shown("idle-0", tmp_path).get("clock", 0) > first["clock"], what="a beat")
         over.touch()
         assert process.wait(60) == 0
         assert not [file for file in tmp_path.iterdir() if file.suffix != ".log"]
 
 
-def test_what_is_left_behind_tells_of_a_death(tmp_path: Path) -> None:
+def test_role_that_exits_survives_a_request_for_its_stacks(tmp_path: Path) -> None:
+    """`arealite why` may send SIGUSR1 between any two steps of the exit."""
+    script = (
+        HEAD
+        + """
+import faulthandler
+unregister = faulthandler.unregister
+def unregister_and_request(signum):
+    unregister(signum)
+    os.kill(os.getpid(), signum)
+faulthandler.unregister = unregister_and_request
+vitals._recorder.close()
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    )
+    command = [sys.executable, "-c", script, "idle-0", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_vitals_of_a_killed_process_remain(tmp_path: Path) -> None:
     with living("idle-0", tmp_path, IDLE) as process:
         process.kill()
         process.wait()
         assert shown("idle-0", tmp_path)["pid"] == process.pid
-        assert vitals.process(process.pid) is None
+        assert vitals.process_state(process.pid) is None
 
 
-async def test_equal_waits_are_one_with_their_count_and_the_oldest(tmp_path: Path) -> None:
+async def test_equal_waits_are_grouped_with_count_and_oldest(tmp_path: Path) -> None:
     begin = time.monotonic()
     with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
         for number in range(300):
             what, on = f"g{number}/0", f"llm_server-{number % 2}"
             stack.enter_context(Wait(what, owner="llm client", on=on, seconds=60))
         wait = stack.enter_context(
-            Wait("batch 3", owner="trainer rank 0", on="datapipe-0", prompt=True)
+            Wait("batch 3", owner="trainer rank 0", on="datapipe-0", replies_soon=True)
         )
         wait.since -= 9
-        wait.heard -= 7
-        wait.hear("2 of 8 groups")
+        wait.last_sign -= 7
+        wait.note_sign("2 of 8 groups")
         recorder.beat()
         first, *others = shown("me-0", tmp_path)["waits"]
         passed_s = time.monotonic() - begin
     assert (first["what"], first["on"], first["count"]) == ("batch 3", "datapipe-0", 1)
-    assert first["detail"] == "2 of 8 groups" and first["prompt"]
+    assert first["detail"] == "2 of 8 groups" and first["replies_soon"]
     assert 9.0 <= first["waited_s"] <= 9.0 + passed_s and first["quiet_s"] <= passed_s
     assert [(w["what"], w["on"], w["count"]) for w in others] == [
         ("g0/0", "llm_server-0", 150),
@@ -109,7 +133,7 @@ async def test_equal_waits_are_one_with_their_count_and_the_oldest(tmp_path: Pat
 async def test_lag_is_measured(tmp_path: Path) -> None:
     vitals.watch(asyncio.get_running_loop())
     await asyncio.sleep(0)
-    time.sleep(0.3)  # noqa: ASYNC251  (what it is there to find)
+    time.sleep(0.3)  # noqa: ASYNC251  (blocks the event loop, which the test measures)
     await asyncio.sleep(0.15)
     with recording(tmp_path):
         seen = shown("me-0", tmp_path)
@@ -118,7 +142,7 @@ async def test_lag_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [BLOCKED, BLOCKED_UVLOOP])
-def test_a_blocked_loop_is_shown_with_its_stack_and_logged_once(
+def test_blocked_loop_is_written_with_its_stack_and_logged_once(
     tmp_path: Path, script: str
 ) -> None:
     with living("loop-0", tmp_path, script):
@@ -133,7 +157,7 @@ def test_a_blocked_loop_is_shown_with_its_stack_and_logged_once(
     assert "in main" in text and "in block" in text
 
 
-def test_a_loop_that_runs_again_is_blocked_no_more(tmp_path: Path, clock: Any) -> None:
+def test_loop_that_runs_again_is_no_longer_blocked(tmp_path: Path, clock: Any) -> None:
     begun, over = threading.Event(), threading.Event()
 
     async def main() -> None:
@@ -165,12 +189,12 @@ def test_a_loop_that_runs_again_is_blocked_no_more(tmp_path: Path, clock: Any) -
         assert recorder.vitals.blocked_s == 0.0 and not recorder.vitals.blocked_stack
 
 
-def test_books_of_the_main_thread_are_of_when_all_loops_ran(
+def test_cpu_times_of_the_main_thread_are_from_when_all_loops_ran(
     tmp_path: Path, clock: Any, monkeypatch
 ) -> None:
-    """Those of the thread that writes are of now."""
+    """The CPU times of the writing thread are current."""
 
-    def spent(pid: int, thread: int) -> vitals.Spent:
+    def cpu_times(pid: int, thread: int) -> vitals.CpuTimes:
         assert pid == os.getpid()
         return clock.now, 1.0, 2.0, 3.0
 
@@ -180,16 +204,19 @@ def test_books_of_the_main_thread_are_of_when_all_loops_ran(
         over.wait()  # blocks
 
     def beat(at: float) -> tuple[float, set[float]]:
-        """As the recorder's thread does; returns the times of the main thread's books and of
-        others."""
+        """Beat in another thread, as the recorder does.
+
+        Returns:
+            When the CPU times of the main thread were read, and those of other threads.
+        """
         clock.now = at
         thread = threading.Thread(target=recorder.beat)
         thread.start()
         thread.join()
-        books = shown("me-0", tmp_path)["cpu"]
-        return books.pop(str(os.getpid()))[0], {now for now, *_ in books.values()}
+        stats = shown("me-0", tmp_path)["cpu"]
+        return stats.pop(str(os.getpid()))[0], {now for now, *_ in stats.values()}
 
-    monkeypatch.setattr(vitals, "spent", spent)
+    monkeypatch.setattr(vitals, "cpu_times", cpu_times)
     begun, over = threading.Event(), threading.Event()
     with recording(tmp_path) as recorder:
         thread = threading.Thread(target=asyncio.run, args=[main()])
@@ -207,31 +234,33 @@ def test_books_of_the_main_thread_are_of_when_all_loops_ran(
         assert main_at == 1004.0 and max(others_at) == 1004.0
 
 
-@pytest.mark.parametrize("books", ["", "0 0 0\n", "no numbers at all", None])
-def test_a_kernel_may_keep_no_books(tmp_path: Path, monkeypatch, books: str | None) -> None:
+@pytest.mark.parametrize("stats", ["", "0 0 0\n", "no numbers at all", None])
+def test_cpu_times_are_none_without_scheduler_statistics(
+    tmp_path: Path, monkeypatch, stats: str | None
+) -> None:
     monkeypatch.setattr(vitals, "PROC", tmp_path)
     (tmp_path / "1/task/2").mkdir(parents=True)
     file = tmp_path / "1/task/2/schedstat"
     file.write_text("2000000000 500000000 7\n")
-    assert (vitals.spent(1, 2) or ())[1:] == (2.0, 0.5, 7)
-    file.unlink() if books is None else file.write_text(books)
-    assert vitals.spent(1, 2) is None
+    assert (vitals.cpu_times(1, 2) or ())[1:] == (2.0, 0.5, 7)
+    file.unlink() if stats is None else file.write_text(stats)
+    assert vitals.cpu_times(1, 2) is None
 
 
-def test_stacks_come_on_request_equal_ones_together(tmp_path: Path) -> None:
+def test_stacks_are_written_on_request_and_equal_ones_grouped(tmp_path: Path) -> None:
     script = """
 async def inner(): await asyncio.Event().wait()
 async def outer(): await inner()
 async def main():
     vitals.watch(asyncio.get_running_loop())
-    all_wait = lambda: waits.counters.update(begun=1.0)  # after their first turn
+    all_wait = lambda: waits.counters.update(begun=1.0)  # all tasks are suspended now
     asyncio.get_running_loop().call_later(0.01, all_wait)
     await asyncio.gather(*(outer() for _ in range(40)))
 asyncio.run(main())
 """
     with living("loop-0", tmp_path, script):
         until(lambda: "begun" in shown("loop-0", tmp_path)["counters"], what="tasks")
-        (tmp_path / vitals.ASK).touch()
+        (tmp_path / vitals.STACKS_REQUEST).touch()
         until((tmp_path / "loop-0.dump").exists, what="the stacks")
         lines = (tmp_path / "loop-0.dump").read_text().splitlines()
     (tasks,) = [line for line in lines if line.startswith("40 x task")]
@@ -239,21 +268,23 @@ asyncio.run(main())
     assert any("thread MainThread" in line and "main" not in line for line in lines)
 
 
-def test_a_process_tells_since_when_it_is_awake(tmp_path: Path) -> None:
+def test_awake_time_restarts_after_a_stop(tmp_path: Path) -> None:
     with living("idle-0", tmp_path, IDLE) as process:
         until(lambda: shown("idle-0", tmp_path)["awake_s"] > 1.5, what="a process awake for long")
         process.send_signal(signal.SIGSTOP)
-        until(lambda: (vitals.process(process.pid) or "?")[0] == "T", what="its stop")
+        until(lambda: (vitals.process_state(process.pid) or "?")[0] == "T", what="its stop")
         stopped = time.monotonic()
         until(lambda: time.monotonic() - stopped > 2.2 * vitals.BEAT_S, what="a long silence")
         resumed = time.monotonic()
         process.send_signal(signal.SIGCONT)
-        until(lambda: shown("idle-0", tmp_path)["clock"] > resumed, what="one that has woken")
+        until(
+            lambda: shown("idle-0", tmp_path)["clock"] > resumed, what="a heartbeat after SIGCONT"
+        )
         seen = shown("idle-0", tmp_path)
         assert seen["awake_s"] <= seen["clock"] - resumed, "from before it was stopped"
 
 
-def test_a_new_name_takes_the_old_ones_place(tmp_path: Path) -> None:
+def test_rename_replaces_the_files_of_the_old_name(tmp_path: Path) -> None:
     vitals.start("me-0", tmp_path)
     vitals.rename("llm_server-8123")
     assert not shown("me-0", tmp_path)
@@ -263,7 +294,7 @@ def test_a_new_name_takes_the_old_ones_place(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_hurts_nobody_and_hides_no_life(tmp_path: Path, monkeypatch) -> None:
+def test_heartbeat_is_renewed_on_a_full_disk(tmp_path: Path, monkeypatch) -> None:
     with recording(tmp_path) as recorder:
         file = tmp_path / "me-0.json"
         os.utime(file, (1.0, 1.0))
@@ -274,15 +305,17 @@ def test_a_full_disk_hurts_nobody_and_hides_no_life(tmp_path: Path, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(vitals.os, "replace", full)
             recorder.beat()
-        assert time.time() - file.stat().st_mtime < 600.0, "the old file says that we live"
+        assert time.time() - file.stat().st_mtime < 600.0, (
+            "the old file has a new modification time"
+        )
 
 
-def test_a_beat_that_fails_is_followed_by_the_next(tmp_path: Path, monkeypatch) -> None:
+def test_failed_heartbeat_is_followed_by_the_next(tmp_path: Path, monkeypatch) -> None:
     beats: list[float] = []
 
     def fail(_: vitals.Recorder) -> None:
         beats.append(time.time())
-        raise RuntimeError("whatever it may be")
+        raise RuntimeError("any error")
 
     with recording(tmp_path) as recorder:
         monkeypatch.setattr(vitals, "BEAT_S", 0.01)
@@ -291,14 +324,14 @@ def test_a_beat_that_fails_is_followed_by_the_next(tmp_path: Path, monkeypatch) 
         until(lambda: len(beats) > 2, what="beats")
 
 
-def test_a_folder_that_cannot_be_made_is_only_logged(tmp_path: Path, capfd) -> None:
+def test_folder_that_cannot_be_made_is_only_logged(tmp_path: Path, capfd) -> None:
     (tmp_path / "file").write_text("")
     vitals.start("me-0", tmp_path / "file" / "vitals")
     vitals.rename("other")
     assert "no vitals" in "".join(capfd.readouterr())
 
 
-async def test_a_thousand_waits_are_two_lines(tmp_path: Path) -> None:
+async def test_1024_waits_of_two_kinds_are_two_groups(tmp_path: Path) -> None:
     with recording(tmp_path) as recorder, contextlib.ExitStack() as stack:
         for number in range(512):
             for what in (f"episode g{number}/0", f"g{number}/0/agent/0"):

@@ -1,4 +1,4 @@
-"""A late wait raises an error with its name; a wait that ends in time leaves no trace."""
+"""A wait past its deadline raises an error with its name; a wait in time changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arealite.system.health import waits
 from arealite.system.health.waits import Wait
 
 
-async def test_a_late_wait_names_itself() -> None:
+async def test_error_of_a_late_wait_has_its_owner_and_event() -> None:
     begin = time.monotonic()
     wait = Wait("an answer of datapipe", owner="rollout-0", seconds=0.01)
     with pytest.raises(DeadlineError) as caught, wait:
@@ -22,7 +22,7 @@ async def test_a_late_wait_names_itself() -> None:
     assert str(caught.value) == f"rollout-0 waited {waited_s:.1f} s for an answer of datapipe"
 
 
-async def test_a_timeout_of_the_body_is_not_ours() -> None:
+async def test_timeout_error_of_the_body_passes_through() -> None:
     with pytest.raises(TimeoutError, match="inner"), Wait("x", owner="y", seconds=600.0):
         raise TimeoutError("inner")
 
@@ -34,20 +34,20 @@ async def test_the_inner_deadline_wins() -> None:
     assert caught.value.waiting_for == "inner"
 
 
-async def test_a_wait_without_a_deadline_can_be_ended() -> None:
+async def test_wait_without_a_deadline_can_be_expired() -> None:
     with pytest.raises(DeadlineError), Wait("x", owner="y") as wait:
         asyncio.get_running_loop().call_soon(wait.expire)
         await asyncio.Event().wait()
 
 
-def test_without_an_event_loop_a_deadline_is_only_shown() -> None:
+def test_deadline_without_an_event_loop_is_only_recorded() -> None:
     with Wait("x", owner="y", seconds=0.0) as wait:
         assert wait in waits.table
         time.sleep(0.01)
     assert wait not in waits.table and not wait.expired
 
 
-async def test_without_a_deadline_no_timer_is_armed() -> None:
+async def test_wait_without_a_deadline_arms_no_timer() -> None:
     with Wait("x", owner="y"):
         assert not timer().waits
 
@@ -65,7 +65,7 @@ async def test_cancellation_passes_through() -> None:
 
 
 class Clock:
-    """The running loop's, which goes on when it is turned."""
+    """Clock of the running event loop; the test moves it forward."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
@@ -73,7 +73,7 @@ class Clock:
         monkeypatch.setattr(loop, "time", lambda: self.now)
 
     async def turn(self, to: float) -> None:
-        """Let the loop do all that is due then, and what comes of it."""
+        """Set the clock, and run all callbacks that are due, with their consequences."""
         self.now = to
         for _ in range(20):
             await asyncio.sleep(0)
@@ -95,7 +95,7 @@ async def late(seconds: float, *, log: list[float] | None = None) -> str:
     return "never"
 
 
-async def test_each_rings_at_its_own_time_whatever_the_order_of_their_making(
+async def test_waits_expire_at_their_deadlines_in_any_order_of_creation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, log = Clock(monkeypatch), list[float]()
@@ -108,7 +108,7 @@ async def test_each_rings_at_its_own_time_whatever_the_order_of_their_making(
     assert not timer().waits
 
 
-async def test_a_body_that_ends_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_body_that_ends_in_time_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with Wait("x", owner="y", seconds=2.0) as wait:
         await clock.turn(clock.now + 1.0)
@@ -117,15 +117,15 @@ async def test_a_body_that_ends_in_time_is_left_alone(monkeypatch: pytest.Monkey
     task = asyncio.create_task(late(1.0))
     await clock.turn(clock.now)
     await clock.turn(clock.now + 2.0)
-    assert task.result() == "late"  # the timer was not lost with it
+    assert task.result() == "late"  # the timer still works
 
 
-async def test_an_error_of_the_body_passes_through() -> None:
+async def test_error_of_the_body_passes_through() -> None:
     with pytest.raises(KeyError), Wait("x", owner="y", seconds=1e9):
         raise KeyError("own")
 
 
-async def test_expire_ends_it_now() -> None:
+async def test_expire_ends_the_body_at_once() -> None:
     task = asyncio.create_task(late(60))
     await asyncio.sleep(0)
     (wait,) = timer().waits
@@ -135,7 +135,7 @@ async def test_expire_ends_it_now() -> None:
     assert task.cancelling() == 0
 
 
-async def test_a_cancellation_from_outside_wins() -> None:
+async def test_cancellation_from_outside_has_precedence() -> None:
     task = asyncio.create_task(late(60))
     await asyncio.sleep(0)
     (wait,) = timer().waits
@@ -145,7 +145,7 @@ async def test_a_cancellation_from_outside_wins() -> None:
     assert isinstance(result, asyncio.CancelledError)
 
 
-async def test_the_outer_of_two_that_ring_together_has_the_word() -> None:
+async def test_outer_wait_raises_if_both_expire_together() -> None:
     outer, inner = Wait("outer", owner="a", seconds=60), Wait("inner", owner="b", seconds=60)
     with pytest.raises(DeadlineError, match="outer"), outer:
         try:

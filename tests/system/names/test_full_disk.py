@@ -1,4 +1,4 @@
-"""A heartbeat that cannot be written leaves nothing behind: it comes again every second."""
+"""A heartbeat that fails on a full disk leaves no temporary file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arealite.base.errors import UserError
 from arealite.system.names.registry import NameRegistry
 
 
-def test_what_cannot_be_written_leaves_no_part_of_a_file(
+def test_failed_write_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = NameRegistry(tmp_path, ttl_s=600.0)

@@ -1,4 +1,4 @@
-"""Names appear, are renewed, and die with their heartbeat."""
+"""Names appear, are renewed, and die without heartbeats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from arealite.system.names.registry import NameRegistry
 from tests.waiting import eventually
 
 TTL_S = 600.0
-"""No test is held up for so long that what lives in it dies."""
+"""No name dies during a test, however slow the machine is."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_put_list_remove(names: NameRegistry, tmp_path: Path) -> None:
     assert list((tmp_path / "llm_server").iterdir()) == [tmp_path / "llm_server" / "b.json"]
 
 
-def test_a_silent_name_is_dead_until_it_beats_again(names: NameRegistry, tmp_path: Path) -> None:
+def test_name_without_heartbeat_is_dead_until_renewed(names: NameRegistry, tmp_path: Path) -> None:
     names.put("datapipe", "0", {})
     old = time.time() - TTL_S - 1.0
     os.utime(tmp_path / "datapipe" / "0.json", (old, old))
@@ -50,7 +50,7 @@ def test_a_silent_name_is_dead_until_it_beats_again(names: NameRegistry, tmp_pat
 
 
 @pytest.mark.parametrize("apart_s", [-3600.0, 3600.0])
-def test_a_readers_clock_that_is_off_hides_nobody_and_shows_no_dead(
+def test_wrong_clock_of_a_reader_changes_no_ages(
     names: NameRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
 ) -> None:
     names.put("rollout", "live", {})
@@ -62,11 +62,11 @@ def test_a_readers_clock_that_is_off_hides_nobody_and_shows_no_dead(
     assert [entry.id for entry in names.list("rollout")] == ["live"]
     names.put("rollout", "dead", {})
     assert [entry.id for entry in names.list("rollout")] == ["dead", "live"]
-    assert len(list((tmp_path / "rollout").iterdir())) == 2, "asking the folder left a file"
+    assert len(list((tmp_path / "rollout").iterdir())) == 2, "folder_time left a file"
 
 
 @pytest.mark.parametrize("apart_s", [-3600.0, 3600.0])
-def test_a_writers_clock_that_stamps_its_files_may_be_off(
+def test_wrong_clock_of_a_writer_changes_no_ages_after_the_second_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_s: float
 ) -> None:
     names, clock, begin = NameRegistry(tmp_path, ttl_s=5.0), [1000.0], time.time()
@@ -82,15 +82,15 @@ def test_a_writers_clock_that_stamps_its_files_may_be_off(
         return bool(names.list("rollout"))
 
     beat(0.0)
-    assert lives(0.0) == (apart_s > 0), "nothing tells that its time is not ours"
+    assert lives(0.0) == (apart_s > 0), "the first reading trusts the modification time"
     beat(1.0)
-    assert lives(1.0) and lives(5.9), "it changed while we looked"
+    assert lives(1.0) and lives(5.9), "the file changed between two readings"
     assert not lives(6.1)
     beat(7.0)
     assert lives(7.0)
 
 
-def test_who_did_not_look_for_long_asks_the_folder(
+def test_after_a_long_time_without_readings_the_folders_clock_counts(
     names: NameRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
@@ -100,7 +100,7 @@ def test_who_did_not_look_for_long_asks_the_folder(
     died = time.time() - TTL_S - 1.0
     os.utime(tmp_path / "rollout" / "0.json", (died, died))
     clock[0] += TTL_S + 1.0
-    assert not names.list("rollout"), "it changed, but not lately"
+    assert not names.list("rollout"), "the file changed long ago"
 
 
 def test_half_written_and_foreign_files_are_skipped(names: NameRegistry, tmp_path: Path) -> None:
@@ -110,13 +110,13 @@ def test_half_written_and_foreign_files_are_skipped(names: NameRegistry, tmp_pat
     assert [e.id for e in names.list("rollout")] == ["0"]
 
 
-def test_an_unwritable_root_names_the_option(tmp_path: Path) -> None:
+def test_error_of_an_unwritable_root_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cluster\.name_root"):
         NameRegistry(tmp_path / "file").put("rollout", "0", {})
 
 
-async def test_registered_beats_with_fresh_values_and_removes(names: NameRegistry) -> None:
+async def test_registered_renews_the_value_and_removes_the_name(names: NameRegistry) -> None:
     beats = asyncio.Queue[int]()
     count = 0
 
@@ -129,13 +129,13 @@ async def test_registered_beats_with_fresh_values_and_removes(names: NameRegistr
     async with names.registered("llm_server", "0", value, heartbeat_s=0.01):
         assert names.list("llm_server")[0].value["version"] >= 1
         begun = count
-        while await beats.get() < begun + 2:  # then the one before is written
+        while await beats.get() < begun + 2:  # the value before this one is written then
             pass
         assert names.list("llm_server")[0].value["version"] > begun
     assert names.list("llm_server") == []
 
 
-async def test_a_change_is_written_at_once(names: NameRegistry) -> None:
+async def test_change_is_written_at_once(names: NameRegistry) -> None:
     value, changed = {"version": "1"}, asyncio.Event()
     async with names.registered("llm_server", "0", value.copy, heartbeat_s=600.0, changed=changed):
         value["version"] = "2"
@@ -144,7 +144,7 @@ async def test_a_change_is_written_at_once(names: NameRegistry) -> None:
         await eventually(lambda: names.list("llm_server")[0].value == value, "the change")
 
 
-async def test_a_name_without_a_value_is_not_renewed(names: NameRegistry) -> None:
+async def test_name_without_a_value_is_not_renewed(names: NameRegistry) -> None:
     values: list[dict[str, Any] | None] = [{"version": "1"}]
     asked = asyncio.Queue[None]()
 
@@ -164,7 +164,7 @@ async def test_a_name_without_a_value_is_not_renewed(names: NameRegistry) -> Non
     assert not file.exists()
 
 
-async def test_who_is_cancelled_while_the_name_is_written_leaves_none(
+async def test_cancellation_during_the_first_write_leaves_no_name(
     names: NameRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, go_on = NameRegistry.put, threading.Event()
@@ -188,14 +188,14 @@ async def test_who_is_cancelled_while_the_name_is_written_leaves_none(
     assert names.list("llm_server") == []
 
 
-async def test_wait_returns_when_enough_are_there(names: NameRegistry) -> None:
+async def test_wait_returns_when_enough_names_exist(names: NameRegistry) -> None:
     names.put("llm_server", "0", {})
     waiting = asyncio.create_task(names.wait("llm_server", count=2, seconds=60.0, owner="me"))
     names.put("llm_server", "1", {})
     assert [e.id for e in await waiting] == ["0", "1"]
 
 
-async def test_wait_names_who_is_missing(tmp_path: Path) -> None:
+async def test_error_of_wait_names_the_missing_role(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match=r"trainer waited .* for 1 live 'datapipe'"):
         await NameRegistry(tmp_path).wait("datapipe", seconds=0.05, owner="trainer")
 

@@ -1,4 +1,4 @@
-"""The secret of a trial: made once, readable by its owner only, and what is derived from it."""
+"""The secret of a trial is created once and readable only by its owner; keys derive from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from arealite.api.llm_server import ExternalServersConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
 from arealite.system.names.registry import NameRegistry
-from arealite.system.names.secret import FILE, Secret, create, read, rotate
+from arealite.system.names.secret import FILE, Secret, create_secret, read_secret, rotate_secret
 
 
 def config(tmp_path: Path, **cluster: bool) -> ServerConfig:
@@ -23,9 +23,9 @@ def config(tmp_path: Path, **cluster: bool) -> ServerConfig:
 
 def test_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "names"
-    assert read(folder) is None
-    made = create(folder)
-    assert create(folder) == read(folder) == made and len(made.key) == 32
+    assert read_secret(folder) is None
+    made = create_secret(folder)
+    assert create_secret(folder) == read_secret(folder) == made and len(made.key) == 32
     assert stat.S_IMODE((folder / FILE).stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [path.name for path in folder.iterdir()] == [FILE]
@@ -33,19 +33,19 @@ def test_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> N
 
 def test_processes_that_start_together_get_the_same_secret(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
-        made = set(pool.map(create, [tmp_path / "names"] * 64))
+        made = set(pool.map(create_secret, [tmp_path / "names"] * 64))
     assert len(made) == 1
 
 
 def test_rotated_secret_has_another_token(tmp_path: Path) -> None:
-    before = create(tmp_path)
-    after = rotate(tmp_path)
-    assert after == read(tmp_path) and after.token != before.token
+    before = create_secret(tmp_path)
+    after = rotate_secret(tmp_path)
+    assert after == read_secret(tmp_path) and after.token != before.token
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
 
 
 def test_derived_keys_differ_and_no_text_of_a_secret_shows_it(tmp_path: Path) -> None:
-    secret = create(tmp_path)
+    secret = create_secret(tmp_path)
     assert len({secret.derive("a"), secret.derive("b"), secret.key}) == 3
     assert secret.key.hex() not in repr(secret) and secret.token not in repr(secret)
 
@@ -55,31 +55,34 @@ def test_file_that_is_no_secret_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     (tmp_path / FILE).chmod(0o600)
     with pytest.raises(UserError, match=r"secret"):
-        read(tmp_path)
+        read_secret(tmp_path)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o660])
 def test_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    create(tmp_path)
+    create_secret(tmp_path)
     (tmp_path / FILE).chmod(mode)
     with pytest.raises(UserError, match=r"must be yours and of mode 0600"):
-        read(tmp_path)
+        read_secret(tmp_path)
 
 
-def test_link_in_the_place_of_a_secret_is_refused(tmp_path: Path) -> None:
-    other = create(tmp_path / "other")
+def test_symbolic_link_instead_of_a_secret_is_refused(tmp_path: Path) -> None:
+    other = create_secret(tmp_path / "other")
     assert isinstance(other, Secret)
     os.symlink(tmp_path / "other" / FILE, tmp_path / FILE)
     with pytest.raises(UserError, match="cannot be read"):
-        read(tmp_path)
+        read_secret(tmp_path)
 
 
-def test_registry_makes_the_secret_where_it_is_first_needed(tmp_path: Path) -> None:
+def test_registry_creates_the_secret_at_first_use(tmp_path: Path) -> None:
     made = config(tmp_path)
     names = NameRegistry.of(made)
     assert not name_dir(made).exists()
     token = names.headers()["Authorization"].removeprefix("Bearer ")
-    assert NameRegistry.of(made).secret == names.secret and token == create(name_dir(made)).token
+    assert (
+        NameRegistry.of(made).secret == names.secret
+        and token == create_secret(name_dir(made)).token
+    )
 
 
 def test_without_security_there_is_no_secret(tmp_path: Path) -> None:
@@ -88,7 +91,7 @@ def test_without_security_there_is_no_secret(tmp_path: Path) -> None:
     assert not name_dir(made).exists()
 
 
-def test_external_servers_have_a_key_of_their_own(
+def test_external_servers_have_a_separate_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "abc")
