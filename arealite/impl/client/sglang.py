@@ -29,8 +29,6 @@ logger = log.get(__name__)
 MAX_SERVER_ERRORS = 8
 """Server errors (status 5xx, malformed answers) after which a request fails."""
 MAX_BACKOFF_S = 2.0
-KEEPALIVE_S = 4.0
-"""Less than the 5 s after which SGLang closes an idle connection."""
 TRY_AGAIN = frozenset((408, 425, 429))
 OWN_SERVER_S = 600.0
 """How long a server that the run starts may load its model; its supervisor reports a failure."""
@@ -98,10 +96,11 @@ class SGLangClient(LLMClient):
         Raises:
             DeadlineError: no server came.
         """
-        self._session = self._open_session(limit=self.config.max_connections)
+        connect_s = self.config.connect_timeout_s
+        self._session = wire.open_session(connect_s, limit=self.config.max_connections)
         # A second session, so that aborts get through when generations use every connection. It is
         # limited by host, so that a silent server delays no other.
-        self._control = self._open_session(limit=0, limit_per_host=16)
+        self._control = wire.open_session(connect_s, limit=0, limit_per_host=16)
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         model_config = await asyncio.to_thread(read_json, self._model_path)
         self._directory.vocab_size = vocab_size(model_config)
@@ -244,21 +243,9 @@ class SGLangClient(LLMClient):
         if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:
             raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
         generation.interruptions += 1
-        return self._end_of_aborted(generation, answer)
-
-    def _end_of_aborted(self, generation: Generation, answer: wire.Answer) -> str | None:
-        """Return why an aborted output had come to its end at that very token, if it had."""
-        sampling, length = generation.request.sampling, len(generation.output_ids)
-        if answer.output_ids and length > sampling.min_new_tokens:
-            last = answer.output_ids[-1]
-            text = msgspec.json.decode(answer.text, type=str) if sampling.stop else ""
-            if (
-                last in self._eos
-                or last in sampling.stop_token_ids
-                or any(stop in text for stop in sampling.stop)
-            ):
-                return "stop"
-        return "length" if length >= sampling.max_new_tokens else None
+        return wire.end_of_aborted(
+            answer, generation.request.sampling, len(generation.output_ids), self._eos
+        )
 
     # ------------------------------------------------------------ when it fails
 
@@ -317,14 +304,3 @@ class SGLangClient(LLMClient):
         task = asyncio.create_task(send(), name=f"abort of {rid}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-
-    def _open_session(self, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=limit, limit_per_host=limit_per_host, keepalive_timeout=KEEPALIVE_S
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout_s),
-            headers={"Content-Type": "application/json"},
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-        )

@@ -5,13 +5,18 @@ Apart from the client, so that what the protocol says can be tested without a se
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
+
+KEEPALIVE_S = 4.0
+"""Less than the 5 s after which SGLang closes an idle connection."""
 
 
 class Body(msgspec.Struct):
@@ -151,6 +156,27 @@ def token_versions(answer: Answer, acknowledged: int) -> list[int]:
     return versions
 
 
+def end_of_aborted(
+    answer: Answer, sampling: SamplingConfig, length: int, eos: Collection[int]
+) -> str | None:
+    """Return the stop reason of an aborted output that was already complete; None otherwise.
+
+    Args:
+        length: number of tokens sampled so far, earlier answers included.
+        eos: the model's end tokens.
+    """
+    if answer.output_ids and length > sampling.min_new_tokens:
+        last = answer.output_ids[-1]
+        text = msgspec.json.decode(answer.text, type=str) if sampling.stop else ""
+        if (
+            last in eos
+            or last in sampling.stop_token_ids
+            or any(stop in text for stop in sampling.stop)
+        ):
+            return "stop"
+    return "length" if length >= sampling.max_new_tokens else None
+
+
 def error_message(status: int, raw: bytes) -> str:
     """Return what a server says about an error, in any of the shapes SGLang uses."""
     try:
@@ -161,3 +187,16 @@ def error_message(status: int, raw: bytes) -> str:
     except msgspec.DecodeError:
         error = raw.decode(errors="replace")
     return f"HTTP {status}: {str(error)[:500]}"
+
+
+def open_session(connect_s: float, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
+    """Open a pool of connections; `limit` 0 means any number."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=limit, limit_per_host=limit_per_host, keepalive_timeout=KEEPALIVE_S
+        ),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+        headers={"Content-Type": "application/json"},
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+    )

@@ -24,7 +24,7 @@ from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import EpisodeTimeout
 from arealite.impl.env_server.wire import Refused
-from arealite.impl.rollout.collector import cause
+from arealite.impl.rollout.failures import cause
 from arealite.system.health import waits
 from arealite.system.health.waits import END_S, is_cancelled
 

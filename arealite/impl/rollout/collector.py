@@ -14,14 +14,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from traceback import extract_tb
 from typing import TYPE_CHECKING, NamedTuple
 
 from arealite.api.agent import Agent, AgentFactory
 from arealite.api.collector import PartConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import Env
-from arealite.api.episode import Seat, StoredTurn, Turn, decode_turn, encode_turn
+from arealite.api.episode import Seat, Turn, encode_turn
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
@@ -31,11 +30,12 @@ from arealite.base.errors import (
     DeadlineError,
     EpisodeError,
     EpisodeTimeout,
-    InvariantError,
     UserError,
 )
 from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
+from arealite.impl.rollout.failures import FATAL, cause, make_failure
+from arealite.impl.rollout.resume import recorded, turn_header, unsent
 from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
 logger = log.get(__name__)
 
 assert sys.byteorder == "little", "payloads are little-endian"
-
-MAX_DETAIL = 500
-"""Characters of an error that a Failure keeps."""
-FATAL = (InvariantError, UserError)
-"""Errors of the run, not of the episode."""
 
 
 class NothingGenerated(EpisodeError):
@@ -227,7 +222,8 @@ class Collector:
         }
 
     def _failure(self, lease: Lease, error: BaseException) -> Failure:
-        kind = errors.failure_class(error)
+        failure = make_failure(error)
+        kind = failure.failure_class
         if kind not in self._logged:  # the first of each class with its traceback, the rest counted
             self._logged.add(kind)
             trace = None if isinstance(error, EpisodeError) else error
@@ -235,44 +231,7 @@ class Collector:
             logger.warning(
                 "episode failed", failure=kind, task=task, error=str(error), exc_info=trace
             )
-        return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL] + raised_at(error))
-
-
-def raised_at(error: BaseException) -> str:
-    """Return the file and line where an unexpected exception was raised; "" for EpisodeErrors."""
-    frames = [] if isinstance(error, EpisodeError) else extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-
-
-def recorded(
-    lease: Lease, member: int, seat: str, payloads: Sequence[bytes]
-) -> tuple[StoredTurn, ...]:
-    """Return the recorded turns of a seat, up to the first that is missing."""
-    found: list[StoredTurn] = []
-    for turn, payload in zip(lease.turns, payloads, strict=True):
-        if (turn.member, turn.seat, turn.index) == (member, seat, len(found)):
-            found.append(decode_turn(payload))
-    return tuple(found)
-
-
-def unsent(agent: Agent, *, anew: bool) -> list[Turn]:
-    """Return an agent's turns that were not sent to the datapipe, in order; mark them as sent."""
-    record, turns = agent.record, list[Turn]()
-    for turn in reversed(record.turns):
-        if turn.is_stored and not anew:
-            break
-        turns.append(turn)
-    turns += [turn for turn in record.partial.values() if anew or not turn.is_stored]
-    for turn in turns:
-        turn.is_stored = True
-    return sorted(turns, key=lambda turn: turn.index)
-
-
-def turn_header(lease: Lease, member: int, agent: Agent, turn: Turn) -> TurnHeader:
-    """Return the header of a turn; turns of seats that are not trained are never too old."""
-    versions = turn.response.versions if agent.trainable else []
-    oldest = min(versions, default=lease.version)
-    return TurnHeader(member, agent.seat.name, turn.index, oldest)
+        return failure
 
 
 def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
@@ -280,14 +239,6 @@ def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
     for name in config.seats:
         if name not in seats:
             raise UserError(f"{config.env.type}: " + unknown("seat", name, seats))
-
-
-def cause(error: BaseException) -> BaseException:
-    """Return the error inside an exception group: a fatal one if any, else the first."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    found = [cause(inner) for inner in error.exceptions]
-    return next((inner for inner in found if isinstance(inner, FATAL)), found[0])
 
 
 def trajectory(

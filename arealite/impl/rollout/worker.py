@@ -15,7 +15,8 @@ from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.base import log
 from arealite.base.signals import STOP
-from arealite.impl.rollout.collector import Collector, cause
+from arealite.impl.rollout.collector import Collector
+from arealite.impl.rollout.failures import cause
 from arealite.system.health import vitals, waits
 from arealite.system.health.waits import END_S
 

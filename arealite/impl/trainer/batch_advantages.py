@@ -23,7 +23,6 @@ from arealite.algo.advantages import (
 )
 from arealite.algo.losses import kl_estimate
 from arealite.api.algorithm import ShapingConfig
-from arealite.api.engine import Sequence
 from arealite.api.trainer import PPOConfig
 from arealite.impl.trainer.batch import LocalTrajectory, Minibatch, TrainBatch
 from arealite.impl.trainer.world import World
@@ -48,36 +47,6 @@ def compute_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> li
     if config.loss.m2_threshold is not None:
         _mask_outliers(batch, world, config.loss.m2_threshold)
     return batch.minibatches(with_gradient(batch, config, world, advantages))
-
-
-def critic_rows(batch: TrainBatch) -> tuple[list[Sequence], list[list[int]]]:
-    """Return the critic's rows, over all sampled tokens, and the row lengths of every rank.
-
-    The last row of a truncated episode has one token more: its value is the value of the state in
-    which the episode was cut.
-    """
-    cut = {i for i, header in enumerate(batch.headers) if header.truncated}
-    rows: list[Sequence] = []
-    for trajectory in batch.local:
-        pairs = zip(trajectory.rows, trajectory.sampled, strict=True)
-        rows += [Sequence(row.tokens, mask_T, row.temperature) for row, mask_T in pairs]
-        if trajectory.index in cut:
-            last = rows[-1]
-            last.tokens = np.append(last.tokens, last.tokens[-1:])
-            last.loss_mask = np.append(last.loss_mask, True)
-    return rows, batch.lengths(range(len(batch.headers)), longer=cut)
-
-
-def take_values(batch: TrainBatch, values: Seq[np.ndarray]) -> None:
-    """Set the field `values` of the batch's rows from the critic's output for `critic_rows`."""
-    begin = 0
-    for trajectory in batch.local:
-        output = values[begin : begin + len(trajectory.rows)]
-        for row, values_T in zip(trajectory.rows, output, strict=True):
-            row.fields["values"] = values_T[: len(row.tokens)]
-        if batch.headers[trajectory.index].truncated:
-            trajectory.bootstrap = float(output[-1][-1])
-        begin += len(trajectory.rows)
 
 
 def _relative(batch: TrainBatch, config: PPOConfig, world: World) -> list[float]:

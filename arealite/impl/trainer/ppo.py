@@ -1,7 +1,7 @@
-"""Synchronous PPO: the training loop, and its steps in the order they are called.
+"""PPO: the training loop, its steps in the order they are called, and the asynchronous variant.
 
-The modules beside this one hold rows (`batch`), advantages (`batch_advantages`), metrics, and what
-all trainers share (`base`).
+The modules beside this one hold rows (`batch`), advantages (`batch_advantages`), metrics, and the
+base class of all trainers (`base`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arealite.algo.losses import make_policy_loss, value_loss
+from arealite.algo.losses import make_policy_loss
+from arealite.algo.value_loss import value_loss
 from arealite.api import trainer_messages as messages
 from arealite.api.config import ExperimentConfig
 from arealite.api.publisher import PublishReport
@@ -21,10 +22,10 @@ from arealite.base.errors import InvariantError, RoleError
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.base import BaseTrainer
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
-from arealite.impl.trainer.batch_advantages import compute_advantages, critic_rows, take_values
+from arealite.impl.trainer.batch_advantages import compute_advantages
 from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
+from arealite.impl.trainer.critic import critic_rows, take_values
 from arealite.impl.trainer.evaluation import Evaluations
-from arealite.system.ledger import token_stats
 from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
@@ -171,7 +172,9 @@ class PPOTrainer(BaseTrainer):
         with self.clock("time/report_s"):
             sums, maxima = metrics.token_sums(batch)
             sums, maxima = self.world.sum(sums), self.world.max(maxima)
-            self.write_token_stats(batch)
+            if self.writes_token_stats:
+                folder, rank = self.paths.token_stats, self.world.rank
+                self.writes_token_stats = metrics.write_token_stats(batch, folder, rank)
             fingerprint = "".join(engine.fingerprint() for engine in self.engines.values())
             if not self.world.is_rank0:
                 return
@@ -326,19 +329,67 @@ class PPOTrainer(BaseTrainer):
         """Report the checkpoint to the datapipe."""
         self.link.tell(messages.Checkpointed(step, str(path)))
 
-    def write_token_stats(self, batch: TrainBatch) -> None:
-        """Write what reports show of each token; a failing disk ends this, not the run."""
-        if self.writes_token_stats:
-            try:
-                stats = metrics.token_stats(batch)
-                token_stats.write(self.paths.token_stats, batch.step, self.world.rank, stats)
-            except OSError as error:
-                self.writes_token_stats = False
-                logger.warning("token stats end", step=batch.step, error=str(error))
-
     def open_link(self) -> TrainerLink:
         """Open a link to the datapipe, for one thread."""
         link = self.components.connect()
         self.links.append(link)
         self.close_at_end(link.close)
         return link
+
+
+class AsyncPPOTrainer(PPOTrainer):
+    """While a batch is trained, policies up to `max_staleness` versions old generate the next."""
+
+    def __init__(
+        self, config: ExperimentConfig, components: TrainerComponents | None = None
+    ) -> None:
+        super().__init__(config, components)
+        self._prefetched: Future[Answer] | None = None
+        self._pusher = ThreadPoolExecutor(1, "publish")
+        self._push_link = self.components.connect()
+        self.links.append(self._push_link)
+        self._pushed: Future[PublishReport] | None = None
+
+    def fetch(self, step: int) -> Answer:
+        """Wait for the batch that was requested during the last step."""
+        answer, self._prefetched = self._prefetched or self.request(step), None
+        return self.wait_on_all_ranks(answer)
+
+    def prefetch(self, step: int) -> None:
+        """Request the batch after the one that every rank can train."""
+        if step < self.ppo.total_steps:
+            self._prefetched = self.request(step)
+
+    def publish(self, version: int) -> None:
+        """Stage the weights; push them and tell the datapipe beside training, one at a time."""
+        with self.clock("wait/publish_s"):
+            self.join_publish()
+        self.version = version
+        with self.clock("time/stage_s"):
+            self.stage(version)
+        if self.world.is_rank0:
+            self._pushed = self._pusher.submit(self.push, self._push_link, version)
+
+    def join_publish(self) -> None:
+        """Wait for the publish under way; raise its failure."""
+        if self._pushed is not None:
+            self.metrics |= metrics.publish_metrics(self._pushed.result())
+            self._pushed = None
+
+    @property
+    def needs_republish(self) -> bool:
+        """Return False while a publish is under way: it may bring what servers lack."""
+        return (self._pushed is None or self._pushed.done()) and super().needs_republish
+
+    def while_waiting(self, waiting: Waiting) -> bool:
+        """Raise the failure of a publish: without new weights no batch may come."""
+        pushed = self._pushed  # the loop may clear it meanwhile
+        if pushed is not None and pushed.done():
+            pushed.result()
+        return super().while_waiting(waiting)
+
+    def close(self) -> None:
+        """Close the publisher, which ends a push under way; then the push's thread and link."""
+        super().close()
+        self._pusher.shutdown()
+        self._push_link.close()

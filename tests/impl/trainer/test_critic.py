@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.algo.losses import value_loss
+from arealite.algo.value_loss import value_loss
 from arealite.api.algorithm import AdvantageConfig, CriticConfig
 from arealite.api.engine import LossInput, Sequence
 from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.batch import make_train_batch
-from arealite.impl.trainer.batch_advantages import compute_advantages, critic_rows, take_values
+from arealite.impl.trainer.batch_advantages import compute_advantages
+from arealite.impl.trainer.critic import critic_rows, take_values
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.trajectories import batch, header, segment
 

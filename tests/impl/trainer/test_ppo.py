@@ -21,8 +21,7 @@ from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import ppo
-from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
-from arealite.impl.trainer.ppo import PPOTrainer
+from arealite.impl.trainer.ppo import AsyncPPOTrainer, PPOTrainer
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.scripted import Events, ScriptedEngine, Stage
 from tests.waiting import until
