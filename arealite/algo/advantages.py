@@ -1,8 +1,8 @@
-"""From rewards to advantages: shaping, groups, discounted returns, GAE.
+"""Computes advantages from rewards: shaping, groups, discounted returns, GAE.
 
-Here without torch, as they are a few numbers a token at most. Groups are found by key, so that a
+NumPy is enough: there are at most a few numbers per token. Groups are identified by key, so that a
 missing or reordered sample never mixes two prompts. N = the sampled tokens of one trajectory, in
-their order, the tokens of observations skipped.
+order, without the tokens of observations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from arealite.api.algorithm import ShapingConfig
 def group_advantages(
     rewards: Sequence[float], groups: Sequence[Hashable], *, kind: str, eps: float
 ) -> list[float]:
-    """Compare each reward with those of its group: R_i − mean_g, which grpo divides by std_g + eps.
+    """Return the advantage of each reward over its group.
 
-    rloo takes the mean of the *other* members. `groups[i]` is the key of reward i's group, which
-    has the size it really has; the std is the sample one (n − 1). A group of one, and a group of
-    equal rewards, gets 0. Sources: GRPO, arXiv 2402.03300; Dr.GRPO, arXiv 2503.20783; RLOO, arXiv
-    2402.14740.
+    dr_grpo: R_i − mean_g. grpo: that divided by std_g + eps, with the sample std (n − 1). rloo: R_i
+    minus the mean of the *other* members. In a group of one, or of equal rewards, advantages are 0.
+    Sources: GRPO, arXiv 2402.03300; Dr.GRPO, arXiv 2503.20783; RLOO, arXiv 2402.14740.
+
+    Args:
+        groups: the key of each reward's group; groups may differ in size.
     """
     advantages = [0.0] * len(rewards)
     for members in _members(groups):
@@ -42,7 +44,7 @@ def group_advantages(
 
 
 def group_counts(rewards: Sequence[float], groups: Sequence[Hashable]) -> dict[str, float]:
-    """Count groups, groups of one, and groups of several whose rewards are all equal."""
+    """Count groups, groups of one member, and larger groups whose rewards are all equal."""
     found = [[rewards[i] for i in members] for members in _members(groups)]
     return {
         "groups": float(len(found)),
@@ -68,10 +70,10 @@ def shape_rewards(rewards_N: np.ndarray, config: ShapingConfig) -> np.ndarray:
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) -> float:
-    """Return what is taken off the reward of an answer of `length` tokens, in [0, penalty].
+    """Return the penalty of an answer of `length` tokens, in [0, penalty].
 
-    Nothing up to limit − buffer, from there it grows linearly, to the penalty at the limit (DAPO,
-    arXiv 2503.14476 eq. 13). No buffer, no penalty.
+    It is 0 up to limit − buffer and grows linearly to `penalty` at the limit. Without a buffer it
+    is 0. Source: DAPO, arXiv 2503.14476 eq. 13.
     """
     excess = length - (limit - buffer)
     return penalty * min(max(excess / buffer, 0.0), 1.0) if buffer > 0 else 0.0
@@ -92,8 +94,11 @@ def gae(
     """Return (advantages, returns) by generalized advantage estimation, float64 [N] each.
 
     A_t = δ_t + gamma · lam · A_{t+1}, δ_t = r_t + gamma · V_{t+1} − V_t (arXiv 1506.02438 eq. 16);
-    the return is A_t + V_t. `values_N[t]` is of the state token t was sampled in, `bootstrap` of
-    the state after the last one: 0 where the episode had finished.
+    the return is A_t + V_t.
+
+    Args:
+        values_N: value of the state in which each token was sampled.
+        bootstrap: value of the state after the last token; 0 if the episode had finished.
     """
     values_N = values_N.astype(np.float64)
     deltas_N = rewards_N + gamma * np.append(values_N[1:], bootstrap) - values_N
@@ -104,9 +109,11 @@ def gae(
 def m2_threshold(squares: np.ndarray, threshold: float) -> float:
     """Return the largest square that M2PO keeps; tokens above it are masked.
 
-    `squares` are (log π_prox − log π_behav)² of all tokens of all ranks. The largest go, equal ones
-    together, until the mean of the others is at most `threshold` (arXiv 2510.01161). inf: none has
-    to go; −inf: all.
+    The largest squares are masked, equal squares together, until the mean of the others is at most
+    `threshold` (arXiv 2510.01161). inf: no token is masked; −inf: every token is masked.
+
+    Args:
+        squares: (log π_prox − log π_behav)² of all tokens of all ranks.
     """
     ordered = np.sort(squares.astype(np.float64))
     # The mean of the smallest grows with their number.

@@ -1,6 +1,6 @@
-"""The losses of policy, critic and supervised fine-tuning, as weighted sums over loss tokens.
+"""The losses of the policy, as weighted sums over loss tokens.
 
-Here as pure functions, so that they can be checked against hand-made tables. N = loss tokens.
+Pure functions, tested against hand-computed tables. N = loss tokens.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from arealite.api.engine import LossFn, LossInput
 
 Stats = dict[str, torch.Tensor]
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here: exp of more is inf, and inf · 0 would make a gradient NaN."""
+"""Log-ratios are clamped to ±20: a larger one overflows in exp, and inf · 0 is NaN."""
 
 
 def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
     """Return Σ loss_weight · (w · objective − entropy_coef · H + kl.coef · KL).
 
-    Decoupled (arXiv 2505.24298 eq. 5): u = π_θ/π_prox, and w is made of π_prox/π_behav, without a
-    gradient (see _behav_weight). Coupled (arXiv 1707.06347): u = π_θ/π_behav, w = 1. With
-    `ratio=sequence` u is one number a row (GSPO, arXiv 2507.18071). Objectives: see _objective.
+    Decoupled (arXiv 2505.24298 eq. 5): u = π_θ/π_prox, and w is computed from π_prox/π_behav
+    without a gradient (see _behav_weight). Coupled (arXiv 1707.06347): u = π_θ/π_behav, w = 1. With
+    `ratio=sequence` u is one number per row (GSPO, arXiv 2507.18071). Objectives: see _objective.
 
     Reads the fields advantages, loss_weight, behav_logprobs; decoupled also prox_logprobs; with a
-    KL in the loss ref_logprobs; and keep, where there is one (M2PO: 0 takes a token out of every
-    term, 1 leaves it), each float32 [N]. Stats are sums weighted by loss_weight, over all tokens.
+    KL in the loss ref_logprobs; and with M2PO keep (0 removes a token from every term), each
+    float32 [N]. Stats are sums weighted by loss_weight, over all tokens.
     """
     kl_coef = kl.coef if kl is not None and kl.place == "loss" else 0.0
 
@@ -57,7 +57,7 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
 
 
 def kl_estimate(log_ratio_N: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
-    """Estimate from x = log π − log π_ref of tokens sampled from π, float32 [N].
+    """Estimate KL(π ‖ π_ref) from x = log π − log π_ref of tokens sampled from π, float32 [N].
 
     k1 = x, k2 = ½x², k3 = ρ − 1 − log ρ with ρ = π_ref/π = exp(−x) (Schulman, "Approximating KL
     divergence", 2020). In a loss k1 has a gradient of expectation 0; that of k2 is the KL's.
@@ -71,7 +71,7 @@ def kl_estimate(log_ratio_N: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
 
 
 def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> torch.Tensor:
-    """Return the log of a token's ratio, or of the geometric mean of its row's, clamped."""
+    """Return the clamped log-ratio of each token, or at level "sequence" the mean of its row."""
     if level == "sequence":
         index_N = (rows_N.diff(prepend=rows_N[:1]) != 0).cumsum(0)  # rows numbered without gaps
         means_N = torch.zeros_like(log_ratio_N).scatter_reduce(
@@ -84,7 +84,7 @@ def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> t
 def _objective(
     config: LossConfig, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
 ) -> torch.Tensor:
-    """Return what is to be made small of each token, of its ratio u and its advantage A.
+    """Return the objective to minimize for each token, from its ratio u and its advantage A.
 
     ppo: −min(uA, clip(u, 1 − eps_low, 1 + eps_high)·A); dual clip (arXiv 1912.09729): for A < 0 at
     most c·|A|. cispo (arXiv 2506.13585 eq. 4): −clip(u)·A·log π without a gradient through clip(u).
@@ -109,7 +109,7 @@ def _objective(
 def _behav_weight(
     config: LossConfig, fields: dict[str, torch.Tensor], rows_N: torch.Tensor, stats: Stats
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return w of π_prox/π_behav and which tokens stay (None: all); tell `stats` about them.
+    """Return w, computed from π_prox/π_behav, and a mask of kept tokens (None: all); add stats.
 
     truncate: w = min(·, cap) (TIS). mask: w = ·, and a token outside [1/cap, cap] gets no loss
     (MIS). `behav_weight_level=sequence` takes the geometric mean of the row.
@@ -132,7 +132,7 @@ def _behav_weight(
 def _ratio_stats(
     config: LossConfig, ratio_N: torch.Tensor, log_ratio_N: torch.Tensor, advantages_N: torch.Tensor
 ) -> Stats:
-    """Describe the ratio; `clip_frac_*` are tokens whose gradient a clip changed."""
+    """Return stats of the ratio; `clip_frac_*` mark tokens whose gradient the clip changed."""
     stats = {"ratio": ratio_N, "approx_kl": ratio_N - 1.0 - log_ratio_N}
     if config.objective in ("ppo", "cispo"):
         low_N, high_N = ratio_N < 1.0 - config.eps_low, ratio_N > 1.0 + config.eps_high
@@ -143,7 +143,7 @@ def _ratio_stats(
 
 
 def weighted_sums(stats: Stats, weight_N: torch.Tensor, loss: torch.Tensor) -> Stats:
-    """Sum each stat with the tokens' weights, in one product; add `loss` and `weight`."""
+    """Sum each stat with the tokens' weights; add `loss` and `weight`."""
     stacked_KN = torch.stack([value_N.to(weight_N.dtype) for value_N in stats.values()])
     sums = dict(zip(stats, (stacked_KN @ weight_N).unbind(), strict=True))
     return sums | {"loss": loss.detach(), "weight": weight_N.sum()}
@@ -156,19 +156,3 @@ def effective_sample_share(stats: dict[str, float]) -> float:
     """
     square = stats["weight"] * stats["behav_weight_sq"]
     return stats["behav_weight"] ** 2 / square if square > 0 else 1.0
-
-
-def cross_entropy(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return −Σ w · log π, with w = `loss_weight`, which sums to 1 over the global batch.
-
-    `is_answer` (1 for what the assistant wrote, 0 for what followed) only splits the sum in the
-    stats: `answer` + `next_state` = `loss`.
-    """
-    weight_N, is_answer_N = batch.fields["loss_weight"], batch.fields["is_answer"]
-    terms_N = -weight_N * batch.outputs["logprobs"]
-    loss = terms_N.sum()
-    with torch.no_grad():
-        answer = (terms_N * is_answer_N).sum()
-        entropy = (weight_N * batch.outputs["entropy"]).sum()
-    stats = {"loss": loss.detach(), "answer": answer, "next_state": loss.detach() - answer}
-    return loss, stats | {"entropy": entropy}

@@ -1,8 +1,8 @@
-"""Decides when a group is leased and a batch released, so that no token gets older than η.
+"""Decides when a group may be leased and a batch released, so that no token is older than η.
 
-Pure functions of counts and versions, because the staleness bound is a contract and this is its
-proof. Version v is the policy after v steps; batch k is trained by version k; a token of version s
-that is trained in batch k has age k - s. B = groups in a batch.
+η is the option `max_staleness`. These are pure functions of counts and versions; the text below
+proves that they keep the bound. Version v is the policy after v steps; batch k is trained by
+version k; a token of version s that is trained in batch k has age k - s. B = groups in a batch.
 
 *Admission.* At confirmed version v a new group is leased only while batched + complete + leased <
 (v + η + 1)·B. Every group of start version ≤ v then has a place in the batches up to v + η.
@@ -35,22 +35,26 @@ class Candidate:
     """A group that is leased or complete."""
 
     start: int
-    """Version of its oldest token, or of its oldest live lease where that is less."""
+    """Version of its oldest token, or of its oldest active lease if that is lower."""
     seq: int
-    """Its place in the order of the dataset; settles ties."""
+    """Its place in the order of the dataset; breaks ties."""
     is_complete: bool
 
 
 def may_lease(outstanding: int, version: int | None, *, eta: int, num_groups: int) -> bool:
-    """Say whether one more group may be leased at the confirmed `version` (None: none is yet).
+    """Return whether one more group may be leased.
 
-    `outstanding` counts groups batched since step 0, complete and leased; filtered ones do not.
+    Args:
+        outstanding: groups batched since step 0, complete and leased, without filtered groups.
+        version: the version that every server has confirmed; None before the first.
     """
     return version is not None and outstanding < (version + eta + 1) * num_groups
 
 
 def fits(starts: Iterable[int], step: int, *, eta: int, num_groups: int) -> bool:
-    """Say whether groups of these starts, drawn oldest first from batch `step` on, stay within η.
+    """Return whether groups of these start versions fit into the batches from `step` on within η.
+
+    Groups are drawn oldest first.
 
     Earliest deadline first is optimal (Jackson 1955).
     """
@@ -64,7 +68,8 @@ def choose(
 ) -> list[Candidate] | None:
     """Return the groups of batch `step`, oldest first, or None while it may not be released.
 
-    `policy` is wait, mask or drop; only `wait` waits for groups that are not in the batch.
+    Args:
+        policy: wait, mask or drop; only `wait` considers groups that are not in the batch.
     """
     complete = sorted((c for c in candidates if c.is_complete), key=lambda c: (c.start, c.seq))
     if len(complete) < num_groups:
@@ -81,9 +86,9 @@ def choose(
 def blocks(
     candidates: Sequence[Candidate], step: int, *, eta: int, num_groups: int
 ) -> list[Candidate]:
-    """Return the unfinished groups of which one has to be in batch `step`, oldest first.
+    """Return the unfinished groups that delay batch `step` under `wait`, oldest first.
 
-    [] where `wait` does not keep the batch back.
+    One of them must complete and enter the batch. [] if nothing delays the batch.
     """
     ordered = sorted(candidates, key=lambda c: (not c.is_complete, c.start, c.seq))
     complete = sum(c.is_complete for c in ordered)

@@ -15,8 +15,8 @@ from arealite.api.engine import LossFn, LossInput
 def value_loss(config: CriticConfig) -> LossFn:
     """Return Σ loss_weight · ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²).
 
-    V is the head's output; reads the fields values (V_old, of the critic before its first update),
-    returns (R) and loss_weight, each float32 [N]. Source: arXiv 2005.12729, section 3.
+    V is the head's output. Reads the fields values (V_old, before the first update), returns (R)
+    and loss_weight, each float32 [N]. Source: arXiv 2005.12729, section 3.
     """
 
     def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
@@ -34,7 +34,7 @@ def value_loss(config: CriticConfig) -> LossFn:
         if (bound := config.value_clip) is not None:
             moved_N = values_N - old_N
             bounded_N = (old_N + moved_N.clamp(-bound, bound) - returns_N).square()
-            beyond_N = moved_N.detach().abs() > bound  # within, the two differ by rounding
+            beyond_N = moved_N.detach().abs() > bound  # else both differ by rounding
             stats["value_clip_frac"] = beyond_N & (bounded_N.detach() > squares_N.detach())
             squares_N = torch.maximum(squares_N, bounded_N)
         loss = 0.5 * (weight_N * squares_N).sum()
@@ -46,7 +46,7 @@ def value_loss(config: CriticConfig) -> LossFn:
 def explained_variance(stats: dict[str, float]) -> float:
     """Return 1 − Var(R − V_old)/Var(R) from summed stats of a value_loss function; at most 1.
 
-    Of returns that are all equal it says 0.
+    0 if all returns are equal.
     """
     total = stats["weight"] or 1.0
 

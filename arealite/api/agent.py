@@ -1,4 +1,4 @@
-"""An agent turns observations into prompts, generations into actions, and records exact tokens."""
+"""Agents: prompts from observations, actions from generations, and a record of exact tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Agent(ABC):
-    """A seat in an environment; made afresh for every episode."""
+    """Plays one seat of an environment; a new agent is made for every episode."""
 
     trainable = True
-    """False for judges and frozen opponents: nothing they generate is trained on."""
+    """False for judges and frozen opponents: their generations are not trained."""
     shared: Any = None
-    """What `share` gave all agents of this config."""
+    """The value of the context manager that `share` returned; one for all agents of a config."""
 
     def __init__(
         self, config: Any, *, client: LLMClient, tokenizer: PreTrainedTokenizerBase, seat: Seat
@@ -38,9 +38,10 @@ class Agent(ABC):
 
     @classmethod
     def share(cls, args: ExperimentConfig, config: Any) -> AbstractAsyncContextManager[Any] | None:
-        """Return what all agents of one config use in a worker, as a client of another endpoint.
+        """Return a context manager for a resource that all agents of one config share in a worker.
 
-        It is entered before the first episode and left after the last; `shared` is its value.
+        An example is the client of another endpoint. The worker enters the context before the first
+        episode and exits it after the last. None: agents share nothing.
         """
         return None
 
@@ -66,7 +67,8 @@ class Agent(ABC):
     async def generate(self, input_ids: list[int]) -> LLMResponse:
         """Generate after `input_ids` with the seat's sampling, and record the turn.
 
-        What an attempt that was cut off has recorded is returned again, or continued.
+        If an earlier attempt at the episode recorded this generation, the record is returned, or
+        continued if it is incomplete.
         """
         record, seat, begin = self.record, self.seat, time.perf_counter()
         index, temperature = record.generations, seat.sampling.temperature
@@ -127,13 +129,13 @@ class AgentFactory:
         self._shared: dict[int, Any] = {}
 
     async def share(self, config: AgentConfig, stack: AsyncExitStack) -> None:
-        """Start what all agents of `config` share; `stack` ends it."""
+        """Enter the shared context of `config`'s agents; `stack` exits it."""
         shared = agents.get(config.type).share(self.args, agents.options(config))
         if shared is not None:
             self._shared[id(config)] = await stack.enter_async_context(shared)
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
-        """Return a fresh agent for one seat of one episode (None: a seat of its own)."""
+        """Return a new agent for one seat of one episode; None: for a default seat."""
         make, own = agents.get(config.type), agents.options(config)
         agent = make(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
         agent.shared = self._shared.get(id(config))
@@ -142,7 +144,7 @@ class AgentFactory:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load a Hugging Face tokenizer; transformers is imported here, not with the module."""
+    """Load a Hugging Face tokenizer; transformers is imported only here, because it is slow."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)  # pyright: ignore

@@ -1,6 +1,6 @@
-"""SGLang's /generate on the wire: typed requests, typed answers, and what answers say a token.
+"""The protocol of SGLang's /generate: requests, answers, and the logprob and version of each token.
 
-Apart from the client, so that what the protocol says can be tested without a server.
+It is separate from the client, so that tests of the protocol need no server.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Span(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    """What the server says about the output."""
+    """Metadata of the output. Filled by the server."""
 
     finish_reason: FinishReason
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
-    """[logprob, token id, text or null] a token."""
+    """[logprob, token id, text or null] of each token."""
     weight_versions: list[Span] | None = None
     """None from servers older than SGLang 0.5.19."""
     weight_version: str | int | None = None
     """At the end of the request."""
     num_retractions: int | None = None
     total_retractions: int | None = None
-    """The same count, as SGLang before 0.5.19 names it."""
+    """The same count, under the name of SGLang before 0.5.19."""
 
 
 class Answer(msgspec.Struct):
@@ -67,7 +67,7 @@ class Answer(msgspec.Struct):
     output_ids: list[int]
     meta_info: Meta
     text: msgspec.Raw = msgspec.Raw(b'""')
-    """Left encoded: it is looked at only where stop strings are given."""
+    """Left encoded: it is decoded only if the request has stop strings."""
 
 
 encode_body = msgspec.json.Encoder().encode
@@ -75,7 +75,7 @@ decode_answer = msgspec.json.Decoder(Answer).decode
 
 
 def check_request(request: LLMRequest, vocab: int | None, context: int | None) -> None:
-    """Refuse requests that could crash a server, or that it would answer wrongly.
+    """Refuse a request that could crash a server or get a wrong answer.
 
     Args:
         vocab: token ids that the server's model has; None: not checked.
@@ -101,9 +101,9 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
 
 
 def sampling_params(config: SamplingConfig, used: int) -> dict[str, Any]:
-    """Return the parameters of a generation that has spent `used` tokens of its budget.
+    """Return the parameters of a generation that has sampled `used` tokens already.
 
-    All that changes the distribution, because servers have defaults of their own.
+    Every parameter that changes the distribution is sent, because servers differ in defaults.
     """
     return vars(config) | {
         "ignore_eos": False,
@@ -114,7 +114,7 @@ def sampling_params(config: SamplingConfig, used: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def parse_version(text: str | int | None) -> int:
-    """Return a policy version; what is not an integer ("default": never updated) is version 0."""
+    """Return a policy version; text that is no integer ("default": never updated) is version 0."""
     try:
         return int(text or 0)
     except ValueError:
@@ -125,7 +125,7 @@ def token_logprobs(answer: Answer) -> list[float]:
     """Return the logprob of each output token.
 
     Raises:
-        InvariantError: the server's ids and logprobs are not of the same tokens.
+        InvariantError: ids and logprobs belong to different tokens.
     """
     pairs = answer.meta_info.output_token_logprobs
     logprobs = [pair[0] for pair in pairs]
@@ -178,7 +178,7 @@ def end_of_aborted(
 
 
 def error_message(status: int, raw: bytes) -> str:
-    """Return what a server says about an error, in any of the shapes SGLang uses."""
+    """Return the message of an error answer, in any of the formats that SGLang uses."""
     try:
         error = msgspec.json.decode(raw)
         for key in ("error", "message"):

@@ -96,7 +96,7 @@ class FSDPEngine(TrainEngine):
     def without_adapter(self) -> FSDPEngine:
         """Return a frozen engine on the same parameters that skips the adapters.
 
-        It computes what the model did before training, and needs no memory of its own.
+        It has the outputs of the model before training, and needs no additional memory.
         """
         engine = copy.copy(self)
         engine._optimizer, engine._skips_adapter = None, True
@@ -129,7 +129,7 @@ class FSDPEngine(TrainEngine):
                         continue
                     for i, row in zip(indices, scatter(values_N, part), strict=True):
                         result[i] = row
-        # Without a backward pass gathered parameters stay, and a load would not change them.
+        # Without a backward pass gathered parameters stay in memory; `load` would not update them.
         reshard(self._model)
         return results
 
@@ -153,7 +153,7 @@ class FSDPEngine(TrainEngine):
                 root.set_is_last_backward(last)
             part = [rows[i] for i in indices]
             batch = collate(part, self.device, self.layout)
-            if not part:  # other ranks have rows: their collectives need this rank
+            if not part:  # other ranks have rows, and their collectives need this rank
                 torch.cat([*self._model(batch).values()]).sum().backward()
                 continue
             stats, recorded = backward(self._model, batch, loss_fn, record_outputs)

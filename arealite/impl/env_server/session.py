@@ -24,7 +24,7 @@ from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import EpisodeTimeout
 from arealite.impl.env_server.wire import Refused
-from arealite.impl.rollout.failures import cause
+from arealite.impl.rollout.failures import root_error
 from arealite.system.health import waits
 from arealite.system.health.waits import END_S, is_cancelled
 
@@ -173,7 +173,7 @@ class Session:
             elif isinstance(raised, asyncio.CancelledError) and is_cancelled():
                 raise  # the episode is cancelled, and not something that it waited for
             else:
-                self._failure = cause(raised)
+                self._failure = root_error(raised)
         finally:
             self._news.set()
 

@@ -24,9 +24,9 @@ def make_failure(error: BaseException) -> Failure:
     return Failure(failure_class(error), detail)
 
 
-def cause(error: BaseException) -> BaseException:
+def root_error(error: BaseException) -> BaseException:
     """Return the error inside an exception group: a fatal one if any, else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    found = [cause(inner) for inner in error.exceptions]
+    found = [root_error(inner) for inner in error.exceptions]
     return next((inner for inner in found if isinstance(inner, FATAL)), found[0])

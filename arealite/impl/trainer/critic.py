@@ -13,8 +13,8 @@ from arealite.impl.trainer.batch import TrainBatch
 def critic_rows(batch: TrainBatch) -> tuple[list[Sequence], list[list[int]]]:
     """Return the critic's rows, over all sampled tokens, and the row lengths of every rank.
 
-    The last row of a truncated episode has one token more: its value is the value of the state in
-    which the episode was cut.
+    The last row of a truncated episode has an additional token. Its value is the value of the state
+    in which the episode was truncated.
     """
     cut = {i for i, header in enumerate(batch.headers) if header.truncated}
     rows: list[Sequence] = []
@@ -28,7 +28,7 @@ def critic_rows(batch: TrainBatch) -> tuple[list[Sequence], list[list[int]]]:
     return rows, batch.lengths(range(len(batch.headers)), longer=cut)
 
 
-def take_values(batch: TrainBatch, values: Seq[np.ndarray]) -> None:
+def store_values(batch: TrainBatch, values: Seq[np.ndarray]) -> None:
     """Set the field `values` of the batch's rows from the critic's output for `critic_rows`."""
     begin = 0
     for trajectory in batch.local:

@@ -29,7 +29,7 @@ from arealite.system.ledger.token_stats import TokenStats
 logger = log.get(__name__)
 
 PLAIN = ("loss", "weight")
-"""Stats of a loss function that are no sums over tokens."""
+"""Stats of a loss function that are not sums over tokens."""
 ENGINE = ("grad_norm", "lr", "skipped_update", "microbatches", "tokens", "padded_tokens")
 """Stats that the engine adds."""
 
@@ -41,7 +41,7 @@ FIRST_S, SLOW_S, SLOW = 600.0, 60.0, 5.0
 class Stopwatch:
     """Measures the parts of a step; the rest is `time/other_s`.
 
-    A running part is shown as a wait, so that a trainer that hangs in a computation is found.
+    A running part is shown as a wait, so that `arealite why` finds a trainer that hangs in it.
     """
 
     def __init__(self) -> None:

@@ -286,11 +286,11 @@ def test_a_failed_publish_ends_the_run(config: MakeConfig, trainer: type[PPOTrai
     stage = Stage()
 
     def fail(count: int) -> None:
-        stage.publisher.failure = RoleError("no server took version 1")
+        stage.publisher.failure = RoleError("no server confirmed version 1")
         stage.pipe.empty_from = 1
 
     stage.engine.on_update = fail
-    with pytest.raises(RoleError, match="no server took version 1"):
+    with pytest.raises(RoleError, match="no server confirmed version 1"):
         trainer(config(), stage.components()).train()
     assert "publisher closed" in stage.events.words
     assert not any(word.startswith("finish") for word in stage.events.words)
