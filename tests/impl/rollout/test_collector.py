@@ -146,7 +146,7 @@ async def test_an_episode_that_swallows_its_cancellation_is_left_when_the_run_en
     for _ in range(5):
         await asyncio.sleep(0)
     assert not running.done()
-    made.leave()
+    made.abandon_running()
     with pytest.raises(asyncio.CancelledError):
         await running
 
