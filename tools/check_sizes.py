@@ -6,6 +6,7 @@ Readable code decays because nobody measures it; this does, on every run of CI.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,25 @@ TOTAL_CODE, CORE_CODE = 24_400, 19_200
 """Lines of code of the package, and without PARTS. The goal of 16,000 and 11,500 is not reached."""
 LONGER_EXAMPLES = {"rl_loop.py": 200}
 """The whole loop, in one file."""
+
+READING_PATH = (
+    "algo/staleness.py",
+    "system/datapipe/group_store.py",
+    "impl/rollout/worker.py",
+    "impl/rollout/collector.py",
+    "api/agent.py",
+    "impl/client/sglang.py",
+    "impl/server/engine.py",
+    "impl/trainer/ppo.py",
+    "impl/trainer/batch.py",
+    "impl/trainer/batch_advantages.py",
+    "algo/losses.py",
+    "impl/engine/fsdp.py",
+    "impl/publisher/servers.py",
+    "impl/publisher/disk.py",
+)
+"""Files between a prompt and the updated weights, in the order of docs/architecture.md."""
+PATH_FILES, PATH_CODE = 14, 2_400
 
 PARTS = ("agent", "env", "tool", "sandbox", "browser", "env_server", "env_client")
 """Folders of impl with environments, agents, tools, and what serves them."""
@@ -54,11 +74,14 @@ def main() -> int:
         breaches.append(f"arealite/: {whole} lines of code, limit {TOTAL_CODE}")
     if core > CORE_CODE:
         breaches.append(f"the core of arealite/: {core} lines of code, limit {CORE_CODE}")
+    path = sum(code_lines(ROOT / "arealite" / name) for name in READING_PATH)
+    breaches += reading_path(path)
     total = sum(count(file) for file in package)
     tests = sum(count(file) for file in (ROOT / "tests").rglob("*.py"))
     for breach in breaches:
         print(breach)
     print(f"{whole} lines of code, core {core}; Python has {total} with docstrings and blanks")
+    print(f"reading path {path} lines of code in {len(READING_PATH)} files")
     print(f"{len(package)} files, tests {tests} lines, {len(breaches)} breaches")
     return 1 if breaches else 0
 
@@ -108,6 +131,21 @@ def module(file: Path) -> list[str]:
             if length > limit:
                 where = f"{file.relative_to(ROOT)}:{node.lineno}"
                 breaches.append(f"{where}: {node.name} has {length} lines, limit {limit}")
+    return breaches
+
+
+def reading_path(code: int) -> list[str]:
+    """Check the limits of the reading path, and that docs/architecture.md lists the same files."""
+    breaches = list[str]()
+    if code > PATH_CODE:
+        breaches.append(f"the reading path: {code} lines of code, limit {PATH_CODE}")
+    if len(READING_PATH) > PATH_FILES:
+        breaches.append(f"the reading path: {len(READING_PATH)} files, limit {PATH_FILES}")
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("\n## Reading path\n")[2].partition("\n## ")[0]
+    listed = tuple(re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE))
+    if listed != READING_PATH:
+        breaches.append("docs/architecture.md: its reading path differs from READING_PATH")
     return breaches
 
 

@@ -1,4 +1,4 @@
-"""The losses of policy, critic and supervised fine-tuning, as weighted sums over loss tokens.
+"""The losses of the policy, as weighted sums over loss tokens.
 
 Shapes: N = loss tokens of a micro-batch.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig
+from arealite.api.algorithm import KLConfig, KLEstimator, LossConfig
 from arealite.api.engine import LossFn, LossInput
 
 Stats = dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
             stats["kl_ref"] = kl_N.detach()
             terms_N = terms_N + kl_coef * kl_N
         loss = (kept_N * terms_N).sum()
-        return loss, _sums(stats, weight_N, loss)
+        return loss, weighted_sums(stats, weight_N, loss)
 
     return loss_fn
 
@@ -152,8 +152,8 @@ def _ratio_stats(
     return stats
 
 
-def _sums(stats: Stats, weight_N: torch.Tensor, loss: torch.Tensor) -> Stats:
-    """Sum each stat with the tokens' weights, in one product; add `loss` and `weight`."""
+def weighted_sums(stats: Stats, weight_N: torch.Tensor, loss: torch.Tensor) -> Stats:
+    """Sum each stat with the tokens' weights; add `loss` and `weight`."""
     stacked_KN = torch.stack([value_N.to(weight_N.dtype) for value_N in stats.values()])
     sums = dict(zip(stats, (stacked_KN @ weight_N).unbind(), strict=True))
     return sums | {"loss": loss.detach(), "weight": weight_N.sum()}
@@ -167,65 +167,3 @@ def effective_sample_share(stats: dict[str, float]) -> float:
     """
     square = stats["weight"] * stats["behav_weight_sq"]
     return stats["behav_weight"] ** 2 / square if square > 0 else 1.0
-
-
-def make_value_loss(config: CriticConfig) -> LossFn:
-    """Create the loss Σ loss_weight · ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²).
-
-    V is the critic's output. The loss reads the fields values (V_old, before the first update of
-    the step), returns (R) and loss_weight, float32 [N] each. Source: arXiv 2005.12729, section 3.
-    """
-
-    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
-        values_N, old_N = batch.outputs["values"], batch.fields["values"]
-        returns_N, weight_N = batch.fields["returns"], batch.fields["loss_weight"]
-        squares_N = (values_N - returns_N).square()
-        error_N = returns_N - old_N
-        stats = {
-            "values": old_N,
-            "returns": returns_N,
-            "returns_sq": returns_N.square(),
-            "error": error_N,
-            "error_sq": error_N.square(),
-        }
-        if (bound := config.value_clip) is not None:
-            moved_N = values_N - old_N
-            bounded_N = (old_N + moved_N.clamp(-bound, bound) - returns_N).square()
-            beyond_N = moved_N.detach().abs() > bound  # otherwise the two differ by rounding only
-            stats["value_clip_frac"] = beyond_N & (bounded_N.detach() > squares_N.detach())
-            squares_N = torch.maximum(squares_N, bounded_N)
-        loss = 0.5 * (weight_N * squares_N).sum()
-        return loss, _sums(stats, weight_N, loss)
-
-    return loss_fn
-
-
-def explained_variance(stats: dict[str, float]) -> float:
-    """Return the explained variance 1 − Var(R − V_old)/Var(R); 0 if all returns are equal.
-
-    Args:
-        stats: Summed stats of a loss of `make_value_loss`.
-    """
-    total = stats["weight"] or 1.0
-
-    def variance(name: str) -> float:
-        return stats[f"{name}_sq"] / total - (stats[name] / total) ** 2
-
-    spread = variance("returns")
-    return 1.0 - variance("error") / spread if spread > 1e-12 else 0.0
-
-
-def cross_entropy(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the loss −Σ w · log π, with w = `loss_weight`, which sums to 1 over the global batch.
-
-    The field `is_answer` (1: token of the assistant, 0: other token) only splits the loss in the
-    stats: `answer` + `next_state` = `loss`.
-    """
-    weight_N, is_answer_N = batch.fields["loss_weight"], batch.fields["is_answer"]
-    terms_N = -weight_N * batch.outputs["logprobs"]
-    loss = terms_N.sum()
-    with torch.no_grad():
-        answer = (terms_N * is_answer_N).sum()
-        entropy = (weight_N * batch.outputs["entropy"]).sum()
-    stats = {"loss": loss.detach(), "answer": answer, "next_state": loss.detach() - answer}
-    return loss, stats | {"entropy": entropy}

@@ -1,6 +1,7 @@
-"""Losses of preference pairs: DPO and its variants, Bradley–Terry.
+"""Losses of the offline trainers: DPO and its variants, Bradley–Terry, cross entropy.
 
-Shapes: N = loss tokens of a micro-batch, R = its rows (chosen, rejected, chosen, …), P = its pairs.
+Pure functions, tested against hand-computed numbers. N = loss tokens of a micro-batch, R = its
+rows, P = its pairs; the rows of pairs alternate: chosen, rejected, chosen, …
 """
 
 from __future__ import annotations
@@ -98,3 +99,19 @@ def _finish(
         }
         stats = {name: (weight_P * value_P).sum() for name, value_P in values.items()}
     return loss, {"loss": loss.detach(), **stats}
+
+
+def cross_entropy(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return −Σ w · log π, with w = `loss_weight`, which sums to 1 over the global batch.
+
+    `is_answer` is 1 for tokens of the assistant and 0 for the tokens that follow. It only splits
+    the sum in the stats: `answer` + `next_state` = `loss`.
+    """
+    weight_N, is_answer_N = batch.fields["loss_weight"], batch.fields["is_answer"]
+    terms_N = -weight_N * batch.outputs["logprobs"]
+    loss = terms_N.sum()
+    with torch.no_grad():
+        answer = (terms_N * is_answer_N).sum()
+        entropy = (weight_N * batch.outputs["entropy"]).sum()
+    stats = {"loss": loss.detach(), "answer": answer, "next_state": loss.detach() - answer}
+    return loss, stats | {"entropy": entropy}

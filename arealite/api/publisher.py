@@ -73,7 +73,7 @@ class WeightPublisher(ABC):
             Whether the weights are needed again: call again with a new iterator.
 
         Raises:
-            RoleError: The weights cannot be staged, or no server took them.
+            RoleError: The weights cannot be staged, or no server confirmed them.
         """
 
     @abstractmethod

@@ -141,7 +141,7 @@ trainers: Registry[Trainer] = Registry(
     "trainer",
     {
         "ppo": "arealite.impl.trainer.ppo:PPOTrainer",
-        "async_ppo": "arealite.impl.trainer.async_ppo:AsyncPPOTrainer",
+        "async_ppo": "arealite.impl.trainer.ppo:AsyncPPOTrainer",
         "sft": "arealite.impl.trainer.sft:SFTTrainer",
         "dpo": "arealite.impl.trainer.preference:DPOTrainer",
         "reward": "arealite.impl.trainer.preference:RewardTrainer",

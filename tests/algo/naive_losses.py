@@ -99,7 +99,7 @@ def kl_estimate(log_ratio: Scalar, kind: str) -> Scalar:
     return torch.exp(-log_ratio) - 1 + log_ratio
 
 
-def value_loss(
+def make_value_loss(
     config: CriticConfig, values: list[Scalar], olds: list[float], returns: list[float]
 ) -> Scalar:
     """Return the critic's loss of tokens of weight 1."""

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from arealite.algo.losses import (
     effective_sample_share,
-    explained_variance,
     make_policy_loss,
-    make_value_loss,
 )
+from arealite.algo.value_loss import explained_variance, make_value_loss
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from tests.algo import naive_losses as naive
@@ -373,7 +372,7 @@ def test_value_loss_agrees_with_the_naive_one(
     config = CriticConfig(value_clip=bound)
     loss, _, grad = critic(config, tokens)
     leaves = [torch.tensor(t[0], dtype=torch.float64, requires_grad=True) for t in tokens]
-    theirs = naive.value_loss(config, leaves, [t[1] for t in tokens], [t[2] for t in tokens])
+    theirs = naive.make_value_loss(config, leaves, [t[1] for t in tokens], [t[2] for t in tokens])
     assert [loss, *grad] == pytest.approx(gradients(theirs, leaves), abs=1e-9)
 
 

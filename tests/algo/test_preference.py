@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arealite.algo.losses import cross_entropy
-from arealite.algo.preference import bradley_terry, dpo_terms, make_dpo_loss
+from arealite.algo.preference import bradley_terry, cross_entropy, dpo_terms, make_dpo_loss
 from arealite.api.engine import LossInput
 from arealite.api.offline import DPOConfig
 

@@ -37,7 +37,7 @@ GATE, following = Path(__file__).with_name("gate"), SFTTrainer.next_batch
 
 
 def next_batch(self, step):
-    while step >= opened(GATE) and not self.stop.asked:
+    while step >= opened(GATE) and not self.stop.requested:
         time.sleep(0.02)
     return following(self, step)
 

@@ -18,21 +18,23 @@ from arealite.impl.server.engine import Engine
 
 
 class Brake:
-    """Has an engine stand still, so that what is done to a running generation finds it running."""
+    """Stops an engine between two steps, so that a test finds a generation running."""
 
     def __init__(self, engine: Engine) -> None:
         self._wake, self._inbox = engine._wake, lambda: engine._inbox
-        self._turn, engine._turn = engine._turn, self._braked  # type: ignore[method-assign]
+        self._iterate, engine._run_iteration = engine._run_iteration, self._braked  # type: ignore[method-assign]
         self._is_on, self._free = False, 0
 
     def hold(self, free: int = 0) -> None:
-        """From now on it takes `free` turns, then one for whatever it is told; a turn samples a
-        token for each request (two for a new one)."""
+        """Stop the engine after `free` steps; each command then runs one step.
+
+        A step samples a token for each request, two for a new one.
+        """
         with self._wake:
             self._is_on, self._free = True, free
 
     def let_go(self) -> None:
-        """Have it run freely again."""
+        """Let the engine run without limit."""
         with self._wake:
             self._is_on = False
             self._wake.notify()
@@ -41,7 +43,7 @@ class Brake:
         with self._wake:
             self._wake.wait_for(lambda: self._inbox() or self._free or not self._is_on)
             self._free = max(0, self._free - 1)
-        self._turn()
+        self._iterate()
 
 
 def server_config(model: Path | str, names: Path | str, **server: Any) -> ServerConfig:

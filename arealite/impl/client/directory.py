@@ -1,7 +1,7 @@
-"""Keeps the router's servers up to date with their entries in the name registry.
+"""Updates the router's servers from their entries in the name registry.
 
-One owned task reads the entries for all requests, which only wait for its `changed` event. The
-client asks no server: the process that supervises a server writes the server's state to its entry.
+One task reads the entries for all requests; a request waits for its `changed` event. The client
+never polls a server: the process that supervises a server writes the server's state to its entry.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from arealite.system.names.registry import Entry, NameRegistry
 logger = log.get(__name__)
 
 FIRST_S = 0.02
-"""Pause before the second look after `want`. It doubles from look to look, up to `refresh_s`."""
+"""Pause before the second read after `request_refresh`. It doubles with each read, up to
+`refresh_s`."""
 
 
 class Directory:
-    """The live servers of a trial. `start` and `close` frame its one task."""
+    """Reads the live servers of a trial in one task, which `start` begins and `close` ends."""
 
     def __init__(self, router: Router, registry: NameRegistry, *, refresh_s: float) -> None:
         self.router = router
         self.registry = registry
         self.refresh_s = refresh_s
         self.vocab_size: int | None = None
-        """For servers whose name tells none: what a server is not asked may kill it."""
-        self._wanted = asyncio.Event()
+        """Vocabulary size of servers without one in their entry. A token id beyond it could crash a
+        server."""
+        self._refresh_requested = asyncio.Event()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -47,50 +49,50 @@ class Directory:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def want(self) -> None:
-        """Ask for a refresh now, and for the next ones sooner than `refresh_s`."""
-        self._wanted.set()
+    def request_refresh(self) -> None:
+        """Request a refresh now, and shorter pauses before the next ones."""
+        self._refresh_requested.set()
 
     async def changed(self) -> None:
         """Wait until the servers' state has been read again.
 
         Raises:
-            InvariantError: nobody reads it any more.
+            InvariantError: the task is not running.
         """
         if self._task is None or self._task.done():
             raise InvariantError("the llm client is not running, or its directory has failed")
         await self._changed.wait()
 
     async def refresh(self) -> None:
-        """Bring the router's servers in line with the registry."""
+        """Update the router's servers from the registry."""
         begin = time.monotonic()
         entries = await asyncio.to_thread(self.registry.list, "llm_server")
         servers = self.router.servers
         for entry in entries:
-            self._note(entry, written=begin - entry.age_s)
+            self._read_entry(entry, written=begin - entry.age_s)
         named = {entry.id for entry in entries}
         for server in [each for each in servers.values() if each.id not in named]:
             if server.alive or server.waits:
                 logger.warning("llm server lost", id=server.id, address=server.address)
-            server.lose()
+            server.remove_from_traffic()
             if not server.in_flight:
                 del servers[server.id]
         self._changed.set()
         self._changed.clear()
 
-    def _note(self, entry: Entry, *, written: float) -> None:
-        """Take over what an entry says, unless it is older than what this client found itself."""
+    def _read_entry(self, entry: Entry, *, written: float) -> None:
+        """Update a server from its entry, unless the entry is older than a failure seen here."""
         servers, value = self.router.servers, entry.value
         server = servers.get(entry.id)
         if server is None or server.address != value["address"]:
             if server is not None:
-                server.lose()
+                server.remove_from_traffic()
             headers = self.registry.headers(str(value.get("type")))
             server = servers[entry.id] = Server(entry.id, value["address"], headers=headers)
             logger.info("llm server found", id=entry.id, address=value["address"])
         server.vocab_size = value.get("vocab_size") or self.vocab_size
         server.context_length = value.get("context_length")
-        if written > server.doubted:
+        if written > server.entry_stale_since:
             server.version = parse_version(value.get("version"))
             if not server.alive:
                 logger.info("llm server in traffic", id=server.id, version=server.version)
@@ -102,9 +104,13 @@ class Directory:
             while True:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
-                        await self._wanted.wait()
-                pause_s = FIRST_S if self._wanted.is_set() else min(2 * pause_s, self.refresh_s)
-                self._wanted.clear()
+                        await self._refresh_requested.wait()
+                pause_s = (
+                    FIRST_S
+                    if self._refresh_requested.is_set()
+                    else min(2 * pause_s, self.refresh_s)
+                )
+                self._refresh_requested.clear()
                 await self.refresh()
         finally:
-            self._changed.set()  # whoever waits must find out that nobody reads any more
+            self._changed.set()  # waiting requests continue and find that the task ended

@@ -1,6 +1,6 @@
-"""Which server gets a request: a group's server if it may have traffic, else the least loaded one.
+"""Chooses the server of a request: that of its group if possible, else the least loaded.
 
-Pure bookkeeping without I/O: the directory keeps the servers' state up to date, the client asks.
+No I/O: the directory updates the state of the servers, and the client calls `Router.pick`.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ class Server:
     id: str
     address: str
     version: int = 0
-    """Newest policy version that its name or an answer of it says."""
+    """Newest policy version in its registry entry or in one of its answers."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    """Of every request: the token that the server asks for."""
+    """Sent with every request: the bearer token."""
     vocab_size: int | None = None
-    """None where nobody told: prompts are then not checked."""
+    """None: unknown; prompts are then not checked."""
     context_length: int | None = None
     alive: bool = False
-    """Its name is fresh, and no request has failed at it since its name was renewed."""
-    doubted: float = -math.inf
-    """When a request last failed at it, or found older weights than its name says. Its entry counts
-    again when it is renewed after that."""
+    """Its entry is fresh, and no request has failed since the entry was renewed."""
+    entry_stale_since: float = -math.inf
+    """Monotonic time at which a request failed, or found older weights than the entry states. The
+    entry is ignored until it is renewed after that time."""
     in_flight: int = 0
     served: int = 0
     waits: dict[Wait, None] = field(default_factory=dict[Wait, None])
-    """One a request in flight, so that a lost server can be left at once."""
+    """One for each request in flight, so that requests can leave a lost server at once."""
 
     def __post_init__(self) -> None:
         self.generate_url = URL(f"{self.address}/generate")
         self.name = f"llm_server-{self.id}"
 
-    def doubt(self) -> None:
-        """Ignore its entry until it is renewed."""
-        self.doubted = time.monotonic()
+    def mark_entry_stale(self) -> None:
+        """Ignore the registry entry until it is renewed."""
+        self.entry_stale_since = time.monotonic()
 
-    def lose(self) -> None:
-        """Take it out of traffic and interrupt what waits for it."""
+    def remove_from_traffic(self) -> None:
+        """Send no further requests to the server, and interrupt those in flight."""
         self.alive = False
         for wait in self.waits:
             wait.expire()
 
 
 class Router:
-    """Chooses servers; remembers which group went where, for the servers' prefix caches."""
+    """Chooses servers; keeps each group on one server, for the server's prefix cache."""
 
     def __init__(self) -> None:
         self.servers: dict[str, Server] = {}
@@ -65,13 +65,15 @@ class Router:
     def pick(
         self, group_id: str, min_version: int, *, avoid: Server | None = None
     ) -> Server | None:
-        """Return the server for a request of a group, or None while no server may have it.
+        """Return the server for a request of a group, or None while no server can take it.
 
-        `avoid` has just failed and gets the request only if there is no other.
+        Args:
+            min_version: the oldest policy version that may sample the request.
+            avoid: a server that has just failed; it is chosen only if there is no other.
         """
-        held = self._groups.get(group_id)
-        if held is not None and held.alive and held.version >= min_version and held is not avoid:
-            return held
+        last = self._groups.get(group_id)
+        if last is not None and last.alive and last.version >= min_version and last is not avoid:
+            return last
         able = [s for s in self.servers.values() if s.alive and s.version >= min_version]
         if not able:
             return None
@@ -82,12 +84,12 @@ class Router:
         self._groups[group_id] = server
         return server
 
-    def why_none(self, min_version: int) -> str:
-        """Say why no server may have a request, for an error message."""
+    def no_server_reason(self, min_version: int) -> str:
+        """Return why no server can take a request, for an error message."""
         if not self.servers:
             return "no server is registered"
         states = (
             f"{s.id} ({s.address}): " + (f"version {s.version}" if s.alive else "unreachable")
             for s in self.servers.values()
         )
-        return f"none may have a request of version >= {min_version}: {', '.join(states)}"
+        return f"no server can take a request of version >= {min_version}: {', '.join(states)}"

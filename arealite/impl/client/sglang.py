@@ -1,7 +1,8 @@
-"""The client of servers with SGLang's native HTTP protocol, embedded servers included.
+"""The client of SGLang servers and embedded servers: SGLang's native HTTP protocol.
 
-A generation is always returned whole, even if servers fail or weights change meanwhile. Every token
-has the logprob and the policy version that the server returned.
+The client returns complete generations. If a server fails, or a weight update aborts a request, the
+client sends the prompt again with the tokens so far. Every token keeps the logprob and the policy
+version that its server returned.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ logger = log.get(__name__)
 MAX_SERVER_ERRORS = 8
 """Server errors (status 5xx, malformed answers) after which a request fails."""
 MAX_BACKOFF_S = 2.0
-KEEPALIVE_S = 4.0
-"""Less than the 5 s after which SGLang closes an idle connection."""
 TRY_AGAIN = frozenset((408, 425, 429))
 OWN_SERVER_S = 600.0
 """How long a server that the run starts may load its model; its supervisor reports a failure."""
@@ -48,7 +47,7 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class Generation:
-    """The state of one request: what has been sampled so far, and the failed attempts."""
+    """The state of one request: the tokens sampled so far, and the failed attempts."""
 
     request: LLMRequest
     deadline: float
@@ -70,7 +69,7 @@ class Generation:
             self.interruptions = resumed.interruptions + 1
 
     def response(self, stop_reason: str = "") -> LLMResponse:
-        """Return a copy of what has been sampled so far."""
+        """Return a copy of the tokens sampled so far."""
         tokens = self.output_ids[:], self.logprobs[:], self.versions[:]
         return LLMResponse(*tokens, stop_reason, self.interruptions)
 
@@ -96,12 +95,13 @@ class SGLangClient(LLMClient):
         """Open connections; wait up to `server_wait_s` for the first server.
 
         Raises:
-            DeadlineError: no server came.
+            DeadlineError: no server was registered in that time.
         """
-        self._session = self._open_session(limit=self.config.max_connections)
-        # A second session, so that aborts get through when generations use every connection. It is
-        # limited by host, so that a silent server delays no other.
-        self._control = self._open_session(limit=0, limit_per_host=16)
+        connect_s = self.config.connect_timeout_s
+        self._session = wire.open_session(connect_s, limit=self.config.max_connections)
+        # Aborts have their own session, because generations may use every connection of the first.
+        # Its limit is per host, so that a silent server delays aborts at no other server.
+        self._control = wire.open_session(connect_s, limit=0, limit_per_host=16)
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         model_config = await asyncio.to_thread(read_json, self._model_path)
         self._directory.vocab_size = vocab_size(model_config)
@@ -127,7 +127,7 @@ class SGLangClient(LLMClient):
         return {**self._stats, "in_flight": float(in_flight)}
 
     async def generate(self, request: LLMRequest) -> LLMResponse:
-        """Return the finished generation; interruptions and dead servers only cost time.
+        """Return the finished generation, whatever interruptions and failed servers it meets.
 
         Raises:
             ContextOverflow: prompt + budget exceed the server's context.
@@ -147,7 +147,7 @@ class SGLangClient(LLMClient):
             answer = await self._attempt(generation, server)
             if answer is None:
                 continue
-            stop_reason = self._take(generation, server, answer, acknowledged)
+            stop_reason = self._add_answer(generation, server, answer, acknowledged)
             if stop_reason:
                 self._stats["interruptions"] += generation.interruptions
                 return generation.response(stop_reason)
@@ -160,9 +160,9 @@ class SGLangClient(LLMClient):
     # ------------------------------------------------------------ one attempt
 
     async def _attempt(self, generation: Generation, server: Server) -> wire.Answer | None:
-        """Send the request, or the rest of it; return None where another attempt is needed."""
+        """Send the request with the tokens so far; return None if another attempt is needed."""
         request = generation.request
-        rid = f"{request.request_id}~{generation.sent}"  # no rid is another one's prefix
+        rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
         params = wire.sampling_params(request.sampling, len(generation.output_ids))
         body = wire.encode_body(wire.Body(rid, request.input_ids + generation.output_ids, params))
         generation.sent += 1
@@ -189,11 +189,11 @@ class SGLangClient(LLMClient):
             if asyncio.get_running_loop().time() >= generation.deadline:
                 raise ServerUnavailable(
                     f"{request.request_id}: {server.address} did not finish before the deadline "
-                    f"({len(generation.output_ids)} tokens from before)"
+                    f"({len(generation.output_ids)} tokens were sampled before)"
                 ) from outcome
             server.alive = False
-            server.doubt()
-            self._directory.want()
+            server.mark_entry_stale()
+            self._directory.request_refresh()
             await self._retry(generation, server, "failovers", str(outcome))
             return None
         status, raw = outcome
@@ -215,21 +215,26 @@ class SGLangClient(LLMClient):
         seconds = generation.deadline - asyncio.get_running_loop().time()
         return Wait(what, owner="llm client", on=on, seconds=seconds)
 
-    def _take(
+    def _add_answer(
         self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
     ) -> str | None:
-        """Add an answer's tokens; return the stop reason, or None where generation must go on."""
+        """Add the tokens of an answer; return the stop reason, or None if generation must go on.
+
+        Args:
+            acknowledged: version that the server had reported before the request was sent.
+        """
         meta, newest = answer.meta_info, acknowledged
         if meta.weight_version is not None:
             newest = wire.parse_version(meta.weight_version)
         logprobs = wire.token_logprobs(answer)
-        # Without spans: what was acknowledged before sending, or less if it restarted since then.
+        # Without spans all tokens get the version acknowledged before sending, or the version of
+        # the answer if that is lower: then the server restarted in between.
         versions = wire.token_versions(answer, min(acknowledged, newest))
         if min(versions, default=newest) < generation.request.min_version:
-            server.version = newest  # it restarted with old weights after its name was renewed
-            server.doubt()
+            server.version = newest  # restarted with old weights after its entry was renewed
+            server.mark_entry_stale()
             self._stats["stale_answers"] += 1
-            self._directory.want()
+            self._directory.request_refresh()
             return None
         server.version = max(server.version, newest)
         generation.output_ids += answer.output_ids
@@ -244,29 +249,17 @@ class SGLangClient(LLMClient):
         if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:
             raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
         generation.interruptions += 1
-        return self._end_of_aborted(generation, answer)
-
-    def _end_of_aborted(self, generation: Generation, answer: wire.Answer) -> str | None:
-        """Return why an aborted output had come to its end at that very token, if it had."""
-        sampling, length = generation.request.sampling, len(generation.output_ids)
-        if answer.output_ids and length > sampling.min_new_tokens:
-            last = answer.output_ids[-1]
-            text = msgspec.json.decode(answer.text, type=str) if sampling.stop else ""
-            if (
-                last in self._eos
-                or last in sampling.stop_token_ids
-                or any(stop in text for stop in sampling.stop)
-            ):
-                return "stop"
-        return "length" if length >= sampling.max_new_tokens else None
+        return wire.end_of_aborted(
+            answer, generation.request.sampling, len(generation.output_ids), self._eos
+        )
 
     # ------------------------------------------------------------ when it fails
 
     async def _retry(self, generation: Generation, server: Server, counter: str, why: str) -> None:
-        """Count a failure of the server, and wait before the next attempt, at another one if any.
+        """Count a failure of the server, and back off; the next attempt prefers another server.
 
         Raises:
-            ServerUnavailable: the request has met MAX_SERVER_ERRORS errors of servers.
+            ServerUnavailable: the request has had MAX_SERVER_ERRORS server errors.
         """
         generation.failed_at = server
         self._stats[counter] += 1
@@ -276,7 +269,7 @@ class SGLangClient(LLMClient):
         await self._back_off(generation)
 
     async def _back_off(self, generation: Generation) -> None:
-        """Wait before an attempt, the longer the more failed in a row; not past the deadline."""
+        """Wait before the next attempt: exponential in failed attempts, at most to the deadline."""
         generation.failures += 1
         if generation.failures > 1:
             left = generation.deadline - asyncio.get_running_loop().time()
@@ -284,10 +277,10 @@ class SGLangClient(LLMClient):
             await asyncio.sleep(max(0.0, min(pause, left)))
 
     async def _wait_for_server(self, generation: Generation) -> Server:
-        """Wait until a server may have the request, or raise at the deadline."""
+        """Return a server that can take the request; wait for one until the deadline."""
         request, begin = generation.request, time.perf_counter()
         self._stats["server_waits"] += 1
-        self._directory.want()
+        self._directory.request_refresh()
         try:
             with self._wait(generation, "llm_server"):
                 while True:
@@ -295,13 +288,13 @@ class SGLangClient(LLMClient):
                     if server := self._router.pick(request.group_id, request.min_version):
                         return server
         except DeadlineError as error:
-            why = self._router.why_none(request.min_version)
+            why = self._router.no_server_reason(request.min_version)
             raise ServerUnavailable(f"{request.request_id}: {why}") from error
         finally:
             self._stats["server_wait_s"] += time.perf_counter() - begin
 
     def _abort(self, server: Server, rid: str) -> None:
-        """Tell the server to stop: it may take seconds to notice a closed connection."""
+        """Abort the request at the server, which may notice a closed connection seconds later."""
 
         async def send() -> None:
             url, body = f"{server.address}/abort_request", msgspec.json.encode({"rid": rid})
@@ -317,14 +310,3 @@ class SGLangClient(LLMClient):
         task = asyncio.create_task(send(), name=f"abort of {rid}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-
-    def _open_session(self, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=limit, limit_per_host=limit_per_host, keepalive_timeout=KEEPALIVE_S
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout_s),
-            headers={"Content-Type": "application/json"},
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-        )

@@ -1,17 +1,22 @@
-"""SGLang's /generate on the wire: typed requests, typed answers, and what answers say a token.
+"""The protocol of SGLang's /generate: requests, answers, and the logprob and version of each token.
 
-Apart from the client, so that what the protocol says can be tested without a server.
+It is separate from the client, so that tests of the protocol need no server.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
+
+KEEPALIVE_S = 4.0
+"""Less than the 5 s after which SGLang closes an idle connection."""
 
 
 class Body(msgspec.Struct):
@@ -42,18 +47,18 @@ class Span(msgspec.Struct):
 
 
 class Meta(msgspec.Struct):
-    """What the server says about the output."""
+    """Metadata of the output. Filled by the server."""
 
     finish_reason: FinishReason
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
-    """[logprob, token id, text or null] a token."""
+    """[logprob, token id, text or null] of each token."""
     weight_versions: list[Span] | None = None
     """None from servers older than SGLang 0.5.19."""
     weight_version: str | int | None = None
     """At the end of the request."""
     num_retractions: int | None = None
     total_retractions: int | None = None
-    """The same count, as SGLang before 0.5.19 names it."""
+    """The same count, under the name of SGLang before 0.5.19."""
 
 
 class Answer(msgspec.Struct):
@@ -62,7 +67,7 @@ class Answer(msgspec.Struct):
     output_ids: list[int]
     meta_info: Meta
     text: msgspec.Raw = msgspec.Raw(b'""')
-    """Left encoded: it is looked at only where stop strings are given."""
+    """Left encoded: it is decoded only if the request has stop strings."""
 
 
 encode_body = msgspec.json.Encoder().encode
@@ -70,7 +75,7 @@ decode_answer = msgspec.json.Decoder(Answer).decode
 
 
 def check_request(request: LLMRequest, vocab: int | None, context: int | None) -> None:
-    """Refuse requests that could crash a server, or that it would answer wrongly.
+    """Refuse a request that could crash a server or get a wrong answer.
 
     Args:
         vocab: token ids that the server's model has; None: not checked.
@@ -96,9 +101,9 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
 
 
 def sampling_params(config: SamplingConfig, used: int) -> dict[str, Any]:
-    """Return the parameters of a generation that has spent `used` tokens of its budget.
+    """Return the parameters of a generation that has sampled `used` tokens already.
 
-    All that changes the distribution, because servers have defaults of their own.
+    Every parameter that changes the distribution is sent, because servers differ in defaults.
     """
     return vars(config) | {
         "ignore_eos": False,
@@ -109,7 +114,7 @@ def sampling_params(config: SamplingConfig, used: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def parse_version(text: str | int | None) -> int:
-    """Return a policy version; what is not an integer ("default": never updated) is version 0."""
+    """Return a policy version; text that is no integer ("default": never updated) is version 0."""
     try:
         return int(text or 0)
     except ValueError:
@@ -120,7 +125,7 @@ def token_logprobs(answer: Answer) -> list[float]:
     """Return the logprob of each output token.
 
     Raises:
-        InvariantError: the server's ids and logprobs are not of the same tokens.
+        InvariantError: ids and logprobs belong to different tokens.
     """
     pairs = answer.meta_info.output_token_logprobs
     logprobs = [pair[0] for pair in pairs]
@@ -151,8 +156,29 @@ def token_versions(answer: Answer, acknowledged: int) -> list[int]:
     return versions
 
 
+def end_of_aborted(
+    answer: Answer, sampling: SamplingConfig, length: int, eos: Collection[int]
+) -> str | None:
+    """Return the stop reason of an aborted output that was already complete; None otherwise.
+
+    Args:
+        length: number of tokens sampled so far, earlier answers included.
+        eos: the model's end tokens.
+    """
+    if answer.output_ids and length > sampling.min_new_tokens:
+        last = answer.output_ids[-1]
+        text = msgspec.json.decode(answer.text, type=str) if sampling.stop else ""
+        if (
+            last in eos
+            or last in sampling.stop_token_ids
+            or any(stop in text for stop in sampling.stop)
+        ):
+            return "stop"
+    return "length" if length >= sampling.max_new_tokens else None
+
+
 def error_message(status: int, raw: bytes) -> str:
-    """Return what a server says about an error, in any of the shapes SGLang uses."""
+    """Return the message of an error answer, in any of the formats that SGLang uses."""
     try:
         error = msgspec.json.decode(raw)
         for key in ("error", "message"):
@@ -161,3 +187,16 @@ def error_message(status: int, raw: bytes) -> str:
     except msgspec.DecodeError:
         error = raw.decode(errors="replace")
     return f"HTTP {status}: {str(error)[:500]}"
+
+
+def open_session(connect_s: float, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
+    """Open a pool of connections; `limit` 0 means any number."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=limit, limit_per_host=limit_per_host, keepalive_timeout=KEEPALIVE_S
+        ),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+        headers={"Content-Type": "application/json"},
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+    )

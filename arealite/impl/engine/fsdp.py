@@ -7,7 +7,6 @@ optimizer and the files.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,10 +24,9 @@ from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
-from arealite.impl.engine import attention, checkpoint, loading, lora, shards
+from arealite.impl.engine import attention, export, loading, lora, shards
 from arealite.impl.engine.batch import MicroBatch, collate, scatter
 from arealite.impl.engine.fingerprint import fingerprint
-from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.model import (
     LogprobModel,
     ValueModel,
@@ -63,15 +61,19 @@ class FSDPEngine(TrainEngine):
         cuda = "nccl" in dist.get_backend()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else CPU
         self.dtype = DTYPES[config.dtype]
-        self._source = Path(model_path).expanduser()
+        self.source = Path(model_path).expanduser()
         torch.manual_seed(seed + dist.get_rank())
         self.head: Head = head
-        self.module = loading.empty_model(self._source, head)
+        self.module = loading.empty_model(self.source, head)
         """The Hugging Face model whose parameters are trained in place."""
         self.module.requires_grad_(training is not None)
         has_adapter = training is not None and config.lora.rank > 0
-        self._adapter = lora.inject(self.module, config.lora, head) if has_adapter else None
-        plain = self._set_dtypes() and dist.get_world_size() == 1 and not config.cpu_offload
+        self.adapter = lora.inject(self.module, config.lora, head) if has_adapter else None
+        plain = (
+            loading.set_dtypes(self.module, self.dtype)
+            and dist.get_world_size() == 1
+            and not config.cpu_offload
+        )
         self._model = (
             ValueModel(self.module)
             if head == "value"
@@ -86,7 +88,7 @@ class FSDPEngine(TrainEngine):
         if not plain:
             shard(self._model, mesh, dtype=self.dtype, offload=config.cpu_offload)
         loading.load_weights(
-            self.module, self._source, self.device, offload=config.cpu_offload, seed=seed
+            self.module, self.source, self.device, offload=config.cpu_offload, seed=seed
         )
         self._optimizer = Optimizer(self.module, training) if training else None
         self._skips_adapter = False
@@ -94,7 +96,7 @@ class FSDPEngine(TrainEngine):
     def without_adapter(self) -> FSDPEngine:
         """Return a frozen engine on the same parameters that skips the adapters.
 
-        It computes what the model did before training, and needs no memory of its own.
+        It has the outputs of the model before training, and needs no additional memory.
         """
         engine = copy.copy(self)
         engine._optimizer, engine._skips_adapter = None, True
@@ -127,7 +129,7 @@ class FSDPEngine(TrainEngine):
                         continue
                     for i, row in zip(indices, scatter(values_N, part), strict=True):
                         result[i] = row
-        # Without a backward pass gathered parameters stay, and a load would not change them.
+        # Without a backward pass gathered parameters stay in memory; `load` would not update them.
         reshard(self._model)
         return results
 
@@ -151,7 +153,7 @@ class FSDPEngine(TrainEngine):
                 root.set_is_last_backward(last)
             part = [rows[i] for i in indices]
             batch = collate(part, self.device, self.layout)
-            if not part:  # other ranks have rows: their collectives need this rank
+            if not part:  # other ranks have rows, and their collectives need this rank
                 torch.cat([*self._model(batch).values()]).sum().backward()
                 continue
             stats, recorded = backward(self._model, batch, loss_fn, record_outputs)
@@ -181,26 +183,12 @@ class FSDPEngine(TrainEngine):
         return shards.load(folder, self.module, self.optimizer)
 
     def export(self, path: Path) -> None:
-        """Write the model in the compute dtype, adapters merged, and `adapter/` for peft."""
-        temp = checkpoint.begin(path) if dist.get_rank() == 0 else None
-        weights = self.stream_weights()
-        if temp:
-            copy_small_files(self._source, temp)
-            write_config(temp, self.module, dtype=self.config.dtype, head=self.head)
-            write_weights(temp, weights)
-        else:
-            deque(weights, maxlen=0)
-        if self._adapter is not None:
-            folder = temp / "adapter" if temp else None
-            lora.write(self.module, self._full, self._adapter, folder, base=self._source)
-        if temp:
-            checkpoint.commit(path, {"world_size": dist.get_world_size()} | checkpoint.versions())
-            log.info("model exported", path=str(path))
-        dist.barrier()
+        """Write the model in the compute dtype, adapters merged; see `export.export`."""
+        export.export(self, path)
 
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield weights in the compute dtype, tied ones once, adapters merged; see TrainEngine."""
-        for name, full in lora.merged(self.module, self._full, self.dtype):
+        for name, full in lora.merged(self.module, self.full, self.dtype):
             if dist.get_rank() == 0:
                 yield name, full if on_device else full.to("cpu", copy=True)
 
@@ -208,22 +196,8 @@ class FSDPEngine(TrainEngine):
         """Return the fingerprint of the float32 masters, as this world size shards them."""
         return fingerprint(dict(lora.held_tensors(self.module)), self.device)
 
-    def _set_dtypes(self) -> bool:
-        """Cast frozen parameters to the compute dtype.
-
-        Returns:
-            Whether all parameters now have that dtype. Adapters do not count: they accept inputs of
-            any dtype and compute in their own.
-        """
-        for name, param in self.module.named_parameters():
-            if not param.requires_grad and name != loading.SCORE:
-                param.data = param.data.to(self.dtype)
-        return all(
-            param.dtype == self.dtype or lora.ADAPTER in name
-            for name, param in self.module.named_parameters()
-        )
-
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+    def full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a whole parameter on the engine's device, gathered from all ranks."""
         tensor = tensor.to(self.device)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -234,7 +208,7 @@ class FSDPEngine(TrainEngine):
         longest = max((length for each in all_lengths for length in each), default=0)
         if limit and longest > limit:
             raise UserError(
-                f"A row has {longest} tokens. Positions of '{self._source}' beyond {limit} depend "
+                f"A row has {longest} tokens. Positions of '{self.source}' beyond {limit} depend "
                 f"on the rows beside it: use llm_server.context_length={limit}, or shorter rows."
             )
         return microbatches(

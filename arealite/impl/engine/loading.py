@@ -56,6 +56,19 @@ def empty_model(path: Path, head: Head = "lm") -> Any:
     return model.eval()
 
 
+def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Cast frozen parameters to the compute dtype.
+
+    Returns:
+        Whether all parameters now have that dtype. Adapters do not count: they accept inputs of any
+        dtype and compute in their own.
+    """
+    for name, param in model.named_parameters():
+        if not param.requires_grad and name != SCORE:
+            param.data = param.data.to(dtype)
+    return all(param.dtype == dtype or ADAPTER in name for name, param in model.named_parameters())
+
+
 def load_weights(
     model: Any, path: Path, device: torch.device, *, offload: bool = False, seed: int = 0
 ) -> None:

@@ -23,7 +23,7 @@ from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import EpisodeTimeout
 from arealite.impl.env_server.wire import Refused
-from arealite.impl.rollout.collector import cause
+from arealite.impl.rollout.failures import root_error
 from arealite.system.health import waits
 from arealite.system.health.waits import END_S, is_cancelled
 
@@ -177,7 +177,7 @@ class Session:
             elif isinstance(raised, asyncio.CancelledError) and is_cancelled():
                 raise  # the task itself was cancelled, not a future that the episode awaits
             else:
-                self._failure = cause(raised)
+                self._failure = root_error(raised)
         finally:
             self._changed.set()
 

@@ -1,6 +1,7 @@
 """Reads a server's capabilities from its own description, not from its version number.
 
-Versions differ in pause modes, weight-update sessions and routes. No other code knows a version.
+Versions of SGLang differ in pause modes, weight-update sessions and routes. No other code depends
+on a version number.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of one incarnation of a server."""
+    """Capabilities of one server process."""
 
     version: str
     """Version of the server's program, for logs."""
     pause_modes: frozenset[str]
     spans: bool
-    """It reports the version of every token; else an answer must have one version."""
+    """The server reports the version of every token; else one answer must have one version."""
     sessions: bool
     """Weights are sent between begin_weight_update and end_weight_update."""
     buckets: bool
-    """It takes a broadcast of many tensors as one."""
+    """The server accepts many tensors in one broadcast."""
     relabel: bool
-    """Its version can be changed without its weights."""
+    """The reported version can be changed without new weights."""
     distributed: bool
     tp: int
     dp: int
@@ -33,12 +34,18 @@ class Capabilities:
     def read(
         cls, spec: Mapping[str, Any], info: Mapping[str, Any], meta: Mapping[str, Any]
     ) -> Capabilities:
-        """Take the answers of /openapi.json and /server_info, and `meta_info` of a generation."""
+        """Read capabilities from the server's answers.
+
+        Args:
+            spec: Answer of /openapi.json.
+            info: Answer of /server_info.
+            meta: `meta_info` of a generation.
+        """
         paths: Mapping[str, Any] = spec.get("paths") or {}
         schemas: Mapping[str, Any] = (spec.get("components") or {}).get("schemas") or {}
 
         def enum(schema: str, field: str) -> list[str] | None:
-            """Return the values of a body's field: [] where any will do, None where it has none."""
+            """Return the allowed values of a body's field: [] any, None without such a field."""
             found = ((schemas.get(schema) or {}).get("properties") or {}).get(field)
             if found is None:
                 return None

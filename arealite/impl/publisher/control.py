@@ -1,6 +1,6 @@
 """Controls one server through SGLang's protocol: pause, update weights, continue, confirm.
 
-This module contains every special case of the protocol and nothing about the run.
+Every special case of the protocol is here. The module knows nothing of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from arealite.system.health.waits import PAUSE_OBSERVER, Wait, table
 logger = log.get(__name__)
 
 CONTINUE_S = 5.0
-"""Limit of a continue request and of short questions. It does not count towards `timeout_s`: a
+"""Limit of a continue request and of status requests. It does not count towards `timeout_s`: a
 server whose update timed out is still continued."""
 
 
@@ -39,7 +39,7 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError, RoleError, ValueError)
 
 @dataclass(eq=False)
 class ServerControl:
-    """One incarnation of a server: its state, as this publisher knows it, and its routes."""
+    """One server process: its state, as this publisher knows it, and its routes."""
 
     id: str
     address: str
@@ -48,9 +48,9 @@ class ServerControl:
     """The folder of its model; "" if the name entry has none."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """Sent with every request: the bearer token."""
-    held: int | None = None
-    """The version that it confirmed last; None before the first one and after a failure."""
-    listed: str = ""
+    confirmed_version: int | None = None
+    """The version that the server confirmed last; None before the first and after a failure."""
+    listed_version: str = ""
     """The version in its name entry."""
     report: PublishReport = field(default_factory=lambda: PublishReport(-1))
     """Times of its last update."""
@@ -61,18 +61,18 @@ class ServerControl:
     retry_at: float = 0.0
     """Monotonic time before which no process group includes it."""
     broken: bool = False
-    """It holds a part of a version: it must not generate under a version's name."""
+    """The server has partial weights, so it must not generate under a version's label."""
     is_open: bool = False
     """A weight-update session is open."""
     is_paused: bool = False
-    """This publisher paused it, and has not continued it since."""
+    """This publisher has paused the server and not continued it yet."""
     flush: bool = True
     """Whether the update during this pause flushes the cache."""
     foreign_pause: Wait | None = None
-    """The pause by another client, as a wait in vitals; None: none was seen when last asked."""
+    """The pause by another client, as a wait in vitals; None: not paused at the last check."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    known: Capabilities | None = None
-    _greeted: bool = False
+    capabilities: Capabilities | None = None
+    _session_reset: bool = False
     _pause_began: float = 0.0
     _pause_ended: float = 0.0
 
@@ -83,9 +83,9 @@ class ServerControl:
 
     @property
     def can(self) -> Capabilities:
-        """What the server can do; known after `connect`."""
-        assert self.known is not None, "connect first"
-        return self.known
+        """The server's capabilities, which `connect` reads."""
+        assert self.capabilities is not None, "connect first"
+        return self.capabilities
 
     # ------------------------------------------------------------ before the first update
 
@@ -97,44 +97,44 @@ class ServerControl:
         Raises:
             RoleError: The server's model has other tensors.
         """
-        if self.known is not None:
-            return self.known
+        if self.capabilities is not None:
+            return self.capabilities
         if Path(self.folder).is_absolute():
             held = await asyncio.to_thread(read_shapes, Path(self.folder))  # {} if it is elsewhere
             check_shapes(shapes, held, where=f"{self.address}, which serves {self.folder}")
-        with self.bounded("an answer to a greeting", CONTINUE_S):
-            await self.demand("/continue_generation", {})  # so that it can generate
+        with self.time_limit("the answer to a continue", CONTINUE_S):
+            await self.request_ok("/continue_generation", {})
         one_token = {"max_new_tokens": 1, "temperature": 0.0}
         generate = {"input_ids": [1], "sampling_params": one_token}
         bodies = {"/openapi.json": None, "/server_info": None, "/generate": generate}
-        answers = [await self.ask(path, body) for path, body in bodies.items()]
+        answers = [await self.request(path, body) for path, body in bodies.items()]
         spec, info, output = [
             msgspec.json.decode(text) if status == 200 else {} for status, text in answers
         ]
-        self.known = Capabilities.read(spec, info, output.get("meta_info", {}))
-        logger.info("server probed", server=self.id, **msgspec.to_builtins(self.known))
-        return self.known
+        self.capabilities = Capabilities.read(spec, info, output.get("meta_info", {}))
+        logger.info("server probed", server=self.id, **msgspec.to_builtins(self.capabilities))
+        return self.capabilities
 
     # ------------------------------------------------------------ one update
 
     async def pause(self, mode: str) -> None:
-        """Pause in `mode`, or by aborting if the server does not support `mode`."""
+        """Pause in `mode`, or in mode abort if the server does not support `mode`."""
         self._pause_began, self.is_paused = time.perf_counter(), True
         known = self.can.pause_mode(mode)
-        status, text = await self.ask("/pause_generation", {"mode": known})
+        status, text = await self.request("/pause_generation", {"mode": known})
         if status != 200 and known != "abort":
             logger.warning("pause refused", server=self.id, mode=mode, status=status)
             known = "abort"
-            status, text = await self.ask("/pause_generation", {"mode": known})
+            status, text = await self.request("/pause_generation", {"mode": known})
         self._check("/pause_generation", status, text)
-        if self.can.sessions and not self._greeted:
-            # Close the session of a crashed publisher. This call blocks unless paused.
-            await self.ask("/end_weight_update", {})
-        self._greeted, self.flush = True, known != "in_place"
+        if self.can.sessions and not self._session_reset:
+            # Close a session that a crashed publisher left open. The call blocks unless paused.
+            await self.request("/end_weight_update", {})
+        self._session_reset, self.flush = True, known != "in_place"
         self._pause_ended = time.perf_counter()
 
     async def finish(self, version: int) -> None:
-        """Continue the server, which holds all weights of `version` now, and confirm the version.
+        """Close the update, continue the server, and confirm that it reports `version`.
 
         Raises:
             RoleError: The server reports another version.
@@ -146,7 +146,7 @@ class ServerControl:
         confirmed = await self.version()
         if confirmed != str(version):
             raise RoleError(f"{self.address} holds version {confirmed}, not {version}")
-        self.held, self.error, self.failures = version, None, 0
+        self.confirmed_version, self.error, self.failures = version, None, 0
         self.report = PublishReport(
             version,
             pause_s=self._pause_ended - self._pause_began,
@@ -156,12 +156,12 @@ class ServerControl:
         )
 
     async def begin(self) -> None:
-        """Open a weight-update session if the server has sessions; mark the server as broken."""
+        """Open a weight-update session if the server supports them; mark the server as broken."""
         if self.can.sessions and not self.is_open:
-            status, _ = await self.ask("/begin_weight_update", {})
-            if status != 200:  # one is open: the answer of its end was lost
-                await self.ask("/end_weight_update", {})
-                await self.demand("/begin_weight_update", {})
+            status, _ = await self.request("/begin_weight_update", {})
+            if status != 200:  # a session is open: the answer to its end was lost
+                await self.request("/end_weight_update", {})
+                await self.request_ok("/begin_weight_update", {})
             self.is_open = True
         self.broken = True
 
@@ -169,7 +169,7 @@ class ServerControl:
         """Close the session: the weights are complete."""
         if self.is_open:
             self.is_open = False
-            await self.demand("/end_weight_update", {})
+            await self.request_ok("/end_weight_update", {})
         self.broken = False
 
     async def update(self, path: str, body: dict[str, Any], *, version: int | None) -> None:
@@ -183,61 +183,67 @@ class ServerControl:
         label = None if version is None else str(version)
         flush = self.flush and version is not None
         body = body | {"weight_version": label, "flush_cache": flush, "abort_all_requests": False}
-        status, text = await self.ask(path, body)
+        status, text = await self.request(path, body)
         if status == 400 and "not flushed" in text:
-            # The weights are new, version and prefix cache old.
+            # The server has new weights with the old version and prefix cache.
             await self._flush()
             if self.can.relabel and version is not None:
                 await self.relabel(str(version), abort=False)
                 return
-            status, text = await self.ask(path, body)
+            status, text = await self.request(path, body)
         self._check(path, status, text)
 
     async def resume(self) -> None:
-        """Continue the server. A broken one is labelled `UNTRUSTED` first; without a route for
-        labels it stays paused."""
-        with self.bounded("a continue", CONTINUE_S):
+        """Continue the server.
+
+        A broken server is labelled `UNTRUSTED` first. It stays paused if it has no route for that.
+        """
+        with self.time_limit("a continue", CONTINUE_S):
             if self.broken:
                 if not self.can.relabel:
                     return
                 if self.is_open:
                     self.is_open = False
-                    await self.ask("/end_weight_update", {})
+                    await self.request("/end_weight_update", {})
                 await self.relabel(UNTRUSTED, abort=True)
-            await self.demand("/continue_generation", {})
+            await self.request_ok("/continue_generation", {})
             self.is_paused = False
 
     async def relabel(self, version: str, *, abort: bool) -> None:
-        """Change the server's version, not its weights."""
+        """Set the version that the server reports, without new weights."""
         body = {"new_version": version, "abort_all_requests": abort}
-        await self.demand("/update_weight_version", body)
+        await self.request_ok("/update_weight_version", body)
 
-    # ------------------------------------------------------------ questions
+    # ------------------------------------------------------------ status
 
-    async def holds(self, version: int, *, ask: bool) -> bool:
-        """Return whether it confirmed a version; `ask`: and its name or its answer says so now."""
-        if self.held != version or not ask:
-            return self.held == version
-        return self.listed == str(version) or await self.version() == str(version)
+    async def holds(self, version: int, *, verify: bool) -> bool:
+        """Return whether the server has confirmed a version.
+
+        Args:
+            verify: also compare the version in its name entry, or else the one that it reports.
+        """
+        if self.confirmed_version != version or not verify:
+            return self.confirmed_version == version
+        return self.listed_version == str(version) or await self.version() == str(version)
 
     async def version(self) -> str | None:
         """Return the version that the server reports; None if it reports none."""
-        with self.bounded("model info", CONTINUE_S):
-            return msgspec.json.decode(await self.demand("/model_info")).get("weight_version")
+        with self.time_limit("model info", CONTINUE_S):
+            return msgspec.json.decode(await self.request_ok("/model_info")).get("weight_version")
 
     async def end_foreign_pause(self, *, resume: bool) -> None:
-        """Look for a pause by another client. Continue the server, or show the pause in vitals.
+        """Check for a pause by another client; continue the server or show the pause in vitals.
 
-        The caller holds `lock`, so no update of this trial is under way. SGLang 0.5.9 has no
-        /ready: it is continued at each call, which has no effect unless it is paused.
+        The caller holds `lock`, so this publisher is not updating the server. SGLang 0.5.9 has no
+        /ready: each call continues it, which has no effect unless it is paused.
 
         Args:
-            resume: Whether to continue the server.
+            resume: Continue the server; False only shows the pause.
         """
-        with self.bounded("readiness", CONTINUE_S):
-            status, _ = await self.ask("/ready")
+        with self.time_limit("readiness", CONTINUE_S):
+            status, _ = await self.request("/ready")
         if status != 503:
-            self.forget_pause()
+            self.clear_foreign_pause()
         elif self.foreign_pause is None:
             why = "by a client that is not this trial's publisher"
             why += "" if resume else " (trainer.ppo.publisher.continue_paused=false)"
@@ -246,12 +252,12 @@ class ServerControl:
             )
             logger.warning("server is paused " + why, server=self.id, continued=resume)
         if resume and status != 200:
-            with self.bounded("a continue", CONTINUE_S):
-                await self.demand("/continue_generation", {})
+            with self.time_limit("a continue", CONTINUE_S):
+                await self.request_ok("/continue_generation", {})
         elif self.foreign_pause is not None:
             table.add(self.foreign_pause)
 
-    def forget_pause(self) -> None:
+    def clear_foreign_pause(self) -> None:
         """Remove the pause by another client from vitals."""
         if self.foreign_pause is not None:
             table.discard(self.foreign_pause)
@@ -259,28 +265,28 @@ class ServerControl:
 
     # ------------------------------------------------------------ inside
 
-    def bounded(self, what: str, seconds: float) -> Wait:
-        """Limit the time of a wait for this server; see `Wait`."""
+    def time_limit(self, what: str, seconds: float) -> Wait:
+        """Return a wait of at most `seconds` for this server; see `Wait`."""
         return Wait(what, owner="publisher", on=self.role, seconds=seconds)
 
     async def _flush(self) -> None:
         """Empty the cache while paused: retract running requests, or else abort them."""
         for mode in ("retract", "abort"):
-            await self.demand("/pause_generation", {"mode": mode})
-            status, _ = await self.ask("/flush_cache", {})
+            await self.request_ok("/pause_generation", {"mode": mode})
+            status, _ = await self.request("/flush_cache", {})
             if status == 200:
                 return
-        raise RoleError(f"{self.address} holds new weights and an old cache, and does not flush it")
+        raise RoleError(f"{self.address} has new weights, but does not flush its old cache")
 
-    async def demand(self, path: str, body: dict[str, Any] | None = None) -> str:
+    async def request_ok(self, path: str, body: dict[str, Any] | None = None) -> str:
         """Send a request that must succeed; return the text of the answer.
 
         Raises:
             Refused: The status is not 200.
         """
-        return self._check(path, *await self.ask(path, body))
+        return self._check(path, *await self.request(path, body))
 
-    async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    async def request(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
         replies_soon = "weights" not in path and path != "/generate"
         with Wait(

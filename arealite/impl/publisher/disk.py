@@ -1,4 +1,4 @@
-"""Publishes weights through files: staged first, then loaded by all servers at the same time."""
+"""Publishes weights through files: `stage` writes them once, `push` lets all servers load them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class DiskPublisher(ServersPublisher):
-    """`stage` writes a version; servers load it at `push`, or when they appear."""
+    """`stage` writes a version; servers load it at `push`, or when they register later."""
 
     _sender: DiskSender | None = None
 
@@ -60,7 +60,7 @@ class DiskPublisher(ServersPublisher):
             await on_all(partial(self._sender.send, version))
 
     def parent(self) -> Path:
-        """Return the folder in which versions are staged."""
+        """Return the folder of staged versions: `disk.dir`, or tmpfs if shared, or the run's."""
         if self.config.disk.dir is not None:
             return Path(self.config.disk.dir).expanduser().absolute()
         entries = self.registry.list("llm_server")
@@ -69,14 +69,14 @@ class DiskPublisher(ServersPublisher):
 
 
 class DiskSender:
-    """Writes versions as Hugging Face folders, and tells servers to load them.
+    """Writes versions as Hugging Face folders, and requests that servers load them.
 
-    The folders are in one folder, which is locked while this process lives. It holds at most two
-    versions.
+    All versions are in one parent folder, at most two at a time. This process locks it, so that a
+    later run can find and remove the folders of processes that crashed.
     """
 
     def __init__(self, parent: Path, model_path: Path) -> None:
-        """Make `<parent>/arealite-<uid>-<pid>-…` (0700), and remove folders of dead processes."""
+        """Make `<parent>/arealite-<uid>-<pid>-…` (0700), and remove folders of ended processes."""
         self.model_path, self.newest = model_path, Path()
         prefix = f"arealite-{os.getuid()}-"
         parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class DiskSender:
     def write(
         self, version: int, weights: Iterator[tuple[str, torch.Tensor]], file_bytes: int
     ) -> None:
-        """Write `weights` as version `version`, in files of `file_bytes`, one in memory at a time.
+        """Write `weights` as version `version`, in files of about `file_bytes`.
 
         Raises:
             RoleError: The disk is full or not writable. Incomplete files are removed.
@@ -111,12 +111,12 @@ class DiskSender:
             shutil.rmtree(temporary, ignore_errors=True)
 
     async def send(self, version: int, server: ServerControl) -> None:
-        """Have a server load the newest folder, which is `version`."""
+        """Request that a server loads the newest folder, which holds `version`."""
         body = {"model_path": str(self.newest), "load_format": "auto"}
         await server.update("/update_weights_from_disk", body, version=version)
 
     def keep_only(self, version: int) -> None:
-        """Remove every staged version but one."""
+        """Remove every staged version except `version`."""
         for path in self.folder.glob("v*"):
             if path.name != f"v{version}":
                 shutil.rmtree(path, ignore_errors=True)
@@ -128,7 +128,7 @@ class DiskSender:
 
 
 def _is_here(entry: Entry) -> bool:
-    """Return whether a server shares this host's tmpfs: only own addresses can be bound."""
+    """Return whether a server runs on this host: only a local address can be bound."""
     host = urlsplit(str(entry.value["address"])).hostname
     family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

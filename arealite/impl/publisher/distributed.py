@@ -1,8 +1,8 @@
 """Publishes weights through a process group of rank 0 and the servers: no file, no second copy.
 
-Buckets are sent while the next one is gathered from the shards. Nothing is kept, so the trainer
-streams a version again for servers that lack it. If a server is lost during an update, the others
-hold a part of the version: they stay paused until they have received all of it.
+A bucket is sent while the next bucket is gathered from the shards. No version is stored, so the
+trainer streams it again for servers that lack it. If a server fails during an update, the others
+have partial weights and stay paused until they have received a whole version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = log.get(__name__)
 
 
 class DistributedPublisher(ServersPublisher):
-    """`stage` updates the servers; `push` reports."""
+    """`stage` updates the servers; `push` only reports."""
 
     wants_device = True
 
@@ -49,7 +49,7 @@ class DistributedPublisher(ServersPublisher):
         try:
             return self._stage(version, weights)
         finally:
-            for _ in weights:  # the other ranks take part to the end
+            for _ in weights:  # consume the rest: the other ranks take part in gathering it
                 pass
 
     @property
@@ -76,9 +76,9 @@ class DistributedPublisher(ServersPublisher):
         server.error = None
 
     def _is_stale(self, server: ServerControl) -> bool:
-        is_behind = self.newest is not None and server.held != self.newest
-        is_well = server.known is not None and server.error is None
-        return is_behind and is_well and time.monotonic() >= server.retry_at
+        is_behind = self.newest is not None and server.confirmed_version != self.newest
+        is_healthy = server.capabilities is not None and server.error is None
+        return is_behind and is_healthy and time.monotonic() >= server.retry_at
 
     def _stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
         begin = time.perf_counter()
@@ -101,7 +101,7 @@ class DistributedPublisher(ServersPublisher):
                 self._send(itertools.chain([first], buckets), version, on_all)
         except PartialUpdate:
             self._sender.close()
-        return all(server.held != version for server in servers)
+        return all(server.confirmed_version != version for server in servers)
 
     def _send(self, buckets: Iterator[Bucket], version: int, on_all: OnAll) -> None:
         """Send every bucket while the next one is gathered.
@@ -149,12 +149,12 @@ class GroupSender:
         host: str,
         submit: Callable[[Coroutine[Any, Any, None]], Future[None]],
     ) -> None:
-        """Make no group yet.
+        """Initialize without a group.
 
         Args:
             config: Options of the publisher.
-            host: Where rank 0 listens.
-            submit: Starts a coroutine in the thread that talks to the servers.
+            host: Address at which rank 0 listens.
+            submit: Starts a coroutine in the publisher's thread.
         """
         self.members: Sequence[ServerControl] = ()
         self.name = self._backend = ""
@@ -162,7 +162,7 @@ class GroupSender:
         self._group: dist.ProcessGroup | None = None
 
     def join(self, servers: Sequence[ServerControl], device: str, on_all: OnAll) -> None:
-        """Form a group with these servers, unless it exists.
+        """Create a group with these servers, unless it exists.
 
         Args:
             servers: The other ranks.
@@ -193,7 +193,7 @@ class GroupSender:
 
         async def join(server: ServerControl) -> None:
             offset = {"rank_offset": offsets[server]}
-            await server.demand("/init_weights_update_group", body | offset)
+            await server.request_ok("/init_weights_update_group", body | offset)
 
         posted = self._submit(on_all(join))
         joined = _in_thread(
@@ -238,7 +238,7 @@ class GroupSender:
         if self._backend == "gloo":
             parts = [part.cpu() for part in parts]  # no copy of tensors that are on the CPU
         works: list[Any] = []
-        with suppress(RuntimeError):  # a server is gone, and does not answer either
+        with suppress(RuntimeError):  # a server has crashed; its request fails, too
             works = [dist.broadcast(p, src=0, group=self._group, async_op=True) for p in parts]
 
         def wait_until_received() -> None:
@@ -249,7 +249,7 @@ class GroupSender:
         return wait_until_received
 
     def close(self) -> None:
-        """Destroy the group, here and at the servers that answer."""
+        """Destroy the group, here and at the servers that respond."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -259,7 +259,7 @@ class GroupSender:
 
         async def leave() -> None:
             there = [server for server in self.members if server.error is None]
-            left = (server.ask("/destroy_weights_update_group", body) for server in there)
+            left = (server.request("/destroy_weights_update_group", body) for server in there)
             wait = Wait("servers to leave a group", owner="publisher", seconds=GRACE_S)
             with suppress(DeadlineError), wait:
                 await asyncio.gather(*left, return_exceptions=True)
@@ -267,14 +267,14 @@ class GroupSender:
         self._submit(leave()).result()
 
     def _listen(self) -> socket.socket:
-        """Return a socket that listens at the address where the servers look for rank 0."""
+        """Return a socket that listens for the servers at the address of rank 0."""
         port = self._config.distributed.port
         try:
             return socket.create_server((self._host, port))
         except OSError as error:
             raise RoleError(
                 f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self._host} "
-                f"cannot be listened at: {error}. Use another, or 0."
+                f"cannot be bound: {error}. Use another port, or 0 for any free port."
             ) from error
 
 

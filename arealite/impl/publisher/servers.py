@@ -1,7 +1,8 @@
-"""Updates servers to published versions: finds, pauses, confirms, quarantines and heals them.
+"""Updates all servers to a published version: pause, send weights, continue, confirm.
 
-The base of the publishers `disk` and `distributed`, which only move the weights. An event loop in
-a thread of its own updates servers that appear late or restart while the trainer computes.
+This is the base class of the publishers `disk` and `distributed`, which add the transfer of
+weights. An event loop in a separate thread updates servers that register late, restart or recover
+while the trainer computes.
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ logger = log.get(__name__)
 WATCH_S = 1.0
 """Seconds between two comparisons of the registered servers with the newest version."""
 RETRY_S = 0.25
-"""Pause between attempts while no server has taken a version (the only one may be restarting)."""
+"""Pause between attempts while no server has confirmed a version."""
 GRACE_S = 1.0
-"""After the first failure in a step of an update, the other servers have this long to finish."""
+"""After the first failure in a step of an update, the other servers have this many seconds to
+finish the step."""
 
 T = TypeVar("T")
 Action = Callable[[ServerControl], Awaitable[None]]
 OnAll = Callable[[Action], Coroutine[Any, Any, None]]
-"""Runs an action for all servers of an update at the same time."""
+"""Runs an action for all servers of an update concurrently."""
 
 
 class PartialUpdate(Exception):
-    """A server failed during an update and is quarantined. The others may hold a part of it."""
+    """A server failed during an update and is quarantined; the others may have partial weights."""
 
 
 class ServersPublisher(WeightPublisher):
-    """Keeps every registered server at the newest version; a subclass moves the weights."""
+    """Keeps every registered server at the newest version; a subclass transfers the weights."""
 
     def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
         """Start watching the servers of the trial."""
@@ -60,7 +62,7 @@ class ServersPublisher(WeightPublisher):
         self.newest: int | None = None
         """The version that every server should hold."""
         self.shapes: Shapes = {}
-        """Of the tensors that are sent; {} before the first version."""
+        """Shapes of the tensors that are sent; {} before the first version."""
         self.num_bytes, self.stage_s = 0, 0.0
         self._servers: dict[tuple[str, Any], ServerControl] = {}
         self._stop = asyncio.Event()
@@ -96,11 +98,11 @@ class ServersPublisher(WeightPublisher):
 
     @abstractmethod
     async def update_server(self, server: ServerControl, version: int) -> None:
-        """Update a connected server, whose lock is held, or check that `stage` can update it.
+        """Update a connected server, or check that `stage` can; the caller holds its lock.
 
         Raises:
             PartialUpdate: The server failed and is quarantined.
-            RoleError, OSError, aiohttp.ClientError: The server cannot be updated in this way.
+            RoleError, OSError, aiohttp.ClientError: This publisher cannot update the server.
         """
 
     def call(self, job: Coroutine[Any, Any, T]) -> T:
@@ -121,7 +123,7 @@ class ServersPublisher(WeightPublisher):
     def checked(
         self, weights: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors through; count their bytes and check their names and shapes.
+        """Yield the tensors; count their bytes and check their names and shapes.
 
         Raises:
             RoleError: A tensor differs from the version before.
@@ -148,12 +150,12 @@ class ServersPublisher(WeightPublisher):
     async def updating(
         self, servers: Sequence[ServerControl], version: int
     ) -> AsyncIterator[OnAll]:
-        """Pause servers for an update, and then continue them and confirm `version`.
+        """Pause servers, run the body, which sends the weights, then continue and confirm.
 
-        The caller holds the servers' locks, and sends the weights in the body, by calls of the
-        function that this yields. All this together may take `timeout_s`. Quarantined servers and
-        those with complete old weights are continued. A server with a part of a version stays
-        paused until the next update.
+        The caller holds the servers' locks. The body sends the weights through the function that
+        this yields. The whole update may take `timeout_s`. After a failure quarantined servers, and
+        servers that still have complete old weights, are continued; a server with partial weights
+        stays paused until the next update.
 
         Raises:
             PartialUpdate: A server failed before all weights were sent.
@@ -162,7 +164,7 @@ class ServersPublisher(WeightPublisher):
         on_all = partial(self.on_all, servers, until)
 
         async def pause(server: ServerControl) -> None:
-            server.held = None
+            server.confirmed_version = None
             await server.pause(self.config.pause_mode)
 
         try:
@@ -176,23 +178,23 @@ class ServersPublisher(WeightPublisher):
         await asyncio.gather(*(self._finish(server, version) for server in servers))
 
     async def on_all(self, servers: Sequence[ServerControl], until: float, do: Action) -> None:
-        """Run an action for all servers at the same time, and quarantine those that fail.
+        """Run an action for all servers concurrently, and quarantine the servers that fail.
 
         Args:
             servers: Their locks are held.
-            until: The loop's time at which the action fails.
+            until: Deadline of the action, in the loop's time.
             do: The action. If one fails, the others are cancelled after GRACE_S.
 
         Raises:
             PartialUpdate: A server failed.
         """
 
-        async def bounded(server: ServerControl) -> None:
+        async def run_limited(server: ServerControl) -> None:
             left = max(0.1, until - asyncio.get_running_loop().time())
-            with server.bounded(f"{server.id} to take weights", left):
+            with server.time_limit(f"{server.id} to take weights", left):
                 await do(server)
 
-        tasks = {asyncio.ensure_future(bounded(server)): server for server in servers}
+        tasks = {asyncio.ensure_future(run_limited(server)): server for server in servers}
         try:
             _, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if late:
@@ -202,7 +204,7 @@ class ServersPublisher(WeightPublisher):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         failed = {tasks[t]: t.exception() for t in tasks if not t.cancelled() and t.exception()}
-        # A server that answered only reported that another one is gone, if one is.
+        # If some servers gave no answer, the refusals of the others are a consequence of that.
         blamed = {s: e for s, e in failed.items() if not isinstance(e, Refused)} or failed
         for server, error in blamed.items():
             if not isinstance(error, FAILURES):
@@ -215,27 +217,29 @@ class ServersPublisher(WeightPublisher):
             raise PartialUpdate
 
     async def push_all(self, version: int) -> tuple[list[ServerControl], list[str]]:
-        """Update every server in traffic to `version`; retry until one holds it, or needs `stage`.
+        """Update every server in traffic to `version`; retry until one server confirms it.
 
         Returns:
-            The servers that confirmed it, and the ids of those that failed.
+            The servers that confirmed it, and the ids of servers that failed. The first list may be
+            empty if `needs_republish`.
 
         Raises:
-            RoleError: No server holds it; the message has each server's error.
+            RoleError: No server confirmed it in `timeout_s`; the message has each server's error.
         """
         give_up = time.monotonic() + self.config.timeout_s
         while True:
             servers = await self._find_servers()
             asked = [server for server in servers if server.error is None] or servers
             await asyncio.gather(*(self._update_if_stale(server) for server in asked))
-            confirmed = [server for server in asked if server.held == version]
+            confirmed = [server for server in asked if server.confirmed_version == version]
             if confirmed or self.needs_republish:
                 return confirmed, [server.id for server in servers if server.error]
             if time.monotonic() >= give_up:
-                said = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
+                errors = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
                 raise RoleError(
-                    f"no server took version {version} in {self.config.timeout_s:g} s. "
-                    + (said or f"None is registered in {self.registry.root}; start one.")
+                    f"no server confirmed version {version} in {self.config.timeout_s:g} s "
+                    "(trainer.ppo.publisher.timeout_s). "
+                    + (errors or f"None is registered in {self.registry.root}; start one.")
                 )
             await asyncio.sleep(RETRY_S)
 
@@ -260,42 +264,46 @@ class ServersPublisher(WeightPublisher):
                 await asyncio.gather(*paused, return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Update late, restarted and failed servers. Waits for: the clock."""
+        """Update late, restarted and failed servers, every WATCH_S."""
         while True:
             await asyncio.sleep(WATCH_S)
             for server in await self._find_servers():
                 if not server.lock.locked():
-                    update = self._update_if_stale(server, ask=True)
-                    self._tasks.create_task(update, name=f"heal {server.id}")
+                    update = self._update_if_stale(server, verify=True)
+                    self._tasks.create_task(update, name=f"update {server.id}")
 
     async def _find_servers(self) -> list[ServerControl]:
-        """Return the registered servers. A restarted one is a new object without known state."""
+        """Return the registered servers; a restarted server gets a new object without state."""
         entries = await asyncio.to_thread(self.registry.list, "llm_server")
         found = {(str(e.value["address"]), e.value.get("pid")): e for e in entries}
         for key in self._servers.keys() - found.keys():
-            self._servers.pop(key).forget_pause()
+            self._servers.pop(key).clear_foreign_pause()
         for key in found.keys() - self._servers.keys():
             entry = found[key]
             folder = str(entry.value.get("model_path") or "")
             headers = self.registry.headers(str(entry.value.get("type") or ""))
             self._servers[key] = ServerControl(entry.id, key[0], self._session, folder, headers)
         for key, entry in found.items():
-            self._servers[key].listed = str(entry.value.get("version"))
+            self._servers[key].listed_version = str(entry.value.get("version"))
         return [self._servers[key] for key in found]
 
-    async def _update_if_stale(self, server: ServerControl, *, ask: bool = False) -> None:
-        """Update one server unless it holds the newest version. `ask`: have it confirm that."""
+    async def _update_if_stale(self, server: ServerControl, *, verify: bool = False) -> None:
+        """Update one server unless it holds the newest version.
+
+        Args:
+            verify: compare the version that the server reports now, and end pauses by others.
+        """
         async with server.lock:
             version = self.newest
             if version is None:
                 return
             try:
-                if await server.holds(version, ask=ask):
-                    if ask:
+                if await server.holds(version, verify=verify):
+                    if verify:
                         await server.end_foreign_pause(resume=self.config.continue_paused)
                     return
-                server.held = None
-                with server.bounded(f"{server.id} to answer", self.config.timeout_s):
+                server.confirmed_version = None
+                with server.time_limit(f"{server.id} to answer", self.config.timeout_s):
                     await server.connect(self.shapes)
                 await self.update_server(server, version)
             except PartialUpdate:
@@ -303,8 +311,8 @@ class ServersPublisher(WeightPublisher):
             except FAILURES as error:
                 self._quarantine(server, error)
                 return
-            if ask and server.held == version:
-                logger.info("server healed", server=server.id, version=version)
+            if verify and server.confirmed_version == version:
+                logger.info("server updated", server=server.id, version=version)
 
     async def _finish(self, server: ServerControl, version: int) -> None:
         try:
@@ -313,11 +321,11 @@ class ServersPublisher(WeightPublisher):
             self._quarantine(server, error)
 
     def _quarantine(self, server: ServerControl, error: Exception) -> None:
-        """Give a server no traffic until an update succeeds; continue it if it is paused."""
-        said = f"{type(error).__name__}: {error}"
-        if said != server.error:
+        """Exclude a server from traffic until an update succeeds; continue it if it is paused."""
+        text = f"{type(error).__name__}: {error}"
+        if text != server.error:
             logger.warning("server quarantined", server=server.id, error=str(error))
-        server.held, server.error = None, said
+        server.confirmed_version, server.error = None, text
         self._tasks.create_task(self._resume(server))
 
     async def _resume(self, server: ServerControl) -> None:

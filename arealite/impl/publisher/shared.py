@@ -1,8 +1,8 @@
-"""Publishes without a copy: a server in the trainer's process generates from the parameters that
-are trained.
+"""Publishes without a copy: a server in the trainer's process uses the trained parameters.
 
-For one GPU, or a laptop: one set of parameters instead of two, for generation and training that
-take turns. The server runs in a thread. The trainer's thread pauses it while the parameters change.
+For one GPU, or a laptop: memory holds one set of parameters instead of two, and generation and
+training alternate. The server runs in a thread. The trainer's thread pauses it while the parameters
+change.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class SharedPublisher(WeightPublisher):
         module: Any = getattr(engine, "module", None)
         if module is None or any(isinstance(p, DTensor) for p in module.parameters()):
             raise UserError(
-                "trainer.ppo.publisher.type=shared generates from the very parameters that are "
-                "trained, so they must be whole and of the compute's dtype: one trainer rank, "
-                "engine.fsdp.dtype=float32 or lora.rank above 0, cpu_offload=false."
+                "trainer.ppo.publisher.type=shared generates from the trained parameters, so they "
+                "must not be sharded, and must have the dtype of the forward pass: use one trainer "
+                "rank, engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
             )
-        with suppress(OSError):  # few models have none; then the config's end tokens hold
+        with suppress(OSError):  # no generation config: config.json has the end tokens
             folder = Path(config.model.path).expanduser()
             module.generation_config = GenerationConfig.from_pretrained(folder)
         self.config, threads = config.trainer.ppo.publisher, config.launcher.trainer_threads
@@ -81,7 +81,7 @@ class SharedPublisher(WeightPublisher):
         self._pause_s = self._paused_at - begin
 
     def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
-        """Continue generation from the present parameters. `weights` would copy them: not used."""
+        """Continue generation with the current parameters; `weights` is not used."""
         self._await("generation to continue", self.server.resume(str(version)))
         self._stall_s = time.perf_counter() - self._paused_at
         return False
@@ -92,7 +92,7 @@ class SharedPublisher(WeightPublisher):
 
     @property
     def needs_republish(self) -> bool:
-        """Always False; raises if the server died, because its requests are never answered."""
+        """Always False; raises if the server crashed, because its requests get no answer."""
         if self._thread.ended.done():
             raise self._death()
         return False
@@ -107,7 +107,7 @@ class SharedPublisher(WeightPublisher):
 
         Raises:
             UserError: The server could not start.
-            RoleError: The server died, or takes longer than `timeout_s`.
+            RoleError: The server crashed, or the wait is longer than `timeout_s`.
         """
         seconds = self.config.timeout_s
         with Wait(what, owner="publisher", on="trainer-0", seconds=seconds):

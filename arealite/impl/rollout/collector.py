@@ -1,7 +1,7 @@
-"""Runs the episodes of leased groups, and turns the turns of their agents into trajectories.
+"""Runs the episodes of leased groups, and makes trajectories from the turns of their agents.
 
-An exception of an environment or agent ends here: it becomes a Failure in the episode's result,
-unless its class says that the run itself is wrong.
+An exception of an environment or agent becomes a Failure in the episode's result. Only exceptions
+of the run itself (`FATAL`) are raised again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from traceback import extract_tb
 from typing import TYPE_CHECKING, NamedTuple
 
 from arealite.api.agent import Agent, AgentFactory
 from arealite.api.collector import PartConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import Env
-from arealite.api.episode import Seat, StoredTurn, Turn, decode_turn, encode_turn
+from arealite.api.episode import Seat, Turn, encode_turn
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
@@ -31,11 +30,12 @@ from arealite.base.errors import (
     DeadlineError,
     EpisodeError,
     EpisodeTimeout,
-    InvariantError,
     UserError,
 )
 from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
+from arealite.impl.rollout.failures import FATAL, make_failure, root_error
+from arealite.impl.rollout.resume import recorded_turns, turn_header, unsent_turns
 from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
 logger = log.get(__name__)
 
 assert sys.byteorder == "little", "payloads are little-endian"
-
-MAX_DETAIL = 500
-"""Characters of an error that a Failure keeps."""
-FATAL = (InvariantError, UserError)
-"""Errors of the run, not of the episode."""
 
 
 class NothingGenerated(EpisodeError):
@@ -66,7 +61,7 @@ class Part(NamedTuple):
 
 
 class Collector:
-    """Runs many episodes at a time: each environment is made once, agents for every episode."""
+    """Runs many episodes concurrently. Environments are made once, agents for every episode."""
 
     def __init__(
         self, config: ExperimentConfig, client: LLMClient, tokenizer: PreTrainedTokenizerBase
@@ -82,17 +77,17 @@ class Collector:
         self._logged: set[str] = set()
         self._stack = AsyncExitStack()
         self._running = set[Wait]()
-        """One for each episode under way."""
+        """One for each running episode."""
         self._playing: dict[tuple[str, int], tuple[Lease, dict[str, Agent]]] = {}
-        """By lease id and member: resumable episodes under way."""
+        """By lease id and member: running episodes of resumable environments."""
         self.resumed: Counter[str] = Counter()
-        """Episodes and tokens taken from records of an earlier attempt; records that differed."""
+        """Counts of episodes and tokens resumed from records, and of records that differed."""
 
     async def setup(self) -> None:
-        """Start the environments and what agents share; where one fails, close the others.
+        """Start the environments and the shared clients of agents; if one fails, close the others.
 
         Raises:
-            UserError: an environment has no such seat, or cannot start.
+            UserError: an environment cannot start, or lacks a seat that the config names.
         """
         async with AsyncExitStack() as stack:
             for part in self.parts.values():
@@ -106,11 +101,11 @@ class Collector:
             self._stack = stack.pop_all()
 
     async def close(self) -> None:
-        """Close the environments and what agents share."""
+        """Close the environments and the shared clients of agents."""
         await self._stack.aclose()
 
-    def leave(self) -> None:
-        """End the episodes that were cancelled, and do not end."""
+    def abandon_running(self) -> None:
+        """Stop waiting for cancelled episodes that do not end."""
         for wait in [*self._running]:
             wait.abandon()
 
@@ -137,33 +132,37 @@ class Collector:
             (the result, a payload for each of its headers).
 
         Raises:
-            InvariantError, UserError: the run itself is wrong.
+            InvariantError, UserError: the error concerns the run, not this episode.
         """
         made: list[tuple[TrajectoryHeader, bytes]] = []
         failure = None
         try:
-            made = await self._play(lease, member, turns)
+            made = await self._run_episode(lease, member, turns)
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as raised:  # SystemExit, and a panic in Rust, are no Exception
+        except BaseException as raised:  # SystemExit and Rust panics are no Exception
             if isinstance(raised, asyncio.CancelledError) and is_cancelled():
-                raise  # the episode itself is cancelled, not something that it waited for
-            error = cause(raised)
+                raise  # the episode is cancelled, not a task that it waited for
+            error = root_error(raised)
             if isinstance(error, FATAL):
                 raise error from raised
             failure = self._failure(lease, error)
         headers, payloads = [header for header, _ in made], [payload for _, payload in made]
         return Episode(lease.lease_id, lease.group_id, member, headers, failure), payloads
 
-    def progress(self, anew: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
-        """Yield the new turns of running episodes since the last call; with `anew`, all turns."""
+    def progress(self, resend_all: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
+        """Yield the unsent turns of running episodes; with `resend_all`, all their turns."""
         for (_, member), (lease, agents) in self._playing.items():
-            turns = [(each, turn) for each in agents.values() for turn in unsent(each, anew=anew)]
+            turns = [
+                (each, turn)
+                for each in agents.values()
+                for turn in unsent_turns(each, resend_all=resend_all)
+            ]
             if turns:
                 headers = [turn_header(lease, member, agent, turn) for agent, turn in turns]
                 yield lease, headers, [encode_turn(turn) for _, turn in turns]
 
-    async def _play(
+    async def _run_episode(
         self, lease: Lease, member: int, turns: Sequence[bytes]
     ) -> list[tuple[TrajectoryHeader, bytes]]:
         """Run one episode under its deadline; return one trajectory for each trainable seat."""
@@ -180,14 +179,14 @@ class Collector:
         try:
             with wait:
                 await wait.run(part.env.run(lease.task, **agents))
-            if wait.expired:  # and the environment has swallowed it
+            if wait.expired:  # the environment caught the cancellation
                 raise DeadlineError(what, owner="collector", seconds=seconds)
         except (TimeoutError, DeadlineError) as error:
             if not wait.expired:
                 raise
             what = f"the episode ran longer than episode_timeout_s={seconds}"
             if wait.abandoned:
-                what += ", swallowed its cancellation, and is left where it stands"
+                what += ", caught its cancellation, and was abandoned"
             raise EpisodeTimeout(what) from error
         finally:
             self._running.discard(wait)
@@ -200,7 +199,7 @@ class Collector:
             raise NothingGenerated(f"{type(part.env).__name__} has no trainable seat")
         # A game may end before it is a seat's turn.
         seats = [agent for agent in seats if agent.record.turns] or seats
-        return [trajectory(lease, member, agent, seconds=seconds) for agent in seats]
+        return [make_trajectory(lease, member, agent, seconds=seconds) for agent in seats]
 
     def _count_resumed(self, agents: dict[str, Agent]) -> None:
         records = [agent.record for agent in agents.values()]
@@ -217,7 +216,7 @@ class Collector:
         sampling = self._eval_sampling if is_eval else self.config.sampling
         metadata = (lease.group_id, episode_id, lease.version, sampling)
         seats = [
-            Seat(name, *metadata, recorded(lease, member, name, turns) if turns else ())
+            Seat(name, *metadata, recorded_turns(lease, member, name, turns) if turns else ())
             for name in part.env.seats
         ]
         configs = part.config.seats
@@ -227,52 +226,16 @@ class Collector:
         }
 
     def _failure(self, lease: Lease, error: BaseException) -> Failure:
-        kind = errors.failure_class(error)
-        if kind not in self._logged:  # the first of each class with its traceback, the rest counted
+        failure = make_failure(error)
+        kind = failure.failure_class
+        if kind not in self._logged:  # log only the first of each class
             self._logged.add(kind)
             trace = None if isinstance(error, EpisodeError) else error
             task = lease.task.task_id
             logger.warning(
                 "episode failed", failure=kind, task=task, error=str(error), exc_info=trace
             )
-        return Failure(kind, f"{type(error).__name__}: {error}"[:MAX_DETAIL] + raised_at(error))
-
-
-def raised_at(error: BaseException) -> str:
-    """Return the file and line where an unexpected exception was raised; "" for EpisodeErrors."""
-    frames = [] if isinstance(error, EpisodeError) else extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-
-
-def recorded(
-    lease: Lease, member: int, seat: str, payloads: Sequence[bytes]
-) -> tuple[StoredTurn, ...]:
-    """Return the recorded turns of a seat, up to the first that is missing."""
-    found: list[StoredTurn] = []
-    for turn, payload in zip(lease.turns, payloads, strict=True):
-        if (turn.member, turn.seat, turn.index) == (member, seat, len(found)):
-            found.append(decode_turn(payload))
-    return tuple(found)
-
-
-def unsent(agent: Agent, *, anew: bool) -> list[Turn]:
-    """Return an agent's turns that were not sent to the datapipe, in order; mark them as sent."""
-    record, turns = agent.record, list[Turn]()
-    for turn in reversed(record.turns):
-        if turn.is_stored and not anew:
-            break
-        turns.append(turn)
-    turns += [turn for turn in record.partial.values() if anew or not turn.is_stored]
-    for turn in turns:
-        turn.is_stored = True
-    return sorted(turns, key=lambda turn: turn.index)
-
-
-def turn_header(lease: Lease, member: int, agent: Agent, turn: Turn) -> TurnHeader:
-    """Return the header of a turn; turns of seats that are not trained are never too old."""
-    versions = turn.response.versions if agent.trainable else []
-    oldest = min(versions, default=lease.version)
-    return TurnHeader(member, agent.seat.name, turn.index, oldest)
+        return failure
 
 
 def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
@@ -282,15 +245,7 @@ def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
             raise UserError(f"{config.env.type}: " + unknown("seat", name, seats))
 
 
-def cause(error: BaseException) -> BaseException:
-    """Return the error inside an exception group: a fatal one if any, else the first."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    found = [cause(inner) for inner in error.exceptions]
-    return next((inner for inner in found if isinstance(inner, FATAL)), found[0])
-
-
-def trajectory(
+def make_trajectory(
     lease: Lease, member: int, agent: Agent, *, seconds: float
 ) -> tuple[TrajectoryHeader, bytes]:
     """Return the header and the payload of a seat's trajectory.

@@ -1,6 +1,7 @@
-"""A rollout worker: runs hundreds of leased episodes at a time, and submits their results.
+"""A rollout worker: runs hundreds of leased episodes concurrently, and submits their results.
 
-A failed episode never ends the worker; a broken invariant does.
+A failed episode is a result like any other. Only a broken invariant or a wrong config ends the
+worker.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.base import log
 from arealite.base.signals import STOP
-from arealite.impl.rollout.collector import Collector, cause
+from arealite.impl.rollout.collector import Collector
+from arealite.impl.rollout.failures import root_error
 from arealite.system.health import vitals, waits
 from arealite.system.health.waits import END_S
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 logger = log.get(__name__)
 
 DRAIN_GRACE_S = 2.0
-"""How long running episodes may continue when the run ends, before they are aborted."""
+"""When the run ends, running episodes have this long to finish before they are aborted."""
 
 
 class RolloutWorker:
@@ -52,8 +54,8 @@ class RolloutWorker:
         """Run leases; return when drained and every result is acknowledged.
 
         Raises:
-            InvariantError, UserError: a promise of the system is broken, or the config is wrong.
-            RoleError: the datapipe is gone.
+            InvariantError, UserError: an invariant is broken, or the config is wrong.
+            RoleError: the datapipe cannot be reached.
         """
         self.link.metrics, self.link.progress = self.metrics, self._collector.progress
         try:
@@ -62,14 +64,14 @@ class RolloutWorker:
             try:
                 await self._serve()
             except BaseExceptionGroup as group:
-                raise cause(group) from group
+                raise root_error(group) from group
             finally:
                 await self._collector.close()
         finally:
             await self.client.close()
 
     def metrics(self) -> dict[str, float]:
-        """Return counters since the start: episodes, seconds waited by cause, the client's."""
+        """Return counters since the start: of episodes, of seconds waited, and of the client."""
         stats = self.client.stats()
         client = {f"client_{name}": value for name, value in stats.items()}
         own = {**self._counters, **self._collector.resumed, "loop_lag_max_s": vitals.lag_max_s()}
@@ -80,15 +82,15 @@ class RolloutWorker:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.link.run(), name="worker link")
             async with asyncio.TaskGroup() as episodes:
-                leasing = episodes.create_task(self._take_leases(episodes), name="leases")
+                leasing = episodes.create_task(self._run_leases(episodes), name="leases")
                 loop.add_signal_handler(STOP, leasing.cancel)
                 await asyncio.wait((leasing,))
                 await self._drain()
             self.link.drain()
         loop.remove_signal_handler(STOP)
 
-    async def _take_leases(self, episodes: asyncio.TaskGroup) -> None:
-        """Start the episodes of each lease, until there are no more leases."""
+    async def _run_leases(self, episodes: asyncio.TaskGroup) -> None:
+        """Request leases and start their episodes, until the datapipe has no more leases."""
         while True:
             begin, is_idle = time.perf_counter(), len(self._running) < self._capacity
             lease = await self.link.next_lease()
@@ -102,14 +104,15 @@ class RolloutWorker:
                 if key in self._running:
                     continue  # the lease was sent twice
                 self._running[key] = task = episodes.create_task(
-                    self._episode(lease, member, turns), name=f"episode {lease.group_id}/{member}"
+                    self._run_member(lease, member, turns),
+                    name=f"episode {lease.group_id}/{member}",
                 )
                 task.add_done_callback(lambda _, key=key: self._running.pop(key))
 
-    async def _episode(self, lease: Lease, member: int, turns: list[bytes]) -> None:
+    async def _run_member(self, lease: Lease, member: int, turns: list[bytes]) -> None:
         episode, payloads = await self._collector.run(lease, member, turns)
         self.link.submit(episode, payloads)
-        self._count(episode, lease.task.source)
+        self._count_episode(episode, lease.task.source)
 
     async def _drain(self) -> None:
         """Give episodes DRAIN_GRACE_S to finish, then abort the rest without a result."""
@@ -119,10 +122,10 @@ class RolloutWorker:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=END_S)
-            self._collector.leave()
+            self._collector.abandon_running()
         logger.info("drained", aborted=len(left), episodes=self._counters["episodes"])
 
-    def _count(self, episode: Episode, source: str) -> None:
+    def _count_episode(self, episode: Episode, source: str) -> None:
         counters = self._counters
         counters["episodes"] += 1
         if episode.failure is not None:

@@ -1,7 +1,7 @@
 """The forward passes: prompts of new requests, then one token for every running request.
 
 transformers' continuous batching is not used, because on a CPU it builds a mask over all pairs of
-requests; here every request has a row of its own in the cache.
+requests. Here every request has its own row in the cache.
 
 Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary. In
 the cache: S = rows held, T = positions held, H = key heads, D = head size.
@@ -21,7 +21,7 @@ from arealite.impl.server.generation import Generation
 from arealite.impl.server.sampler import Settings, ban_stops, draw, settings_of
 
 PREFILL_TOKENS = 8192
-"""Padded prompt tokens of one forward pass; a longer prompt goes alone."""
+"""Padded prompt tokens of one forward pass; a longer prompt gets its own pass."""
 PREFILL_LOGITS = 2**26
 """Logits of one such pass: 256 MB in float32."""
 WIDTH_BLOCK = 16
@@ -43,12 +43,11 @@ def window_of(model: Any) -> int | None:
 
 
 class SlotCache(Cache):
-    """Keys and values of the running requests: one tensor a layer, one row a request, no holes.
+    """Keys and values of the running requests: one tensor per layer, one row per request.
 
-    Requests of different lengths share one forward pass without pages or copies: the running ones
-    hold rows 0 … n-1, so that attention reads a view. The last one moves into a freed row. Where
-    the next forward pass writes is set before it. Positions behind a row's length hold stale
-    numbers, which the attention mask hides.
+    The n running requests occupy rows 0 … n-1, so that attention reads a view, without pages or
+    copies. When a request ends, the last row moves into its row. `start` sets where the next pass
+    writes. Positions beyond a row's length hold stale numbers, which the attention mask hides.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -60,7 +59,7 @@ class SlotCache(Cache):
         self._width: int | None = None
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` requests of `length` positions, keeping what is held."""
+        """Extend the cache to `rows` requests of `length` positions; the contents stay."""
         held_rows, held_length = self._shape
         if rows <= held_rows and length <= held_length:
             return
@@ -76,14 +75,14 @@ class SlotCache(Cache):
     def start(self, index: Any, *, width: int | None = None) -> None:
         """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
 
-        Its attention reads the first `width` positions of the rows held; None: what it writes.
+        Attention reads the first `width` positions of the rows; None: only what this pass writes.
         """
         self._index, self._width = index, width
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's new [rows, H, L, D] and return what its attention reads."""
+        """Write a layer's new keys and values [rows, H, L, D]; return what attention reads."""
         read = [key_states, value_states]
         for i, new in enumerate((key_states, value_states)):
             place = 2 * layer_idx + i
@@ -122,11 +121,11 @@ class Decoder:
         self._cache = SlotCache(config.num_hidden_layers)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._settings: Settings | None = None
-        """None: the batch's tensors must be made again."""
+        """None: the batch's tensors must be rebuilt."""
         self._longest = 0
 
     def prefill(self, waiting: deque[Generation]) -> None:
-        """Admit all waiting requests that fit; sample their first token. Equal prompts run once."""
+        """Admit the waiting requests that fit; sample their first tokens. Equal prompts share."""
         prompts, generations, sources = self._admit(waiting)
         first, longest = len(self.running), max(map(len, prompts))
         self.running += generations
@@ -196,7 +195,11 @@ class Decoder:
     def _admit(
         self, waiting: deque[Generation]
     ) -> tuple[list[tuple[int, ...]], list[Generation], list[int]]:
-        """Take waiting requests: the distinct prompts, the requests, the index of each's prompt."""
+        """Remove the requests that fit from `waiting`.
+
+        Returns:
+            (the distinct prompts, the requests, the index of each request's prompt).
+        """
         rows: dict[tuple[int, ...], int] = {}
         fresh: list[Generation] = []
         sources: list[int] = []
@@ -233,14 +236,14 @@ class Decoder:
         return ended
 
     def clear(self) -> list[Generation]:
-        """Take all requests out of their rows, drop all keys and values; return the requests."""
+        """Remove and return all running requests; drop all keys and values."""
         out, self.running = self.running, []
         self._cache.drop()
         self._settings = None
         return out
 
     def _rebuild(self) -> Settings:
-        """Make the batch's tensors again after requests came or went."""
+        """Rebuild the batch's tensors after requests were admitted or removed."""
         lengths = [len(g.prompt) + len(g.output) - 1 for g in self.running]
         self._longest = max(lengths)
         self._lengths_B = torch.tensor(lengths, device=self._device)

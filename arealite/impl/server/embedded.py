@@ -1,6 +1,6 @@
 """Serves a transformers model through SGLang's protocol, in one process.
 
-The whole system, with weight updates and interruptions, can so run where SGLang cannot.
+With it the whole system, weight updates and interruptions included, runs where SGLang cannot.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EmbeddedServer(LLMServer):
 
         Raises:
             UserError: The model or the port cannot be used.
-            RoleError: The engine died.
+            RoleError: The engine crashed.
         """
         loop, is_shared = asyncio.get_running_loop(), self._shared is not None
         model, tokenizer = await asyncio.to_thread(self._load)
@@ -94,7 +94,7 @@ class EmbeddedServer(LLMServer):
             await runner.cleanup()
 
     def stop(self, error: BaseException | None) -> None:
-        """Make `serve` return, or raise RoleError if the engine died of `error`."""
+        """Make `serve` return, or raise RoleError if the engine crashed with `error`."""
         if not self._stopped.done():
             self._stopped.set_result(error)
 
@@ -124,7 +124,7 @@ class EmbeddedServer(LLMServer):
         self.address = f"http://{self.config.reachable_host}:{runner.addresses[0][1]}"
 
     async def _until_stopped(self, app: App) -> None:
-        """Keep the server registered until it is stopped or its engine dies."""
+        """Keep the server registered until it is stopped or its engine crashes."""
         cluster = self.config.cluster
         entry_id = self.address.removeprefix("http://").replace(":", "-")
         if self._shared is None:
@@ -137,11 +137,11 @@ class EmbeddedServer(LLMServer):
             self.ready.set()
             error = await self._stopped
         if error is not None:
-            raise RoleError(f"llm_server {self.address}: the engine died: {error}")
+            raise RoleError(f"llm_server {self.address}: the engine crashed: {error}")
 
     def _make_engine(self, model: Any, loop: asyncio.AbstractEventLoop) -> Engine:
         def tell(call: Callable[[Any], None], news: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            with suppress(RuntimeError):  # the loop is closed: no request is left
                 loop.call_soon_threadsafe(call, news)
 
         options = self.config.llm_server.embedded
@@ -149,7 +149,7 @@ class EmbeddedServer(LLMServer):
             Decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
             num_threads=options.num_threads,
             deliver=partial(tell, _notify),
-            on_death=partial(tell, self.stop),
+            on_crash=partial(tell, self.stop),
         )
 
     def _describe(self, model: Any, tokenizer: Any) -> ServedModel:

@@ -1,8 +1,8 @@
 """Runs the decode loop in a thread: each step samples one token for every running request.
 
-In a thread of its own, so that HTTP requests are answered while the model computes. The loop waits
-for commands, which `call` and `call_between_requests` queue. Generations that ended are passed to
-the event loop in one call for each step.
+The thread is separate from the event loop, which therefore answers HTTP requests while the model
+computes. `call` and `call_between_requests` queue commands for the thread. After each step the
+thread delivers the generations that ended to the event loop, in one call.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 CLOSE_S = 30.0
-"""A forward pass may take this long to end; after that the process ends without it."""
+"""Seconds that `close` waits for the running forward pass."""
 
 
 class Engine:
-    """Owns all requests. Only its thread may access them and the model."""
+    """Owns all requests. Only the engine's thread may access them and the model."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Engine:
         *,
         num_threads: int = 1,
         deliver: Callable[[list[Generation]], None],
-        on_death: Callable[[BaseException], None] = lambda error: None,
+        on_crash: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.decoder = decoder
         self.version = "default"
@@ -47,11 +47,12 @@ class Engine:
         self.last_pause_s = 0.0
         self._num_threads = num_threads
         self._deliver = deliver
-        self._on_death = on_death
+        self._on_crash = on_crash
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._updates: deque[Callable[[], None]] = deque()
-        """Each waits for a pause, or for the running requests to end; none is admitted then."""
+        """Weight updates: each waits for a pause or the end of all running requests. Meanwhile no
+        request is admitted."""
         self._outbox: list[Generation] = []
         self._closing = False
         self._paused_at = time.perf_counter()
@@ -67,7 +68,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """End all requests with the output they have, and the thread."""
+        """End all requests with their output so far, and then the thread."""
 
         def closing() -> None:
             self._closing = True
@@ -96,7 +97,7 @@ class Engine:
         self.waiting.extend(generations)
 
     def abort(self, chosen: Callable[[Generation], bool]) -> None:
-        """End the chosen generations with the output they have."""
+        """End the chosen generations with their output so far."""
         for generation in filter(chosen, self.decoder.running):
             generation.abort("Aborted")
         self._release_ended()
@@ -108,7 +109,12 @@ class Engine:
         self._outbox += gone
 
     def pause(self, mode: str) -> None:
-        """Stop generating: "abort" ends all, "retract" drops their KV, "in_place" keeps it."""
+        """Stop generating.
+
+        Args:
+            mode: "abort" ends all requests; "retract" drops their KV cache and computes it again
+                after the pause; "in_place" keeps the KV cache.
+        """
         if self.paused is None:
             self._paused_at = time.perf_counter()
         self.paused = mode
@@ -118,18 +124,18 @@ class Engine:
             retracted = self.decoder.clear()
             for generation in retracted:
                 generation.retractions += 1
-            # Neighbours of similar length need the least padding when they are computed again.
+            # Sorted by length, because prompts of similar length need the least padding.
             retracted.sort(key=lambda g: len(g.prompt) + len(g.output), reverse=True)
             self.waiting.extendleft(retracted)
 
     def resume(self) -> None:
-        """Continue after a pause; no effect without one."""
+        """Continue after a pause; no-op if not paused."""
         if self.paused is not None:
             self.last_pause_s = time.perf_counter() - self._paused_at
         self.paused = None
 
     def flush(self) -> bool:
-        """Drop all KV; False, and no effect, while requests run."""
+        """Drop the KV cache and return True; return False while requests run."""
         if self.decoder.running:
             return False
         self.decoder.clear()
@@ -138,32 +144,30 @@ class Engine:
     def update(
         self, stage: Callable[[], Callable[[], None]], version: str | None, flush: bool
     ) -> bool:
-        """Change the weights, for `call_between_requests`.
-
-        In the engine's thread, because a change of thread costs as much as a copy of a small model.
+        """Load new weights; called through `call_between_requests`.
 
         Args:
-            stage: Checks the weights, may refuse them by raising, and returns a function that
-                writes them and cannot fail.
-            version: The new version; None keeps the present one.
-            flush: Whether to drop all KV.
+            stage: Checks the weights, and raises if it refuses them. Returns a function that writes
+                them and is expected not to fail.
+            version: The new version; None keeps the present version.
+            flush: Whether to drop the KV cache.
 
         Returns:
-            False if KV of the old weights remains although `flush` is set.
+            False if `flush` is set, but the KV cache of the old weights could not be dropped.
         """
         load = stage()
         try:
             load()
         except Exception as error:
-            self._closing = True  # it was checked, so it failed half way: the weights are mixed
-            self._on_death(error)
+            self._closing = True  # the weights may be partly old and partly new
+            self._on_crash(error)
             raise
         if version is not None:
             self.relabel(version)
         return not flush or self.flush()
 
     def relabel(self, version: str) -> None:
-        """Report another version of the weights from the next token on."""
+        """Set the version of the tokens that are sampled from now on."""
         if version != self.version:
             for generation in (*self.decoder.running, *self.waiting):
                 generation.close_span(self.version)
@@ -179,12 +183,12 @@ class Engine:
         try:
             with torch.inference_mode():
                 while not self._closing:
-                    self._turn()
+                    self._run_iteration()
         except BaseException as error:
-            logger.exception("engine died")
-            self._on_death(error)
+            logger.exception("engine crashed")
+            self._on_crash(error)
 
-    def _turn(self) -> None:
+    def _run_iteration(self) -> None:
         with self._wake:
             while not self._inbox and not self._has_work():
                 self._wake.wait()
@@ -228,7 +232,7 @@ class Engine:
 
 
 def resolve(future: Future[T], command: Callable[[], T]) -> None:
-    """Run a command and put its outcome into `future`, unless that was cancelled."""
+    """Run a command and store its result in `future`, unless the future was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:

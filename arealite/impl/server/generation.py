@@ -78,7 +78,7 @@ class Generation:
             self.spans.append((version, start, end))
 
     def append(self, token: int, logprob: float) -> bool:
-        """Take one sampled token; return whether the generation ended with it."""
+        """Append one sampled token; return whether the generation ended with it."""
         if self.limit == 0:
             self.finish = {"type": "length", "length": 0}
             return True

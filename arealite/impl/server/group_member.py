@@ -1,7 +1,7 @@
 """Receives new weights as a member of a trainer's process group.
 
-Joining and receiving block, so they run in a thread of their own. Generation goes on, also if the
-trainer dies during an update.
+Joining and receiving block, so they run in a separate thread. Generation continues even if the
+trainer crashes during an update.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 class GroupMember:
-    """One rank of one group. Calls run in their order.
+    """One rank of one group. Calls run in order.
 
-    A call that has begun is finished although its caller is gone: the other ranks take part in it.
+    A call that has begun is finished even if its caller was cancelled: other ranks take part in it.
     """
 
     def __init__(self, name: str, backend: str, device: torch.device) -> None:
@@ -43,10 +43,10 @@ class GroupMember:
         threading.Thread(target=self._main, name=f"group {name}", daemon=True).start()
 
     async def join(self, address: tuple[str, int], *, rank: int, world_size: int) -> None:
-        """Join the group, once all ranks have come.
+        """Join the group; wait for all ranks.
 
         Raises:
-            RuntimeError, OSError: The others did not come within TIMEOUT_S.
+            RuntimeError, OSError: Some ranks did not join within TIMEOUT_S.
         """
 
         def join() -> None:
@@ -69,12 +69,15 @@ class GroupMember:
         """Receive tensors from rank 0: one broadcast each, or one of all their bytes (`flat`).
 
         Raises:
-            RuntimeError: Rank 0 is gone, or sent nothing within TIMEOUT_S.
+            RuntimeError: Rank 0 has exited, or sent nothing within TIMEOUT_S.
         """
         return await asyncio.wrap_future(self._call(partial(self._receive, layout, flat)))
 
     def leave(self) -> Future[None]:
-        """Leave the group after the running call, and end the thread. Need not be awaited."""
+        """Destroy this side of the group after the running call, then end the thread.
+
+        The caller need not wait for the returned future.
+        """
         left = self._call(self._leave)
         self._jobs.put(None)
         return left

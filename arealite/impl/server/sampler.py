@@ -1,7 +1,7 @@
 """Draws one token for each row of a batch, with its log-probability as SGLang defines it.
 
-Vectorised over rows with different settings, because a batch mixes agents. A setting that no row
-uses is not computed.
+Rows may have different settings, because a batch mixes agents; the code is vectorised over rows. A
+setting that no row uses is not computed.
 
 Shape letters: B = rows, V = vocabulary.
 """
@@ -63,7 +63,7 @@ def ban_stops(logits_BV: torch.Tensor, generations: Sequence[Generation]) -> Non
         if len(generation.output) < generation.sampling.min_new_tokens
         for stop in generation.stops
     ]
-    if banned:  # in one write: one for each of 256 rows takes a millisecond
+    if banned:  # in one write, because 256 writes take a millisecond
         logits_BV[tuple(zip(*banned, strict=True))] = -torch.inf
 
 
@@ -91,7 +91,7 @@ def draw(
 
 
 def _cut(probs_BV: torch.Tensor, top_k_B1: torch.Tensor, top_p_B1: torch.Tensor) -> torch.Tensor:
-    """Zero the tokens outside the `top_k` likeliest ones and behind `top_p` of the mass."""
+    """Zero the tokens outside the `top_k` most likely and outside the `top_p` mass."""
     ordered, order = probs_BV.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     rank = torch.arange(probs_BV.shape[-1], device=probs_BV.device)

@@ -1,7 +1,7 @@
-"""Loads models, and new weights into a live one, after a check of all names, shapes and numbers.
+"""Loads models, and new weights into a running model after a check of names, shapes and numbers.
 
-SGLang pads or ignores tensors that do not fit; a server that generates from garbage and reports
-success would poison the training data.
+SGLang pads or ignores tensors that do not fit. A server with wrong weights that reports success
+would corrupt the training data.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
     """
     names = layout.names
     if not len(set(names)) == len(names) == len(layout.dtypes) == len(layout.shapes):
-        why = "names, dtypes and shapes differ in length, or a name comes twice"
+        why = "names, dtypes and shapes differ in length, or a name is repeated"
         raise Refusal(f"Failed to receive weights: {why}.")
     for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
         if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
@@ -78,10 +78,10 @@ def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
 
 
 def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """Refuse numbers that are not finite in the model's dtype: with them, every answer fails."""
+    """Refuse numbers that are not finite in the model's dtype: every answer would fail."""
     if not target.is_floating_point() or not tensor.numel():
         return
-    low, high = torch.aminmax(tensor)  # both NaN where there is one; in half the time of a copy
+    low, high = torch.aminmax(tensor)  # both are NaN if any number is; half the time of a copy
     if not max(-low, high) <= torch.finfo(target.dtype).max:
         raise Refusal(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
 

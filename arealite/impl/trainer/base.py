@@ -1,4 +1,4 @@
-"""What all trainers share: components, checkpoints, metric loggers, and stop requests."""
+"""The base class of trainers: components, checkpoints, metric loggers, and stop requests."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = log.get(__name__)
 
 
 class BaseTrainer(Trainer):
-    """One rank of a trainer; subclasses add the loop."""
+    """One rank of a trainer; a subclass adds the loop."""
 
     checkpoint_keep: int
-    """Newest checkpoints kept."""
+    """Number of checkpoints that are kept."""
 
     def __init__(
         self,
@@ -36,7 +36,12 @@ class BaseTrainer(Trainer):
         components: TrainerComponents | None,
         load_engines: Callable[[ExperimentConfig], dict[str, Any]],
     ) -> None:
-        """Build the components, unless they are given; `load_engines` is as in that function."""
+        """Initialize the rank.
+
+        Args:
+            components: None: `build_components` builds them.
+            load_engines: see `build_components`.
+        """
         self.config = config
         self.paths = run_paths(config)
         self.stop = StopRequest()
@@ -54,16 +59,16 @@ class BaseTrainer(Trainer):
             self.close_at_end(publisher.close)
 
     def read_data(self) -> None:
-        """Read the data that loading the engines depends on; none here."""
+        """Read data that loading the engines depends on; no-op in the base class."""
 
     @property
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the models and the step."""
+        """State that a checkpoint holds beside the models and the step."""
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
-        """Return the engines that are trained, by their folder in a checkpoint."""
+        """The trained engines, by their folder in a checkpoint."""
         critic = self.components.critic
         return {".": self.engine} | ({"critic": critic} if critic is not None else {})
 
@@ -76,7 +81,7 @@ class BaseTrainer(Trainer):
             (the step to train next, `progress` of the checkpoint; (0, {}) without a checkpoint).
 
         Raises:
-            UserError: `resume` does not fit, or the checkpoint is of other models.
+            UserError: `resume` contradicts the checkpoints, or the checkpoint is of other models.
         """
         step, extra, path = 0, dict[str, Any](), checkpoints.find(self.config)
         if path is not None:
@@ -86,7 +91,7 @@ class BaseTrainer(Trainer):
         return step, extra
 
     def checkpoint(self, step: int) -> None:
-        """Write a checkpoint of the steps below `step`, and remove old ones."""
+        """Write the checkpoint after `step` steps, and remove old checkpoints."""
         path = self.paths.checkpoints / f"step-{step:06d}"
         with self.clock("time/checkpoint_s"):
             checkpoints.save(path, self.engines, {"step": step} | self.progress, self.world)
@@ -96,24 +101,24 @@ class BaseTrainer(Trainer):
                 checkpoint.prune(self.paths.checkpoints, self.checkpoint_keep)
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Run on rank 0 when a checkpoint is durable, before old ones are removed."""
+        """Run on rank 0 when a checkpoint is durable, before old checkpoints are removed."""
 
     # ------------------------------------------------------------ metrics and end
 
     def write_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line to every metric logger; rank 0 alone has any."""
+        """Write one line to every metric logger; only rank 0 has loggers."""
         for each in self.components.loggers:
             each.log(step, metrics)
 
     def rewind_metrics(self, step: int) -> None:
-        """Remove the lines of steps that are trained again."""
+        """Remove the metrics of steps after `step`, which are trained again."""
         for each in self.components.loggers:
             each.rewind(step)
 
     def close_at_end(self, close: Callable[[], None]) -> None:
         """Call `close` at the end of training, in reverse order of these calls.
 
-        A failure in it is logged: it hides neither the error of the loop nor the other calls.
+        A failure of `close` is logged, so that the other calls run and the loop's error is raised.
         """
         self._resources.callback(_close, close)
 
@@ -130,10 +135,10 @@ def _close(close: Callable[[], None]) -> None:
 
 
 class StopRequest:
-    """The first SIGTERM or SIGINT sets `asked`; the second one ends the process at once."""
+    """The first SIGTERM or SIGINT sets `requested`; the second one ends the process at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         handled = (STOP, signal.SIGINT)
         self._before = {number: signal.signal(number, self._on_signal) for number in handled}
 
@@ -143,7 +148,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # No locks here, logging included: the signal may have interrupted their holder.
-        if self.asked:
+        # No locks and no logging here: the interrupted code may hold the lock.
+        if self.requested:
             os._exit(128 + number)
-        self.asked = True
+        self.requested = True

@@ -1,7 +1,8 @@
-"""Turns a Batch and this rank's payloads into training rows, and rows into minibatches.
+"""Makes training rows from a Batch and this rank's payloads, and minibatches from rows.
 
-This module checks what training relies on: exact tokens and the staleness bound. Token weights are
-computed from the headers of the whole batch, which every rank has, so ranks need not communicate.
+This module checks that payloads match their headers and that tokens keep the staleness bound. Token
+weights are computed from the headers of the whole batch, which every rank has, so ranks need no
+communication for them.
 Shape letters: T = tokens of one row, N = tokens that the policy sampled in one trajectory, over all
 its rows.
 """
@@ -54,7 +55,7 @@ class LocalTrajectory:
     """Position of its header in the batch."""
     rows: list[Sequence]
     sampled: list[np.ndarray]
-    """bool [T] for each row: tokens of the policy. The loss mask also excludes too old tokens."""
+    """bool [T] for each row: sampled tokens. The loss mask also excludes too old tokens."""
     versions: list[np.ndarray]
     """int32 [T] for each row: the policy version that sampled each token, -1 elsewhere."""
     rewards: list[np.ndarray]
@@ -81,7 +82,7 @@ class LocalTrajectory:
 
     @property
     def rewards_N(self) -> np.ndarray:
-        """Return the reward of each sampled token, float64.
+        """The reward of each sampled token, float64.
 
         The reward of a turn without tokens is added to the sampled token before it.
         """
@@ -91,7 +92,7 @@ class LocalTrajectory:
 
     @property
     def trained_N(self) -> np.ndarray:
-        """Return whether each sampled token is in the loss, bool."""
+        """Whether each sampled token is in the loss, bool."""
         parts = zip(self.rows, self.sampled, strict=True)
         return np.concatenate([row.loss_mask[mask] for row, mask in parts])
 
@@ -168,9 +169,9 @@ class TrainBatch:
 def make_rows(
     batch: Batch, payloads: list[bytes], config: PPOConfig, *, world: World, link: TrainerLink
 ) -> TrainBatch | None:
-    """Return this rank's rows, or None on all ranks if one of them has a group it cannot train.
+    """Return this rank's rows, or None on all ranks if any rank has a group that it cannot train.
 
-    Before None is returned, the datapipe has set such groups aside: request the batch again.
+    In that case the datapipe has removed these groups from the batch: request the batch again.
     """
     made, groups = None, dict[str, str]()
     try:
@@ -198,7 +199,7 @@ def make_train_batch(
     owned = [i for i, owner in enumerate(batch.ranks) if owner == rank]
     if sorted(batch.mine) != owned or len(payloads) != len(owned):
         raise InvariantError(
-            f"batch {batch.step} brought rank {rank} the {len(payloads)} payloads of trajectories "
+            f"batch {batch.step}: rank {rank} received {len(payloads)} payloads for trajectories "
             f"{batch.mine}, but it owns {owned}"
         )
     wrong = {
@@ -207,18 +208,18 @@ def make_train_batch(
         if (what := find_mismatch(header := batch.headers[index], payload))
     }
     if wrong:
-        raise Unusable(f"batch {batch.step}: groups unlike their headers: {wrong}", wrong)
+        raise Unusable(f"batch {batch.step}: payloads differ from their headers: {wrong}", wrong)
     weights = _token_weights(batch, config)
     made = TrainBatch(batch, [], world_size)
     for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
         header, trajectory = batch.headers[index], LocalTrajectory(index, [], [], [], [])
         for segment in decode_segments(payload):
-            row = _row(segment, weight=weights[index])
+            row = _make_row(segment, weight=weights[index])
             trajectory.rows.append(row)
             trajectory.sampled.append(row.loss_mask)
             trajectory.versions.append(np.frombuffer(segment.versions, "<i4"))
             trajectory.rewards.append(np.frombuffer(segment.rewards, "<f4"))
-            _bound_staleness(row, trajectory.versions[-1], header, step=batch.step, config=config)
+            _enforce_staleness(row, trajectory.versions[-1], header, step=batch.step, config=config)
         made.local.append(trajectory)
     return made
 
@@ -236,7 +237,7 @@ def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
     return weights
 
 
-def _row(segment: Segment, *, weight: float) -> Sequence:
+def _make_row(segment: Segment, *, weight: float) -> Sequence:
     tokens_T = np.frombuffer(segment.tokens, "<i4")
     mask_T = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
     behav_T = np.frombuffer(segment.logprobs, "<f4")
@@ -245,10 +246,14 @@ def _row(segment: Segment, *, weight: float) -> Sequence:
     return Sequence(tokens_T, mask_T, segment.temperature, fields)
 
 
-def _bound_staleness(
+def _enforce_staleness(
     row: Sequence, versions_T: np.ndarray, header: TrajectoryHeader, *, step: int, config: PPOConfig
 ) -> None:
-    """Mask tokens older than `max_staleness`; under `wait` and `drop` there are none."""
+    """Mask tokens older than `max_staleness`.
+
+    Raises:
+        InvariantError: the policy is `wait` or `drop`, which release no such token.
+    """
     old_T = row.loss_mask & (versions_T < step - config.max_staleness)
     if not old_T.any():
         return
@@ -257,7 +262,7 @@ def _bound_staleness(
         return
     oldest = int(versions_T[old_T].min())
     raise InvariantError(
-        f"trajectory {header.trajectory_id} brought tokens of version {oldest} to step {step}: "
+        f"trajectory {header.trajectory_id} has tokens of version {oldest} at step {step}: "
         f"staleness {step - oldest} is above max_staleness {config.max_staleness}, which "
-        f"staleness_policy={config.staleness_policy} promised to keep"
+        f"staleness_policy={config.staleness_policy} must prevent"
     )

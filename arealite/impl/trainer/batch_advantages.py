@@ -1,8 +1,8 @@
 """Computes the advantages of a batch from rewards and model outputs, and then its minibatches.
 
-Ranks share one number for each trajectory, exactly, and compute everything over the batch from
-these numbers in the headers' order. So no result depends on the number of ranks. Shape letters: T =
-tokens of one row, N = tokens that the policy sampled in one trajectory.
+Each rank computes one number for each of its trajectories. All ranks exchange these numbers and sum
+them in the order of the headers, so that no result depends on the number of ranks. Shape letters:
+T = tokens of one row, N = tokens that the policy sampled in one trajectory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from arealite.algo.advantages import (
 )
 from arealite.algo.losses import kl_estimate
 from arealite.api.algorithm import ShapingConfig
-from arealite.api.engine import Sequence
 from arealite.api.trainer import PPOConfig
 from arealite.impl.trainer.batch import LocalTrajectory, Minibatch, TrainBatch
 from arealite.impl.trainer.world import World
@@ -32,15 +31,15 @@ from arealite.impl.trainer.world import World
 def compute_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> list[Minibatch]:
     """Set the field `advantages` of the rows; return the minibatches.
 
-    With a critic the rows also get `returns`, with M2PO `keep`. Rows already have prox_logprobs,
-    and where the config needs them ref_logprobs and values. Trajectories whose gradient is 0 on
-    every token are left out of the minibatches, on every rank.
+    The rows must have prox_logprobs, and ref_logprobs and values if the config needs them. With a
+    critic the rows also get `returns`, with M2PO also `keep`. The minibatches exclude trajectories
+    whose gradient is 0 on every token.
     """
     advantages: Seq[np.ndarray | float]
     if config.advantage.is_relative:
-        advantages = _relative(batch, config, world)
+        advantages = _group_advantages(batch, config, world)
     else:
-        advantages = [_by_token(batch, each, config) for each in batch.local]
+        advantages = [_token_advantages(batch, each, config) for each in batch.local]
     if config.advantage.normalize:
         advantages = _normalized(batch, world, advantages, eps=config.advantage.eps)
     for trajectory, advantages_N in zip(batch.local, advantages, strict=True):
@@ -50,49 +49,21 @@ def compute_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> li
     return batch.minibatches(with_gradient(batch, config, world, advantages))
 
 
-def critic_rows(batch: TrainBatch) -> tuple[list[Sequence], list[list[int]]]:
-    """Return the critic's rows, over all sampled tokens, and the row lengths of every rank.
-
-    The last row of a truncated episode has one token more: its value is the value of the state in
-    which the episode was cut.
-    """
-    cut = {i for i, header in enumerate(batch.headers) if header.truncated}
-    rows: list[Sequence] = []
-    for trajectory in batch.local:
-        pairs = zip(trajectory.rows, trajectory.sampled, strict=True)
-        rows += [Sequence(row.tokens, mask_T, row.temperature) for row, mask_T in pairs]
-        if trajectory.index in cut:
-            last = rows[-1]
-            last.tokens = np.append(last.tokens, last.tokens[-1:])
-            last.loss_mask = np.append(last.loss_mask, True)
-    return rows, batch.lengths(range(len(batch.headers)), longer=cut)
-
-
-def take_values(batch: TrainBatch, values: Seq[np.ndarray]) -> None:
-    """Set the field `values` of the batch's rows from the critic's output for `critic_rows`."""
-    begin = 0
-    for trajectory in batch.local:
-        output = values[begin : begin + len(trajectory.rows)]
-        for row, values_T in zip(trajectory.rows, output, strict=True):
-            row.fields["values"] = values_T[: len(row.tokens)]
-        if batch.headers[trajectory.index].truncated:
-            trajectory.bootstrap = float(output[-1][-1])
-        begin += len(trajectory.rows)
-
-
-def _relative(batch: TrainBatch, config: PPOConfig, world: World) -> list[float]:
-    """Return the advantage of each local trajectory over its group, the same for all its tokens."""
+def _group_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> list[float]:
+    """Return one advantage for each local trajectory: its reward compared with its group."""
     rewards = [header.reward for header in batch.headers]
     if config.reward != ShapingConfig() or _has_kl_reward(config):
         batch.scores = [float(_rewards(batch, each, config).sum()) for each in batch.local]
-        rewards = _share(batch, world, batch.scores)
+        rewards = _from_all_ranks(batch, world, batch.scores)
     groups = [(header.group_id, header.seat) for header in batch.headers]
     kind, eps = config.advantage.type, config.advantage.eps
     advantages = group_advantages(rewards, groups, kind=kind, eps=eps)
     return [advantages[each.index] for each in batch.local]
 
 
-def _by_token(batch: TrainBatch, trajectory: LocalTrajectory, config: PPOConfig) -> np.ndarray:
+def _token_advantages(
+    batch: TrainBatch, trajectory: LocalTrajectory, config: PPOConfig
+) -> np.ndarray:
     """Return advantages [N] from the returns over the trajectory's sampled tokens."""
     rewards_N, options = _rewards(batch, trajectory, config), config.advantage
     batch.scores.append(float(rewards_N.sum()))
@@ -141,15 +112,17 @@ def _normalized(
     pairs = zip(batch.local, advantages, strict=True)
     by_token = [np.broadcast_to(advantage, counts[each.index]) for each, advantage in pairs]
     count = sum(counts)
-    mean = math.fsum(_share(batch, world, [float(a_N.sum()) for a_N in by_token])) / count
+    mean = math.fsum(_from_all_ranks(batch, world, [float(a_N.sum()) for a_N in by_token])) / count
     centred = [a_N - mean for a_N in by_token]
-    square = math.fsum(_share(batch, world, [float(np.square(a_N).sum()) for a_N in centred]))
+    square = math.fsum(
+        _from_all_ranks(batch, world, [float(np.square(a_N).sum()) for a_N in centred])
+    )
     scale = math.sqrt(square / count) + eps or 1.0
     return [a_N / scale for a_N in centred]
 
 
 def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
-    """Set the field `keep` of the rows: 0 for the tokens farthest off policy in the whole batch."""
+    """Set the field `keep` of the rows: 0 for the most off-policy tokens of the whole batch."""
     ends = np.cumsum([header.trained_tokens for header in batch.headers])
     squares, local = np.zeros(int(ends[-1])), list[np.ndarray]()
     for each in batch.local:
@@ -166,16 +139,16 @@ def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
 def with_gradient(
     batch: TrainBatch, config: PPOConfig, world: World, advantages: Seq[np.ndarray | float]
 ) -> set[int]:
-    """Return the trajectories that have a gradient: an advantage, or another term of the loss."""
+    """Return the indices of trajectories with a gradient, from advantage or other loss terms."""
     in_loss = config.kl.coef > 0 and config.kl.place == "loss"
     if in_loss or config.loss.entropy_coef or config.advantage.type == "gae":
         return set(range(len(batch.headers)))
     largest = [float(np.abs(advantage).max()) for advantage in advantages]
-    return {i for i, peak in enumerate(_share(batch, world, largest)) if peak != 0.0}
+    return {i for i, peak in enumerate(_from_all_ranks(batch, world, largest)) if peak != 0.0}
 
 
-def _share(batch: TrainBatch, world: World, values: Seq[float]) -> list[float]:
-    """Return one number for every trajectory of the batch, given those of the local ones."""
+def _from_all_ranks(batch: TrainBatch, world: World, values: Seq[float]) -> list[float]:
+    """Return one number for every trajectory of the batch, from `values` of the local ones."""
     numbers = np.zeros(len(batch.headers))
     numbers[[each.index for each in batch.local]] = values
     return world.add(numbers).tolist()

@@ -49,7 +49,7 @@ def load(path: Path, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
         if not (path / folder).is_dir():
             raise UserError(
                 f"checkpoint {path} has no {folder}. Use the advantage.type that the run was begun "
-                "with, another trial_name, or resume=never to begin anew."
+                "with, another trial_name, or resume=never to start over."
             )
     found = [engine.load(path / folder) for folder, engine in engines.items()]
     return found[0]
@@ -68,6 +68,6 @@ def find(config: ExperimentConfig) -> Path | None:
     if not fits.get(wanted, wanted == name):
         raise UserError(
             f"resume={wanted}, but the newest good checkpoint in {folder} is {name}. Use "
-            "resume=auto; or start once without RANK, which can go back or begin anew."
+            "resume=auto; or start once without RANK, which can go back to it or start over."
         )
     return newest

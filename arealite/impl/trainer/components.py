@@ -1,6 +1,6 @@
 """Builds the components of a trainer from the config: ranks, engines, links, publisher, loggers.
 
-The loop itself names no implementation, so tests can pass others.
+The loop names no implementation, so tests can pass other components.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from arealite.system.names.registry import NameRegistry
 
 @dataclass
 class TrainerComponents:
-    """What a trainer is built from."""
+    """The components of a trainer."""
 
     world: World
     engine: TrainEngine
@@ -33,15 +33,15 @@ class TrainerComponents:
     loggers: list[MetricLogger] = field(default_factory=list)
     """[] except on rank 0."""
     reference: TrainEngine | None = None
-    """Frozen; None where the algorithm uses no reference."""
+    """Frozen; None if the algorithm uses no reference."""
     critic: TrainEngine | None = None
-    """None where no advantage needs it."""
+    """None if the advantages need no critic."""
 
 
 def build_components(
     config: ExperimentConfig, load_engines: Callable[[ExperimentConfig], dict[str, Any]]
 ) -> TrainerComponents:
-    """Join the other ranks, load the engines, and open what rank 0 alone has."""
+    """Join the other ranks, load the engines, and open publisher and loggers on rank 0."""
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     registry = NameRegistry.of(config)
     components = TrainerComponents(

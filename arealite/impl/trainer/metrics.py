@@ -10,20 +10,26 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
 from arealite.algo.advantages import group_counts
-from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explained_variance
+from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share
+from arealite.algo.value_loss import explained_variance
 from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader, means
+from arealite.base import log
 from arealite.impl.trainer.batch import TrainBatch
 from arealite.system.health.waits import ITSELF, Wait
+from arealite.system.ledger import token_stats as stats_files
 from arealite.system.ledger.token_stats import TokenStats
 
+logger = log.get(__name__)
+
 PLAIN = ("loss", "weight")
-"""Stats of a loss function that are no sums over tokens."""
+"""Stats of a loss function that are not sums over tokens."""
 ENGINE = ("grad_norm", "lr", "skipped_update", "microbatches", "tokens", "padded_tokens")
 """Stats that the engine adds."""
 
@@ -35,7 +41,7 @@ FIRST_S, SLOW_S, SLOW = 600.0, 60.0, 5.0
 class Stopwatch:
     """Measures the parts of a step; the rest is `time/other_s`.
 
-    A running part is shown as a wait, so that a trainer that hangs in a computation is found.
+    A running part is shown as a wait, so that `arealite why` finds a trainer that hangs in it.
     """
 
     def __init__(self) -> None:
@@ -168,6 +174,16 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     }
     sums = {name: float(array.sum()) for name, array in values.items()}
     return sums, {k: float(values[k].max(initial=0.0)) for k in ("diff", "diff_current", "stale")}
+
+
+def write_token_stats(batch: TrainBatch, folder: Path, rank: int) -> bool:
+    """Write the token stats of a batch; return False, and log a warning, if the disk fails."""
+    try:
+        stats_files.write(folder, batch.step, rank, token_stats(batch))
+    except OSError as error:
+        logger.warning("token stats end", step=batch.step, error=str(error))
+        return False
+    return True
 
 
 def token_stats(batch: TrainBatch) -> TokenStats:

@@ -1,4 +1,4 @@
-"""Offline training: the loop that sft, dpo and reward share, over the rows of a dataset.
+"""Offline training: the loop of sft, dpo and reward over the rows of a dataset.
 
 The rows of a step depend on the step only. So a checkpoint needs no other position in the data, and
 a resumed run equals an uninterrupted one, bit for bit on a CPU.
@@ -88,10 +88,10 @@ class OfflineTrainer(BaseTrainer):
         """Make the rows of a batch, skipping examples without loss; loss weights sum to 1."""
 
     def prepare(self, batch: Rows) -> None:
-        """Set the fields of this rank's rows that need a model; none here."""
+        """Set the fields of this rank's rows that need a model; no-op in the base class."""
 
     def train(self) -> None:
-        """Train to the last step, or until asked to stop; leave a checkpoint."""
+        """Train to the last step or a stop request; write a checkpoint at the end."""
         try:
             step = self.begin()
             while not self.is_over(step):
@@ -108,7 +108,7 @@ class OfflineTrainer(BaseTrainer):
 
     def is_over(self, step: int) -> bool:
         """Return whether training ends before `step`; the same on every rank."""
-        return step >= self.total_steps or self.world.any(self.stop.asked)
+        return step >= self.total_steps or self.world.any(self.stop.requested)
 
     def next_batch(self, step: int) -> Rows:
         """Return batch `step`, and start to make the one after it."""
@@ -142,7 +142,7 @@ class OfflineTrainer(BaseTrainer):
         return Rows(mine, all_lengths, len(units))
 
     def update(self, batch: Rows) -> dict[str, float]:
-        """Apply one optimizer update; none where no row has a loss."""
+        """Apply one optimizer update; skip it if no row has a loss."""
         if not batch.examples:
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
@@ -206,7 +206,7 @@ class OfflineTrainer(BaseTrainer):
 
     @property
     def progress(self) -> dict[str, Any]:
-        """Return what must not change within a trial."""
+        """The settings that must not change within a trial."""
         return {"identity": self.identity}
 
     # ------------------------------------------------------------ held-out rows

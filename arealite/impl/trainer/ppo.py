@@ -1,7 +1,7 @@
-"""Synchronous PPO: the training loop, and its steps in the order they are called.
+"""PPO: the training loop, its steps in the order they are called, and the asynchronous variant.
 
-The modules beside this one hold rows (`batch`), advantages (`batch_advantages`), metrics, and what
-all trainers share (`base`).
+The modules beside this one hold rows (`batch`), advantages (`batch_advantages`), metrics, and the
+base class of all trainers (`base`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arealite.algo.losses import make_policy_loss, make_value_loss
+from arealite.algo.losses import make_policy_loss
+from arealite.algo.value_loss import make_value_loss
 from arealite.api import trainer_messages as messages
 from arealite.api.config import ExperimentConfig
 from arealite.api.publisher import PublishReport
@@ -21,26 +22,26 @@ from arealite.base.errors import InvariantError, RoleError
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.base import BaseTrainer
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
-from arealite.impl.trainer.batch_advantages import compute_advantages, critic_rows, take_values
+from arealite.impl.trainer.batch_advantages import compute_advantages
 from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
+from arealite.impl.trainer.critic import critic_rows, store_values
 from arealite.impl.trainer.evaluation import Evaluations
-from arealite.system.ledger import token_stats
 from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
 
 ATTEMPTS = 10
-"""Versions of one batch, each with other unusable groups, before the run stops."""
+"""Attempts to get a batch without unusable groups before the run stops."""
 SLICE_S = 1.0
-"""How often ranks that wait for a batch check together whether a server needs weights."""
+"""Seconds between two checks by all waiting ranks whether a server needs weights."""
 RECORDED = {"logprobs": "prox_logprobs", "entropy": "entropy"}
-"""Outputs of the policy before the first update, and the fields of the rows they become."""
-Answer = tuple[Batch, list[bytes]] | None
+"""Outputs of the policy before the first update: {output: field of the rows}."""
+FetchedBatch = tuple[Batch, list[bytes]] | None
 T = TypeVar("T")
 
 
 class PPOTrainer(BaseTrainer):
-    """One rank. Batch k is trained on version k of the policy, and makes version k + 1."""
+    """One rank of the trainer. Batch k is trained on policy version k and makes version k + 1."""
 
     def __init__(
         self, config: ExperimentConfig, components: TrainerComponents | None = None
@@ -71,7 +72,7 @@ class PPOTrainer(BaseTrainer):
         """Tokens that workers had generated at the previous step; None before the first."""
 
     def train(self) -> None:
-        """Train until `total_steps`, or until asked to stop; leave a checkpoint."""
+        """Train until `total_steps` or a stop request; write a checkpoint at the end."""
         try:
             step = self.begin()
             while (batch := self.next_batch(step)) is not None:
@@ -101,7 +102,7 @@ class PPOTrainer(BaseTrainer):
         self.join_publish()
         if step == 0:
             self.evaluations.run(step)
-        else:  # the process before this one may have ended without the result
+        else:  # the evaluation of an earlier process may be unfinished
             self.evaluations.start_if_due(step)
         self.clock.lap()
         self.metrics.clear()
@@ -111,14 +112,14 @@ class PPOTrainer(BaseTrainer):
 
     def next_batch(self, step: int) -> TrainBatch | None:
         """Wait for batch `step`; None on every rank when training ends here."""
-        stopping = self.world.any(self.stop.asked)
+        stopping = self.world.any(self.stop.requested)
         if step >= self.ppo.total_steps or stopping:
             logger.info("no further batch", step=step, stopping=stopping)
             return None
         for _ in range(ATTEMPTS):
             with self.clock("wait/batch_s"):
                 answer = self.fetch(step)
-                # Some ranks may have got a batch while others were told that training ends.
+                # A stop request may reach some ranks before their batch and others after it.
                 all_have_one = self.world.all(answer is not None)
             if answer is None or not all_have_one:
                 return None
@@ -131,8 +132,8 @@ class PPOTrainer(BaseTrainer):
     def forward(self, batch: TrainBatch) -> None:
         """Compute logprobs, entropy and values of the rows under the parameters before the update.
 
-        With a single update a batch the policy's pass is left out: the update records the same
-        outputs. A generator that shares the parameters is paused until `publish`.
+        With one update per batch the policy's pass is skipped: the update records the same outputs.
+        A generator that shares the parameters is paused until `publish`.
         """
         if self.publisher is not None:
             with self.clock("wait/hold_s"):
@@ -146,7 +147,7 @@ class PPOTrainer(BaseTrainer):
             if self.reference is not None:
                 batch.fill("ref_logprobs", self.reference.forward(rows, lengths)["logprobs"])
             if self.critic is not None:
-                take_values(batch, self.critic.forward(*critic_rows(batch))["values"])
+                store_values(batch, self.critic.forward(*critic_rows(batch))["values"])
 
     def compute_advantages(self, batch: TrainBatch) -> list[Minibatch]:
         """Set the advantages of the rows; return the minibatch of each update."""
@@ -154,7 +155,7 @@ class PPOTrainer(BaseTrainer):
             return compute_advantages(batch, self.ppo, self.world)
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
-        """Apply one optimizer update; none where no rank has a row with a gradient."""
+        """Apply one optimizer update; skip it if no rank has a row with a gradient."""
         rows, lengths = minibatch.rows, minibatch.all_lengths
         if not any(lengths):
             return {"skipped_update": 1.0}
@@ -167,11 +168,13 @@ class PPOTrainer(BaseTrainer):
             return stats
 
     def report(self, batch: TrainBatch, stats: list[dict[str, float]]) -> None:
-        """Compute the step's metrics, and tell the datapipe that the batch is trained."""
+        """Compute the step's metrics, and report to the datapipe that the batch is trained."""
         with self.clock("time/report_s"):
             sums, maxima = metrics.token_sums(batch)
             sums, maxima = self.world.sum(sums), self.world.max(maxima)
-            self.write_token_stats(batch)
+            if self.writes_token_stats:
+                folder, rank = self.paths.token_stats, self.world.rank
+                self.writes_token_stats = metrics.write_token_stats(batch, folder, rank)
             fingerprint = "".join(engine.fingerprint() for engine in self.engines.values())
             if not self.world.is_rank0:
                 return
@@ -197,7 +200,7 @@ class PPOTrainer(BaseTrainer):
                 self.metrics |= metrics.publish_metrics(self.push(self.link, version))
 
     def log(self, step: int) -> None:
-        """Write the step's metrics; its seconds are those since the previous call."""
+        """Write the step's metrics; `time/step_s` is the time since the previous call."""
         times = self.clock.lap()
         if not self.world.is_rank0:
             return
@@ -211,7 +214,7 @@ class PPOTrainer(BaseTrainer):
         self.metrics.clear()
 
     def checkpoint_and_eval(self, step: int) -> None:
-        """Checkpoint and evaluate where they are due; generation goes on meanwhile."""
+        """Write a checkpoint and start an evaluation when they are due; generation continues."""
         every = self.ppo.checkpoint.every_steps
         if every and step % every == 0:
             self.checkpoint(step)
@@ -225,7 +228,7 @@ class PPOTrainer(BaseTrainer):
             self.checkpoint(step)
         if finished and self.ppo.checkpoint.export:
             self.engine.export(self.paths.export)
-        if finished and not self.stop.asked:
+        if finished and not self.stop.requested:
             self.evaluations.run(step)
         if self.world.is_rank0:
             reason = "all steps are trained" if finished else "asked to stop"
@@ -234,23 +237,23 @@ class PPOTrainer(BaseTrainer):
 
     # ------------------------------------------------------------ batches
 
-    def fetch(self, step: int) -> Answer:
+    def fetch(self, step: int) -> FetchedBatch:
         """Request batch `step` from the datapipe."""
         return self.wait_on_all_ranks(self.request(step))
 
     def prefetch(self, step: int) -> None:
-        """Request a batch before the one before it is trained; no-op in synchronous training."""
+        """Request the next batch early; no-op in synchronous training."""
 
-    def request(self, step: int) -> Future[Answer]:
+    def request(self, step: int) -> Future[FetchedBatch]:
         """Request batch `step` in a thread that has its own link."""
         return self.fetcher.submit(self.fetch_link.next_batch, step, on_wait=self.while_waiting)
 
     def wait_on_all_ranks(self, answer: Future[T]) -> T:
-        """Wait until every rank has its answer; meanwhile republish to servers that need it."""
+        """Wait until every rank has its batch; meanwhile republish to servers that need it."""
         waiting = True
         while waiting:
             if wait([answer], SLICE_S).done:
-                answer.result()  # raises a failure now: the other ranks might wait forever
+                answer.result()  # raise a failure now: other ranks would wait forever
             flags = {
                 "waiting": float(not answer.done()),
                 "needs_republish": float(self.needs_republish),
@@ -264,25 +267,25 @@ class PPOTrainer(BaseTrainer):
     def while_waiting(self, waiting: Waiting) -> bool:
         """Return whether to stop waiting; called once a second during a wait."""
         if self.is_closing:
-            raise RoleError("training ended while a batch was waited for")
+            raise RoleError("training ended during the wait for a batch")
         logger.debug("waiting", request=waiting.request, detail=waiting.detail)
-        return self.stop.asked
+        return self.stop.requested
 
     def while_evaluating(self, waiting: Waiting) -> bool:
-        """Return the same as `while_waiting`; republish where there is one rank."""
+        """Return `while_waiting`; with one rank also republish to servers that need it."""
         if self.world.size == 1 and self.needs_republish:
             self.republish()
         return self.while_waiting(waiting)
 
     def end_fetch(self) -> None:
-        """End the request under way, which notices within a second."""
+        """End the running request for a batch; it notices within a second."""
         self.is_closing = True
         self.fetcher.shutdown()
 
     # ------------------------------------------------------------ weights
 
     def stage(self, version: int) -> None:
-        """Stream the weights to the publisher, again while it asks for them; on all ranks."""
+        """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
         on_device = self.publisher is not None and self.publisher.wants_device
         again = True
         while again:
@@ -290,7 +293,7 @@ class PPOTrainer(BaseTrainer):
             if self.publisher is not None:
                 again = self.publisher.stage(version, weights)
             else:
-                deque(weights, maxlen=0)  # only takes part in gathering
+                deque(weights, maxlen=0)  # other ranks only take part in gathering
                 again = False
             again = self.world.any(again)
 
@@ -302,15 +305,15 @@ class PPOTrainer(BaseTrainer):
         return report
 
     def join_publish(self) -> None:
-        """Wait for a publish that runs beside the loop; in synchronous training there is none."""
+        """Wait for a publish that runs beside the loop; no-op in synchronous training."""
 
     @property
     def needs_republish(self) -> bool:
-        """Whether this rank's publisher needs the weights once more."""
+        """Whether this rank's publisher needs the weights again."""
         return self.publisher is not None and self.publisher.needs_republish
 
     def republish(self) -> None:
-        """Send the current version to servers that can get it only from the trainer."""
+        """Send the current version again, to servers that can get it only from the trainer."""
         self.stage(self.version)
         if self.publisher is not None:
             self.publisher.push(self.version)
@@ -326,19 +329,71 @@ class PPOTrainer(BaseTrainer):
         """Report the checkpoint to the datapipe."""
         self.link.report(messages.Checkpointed(step, str(path)))
 
-    def write_token_stats(self, batch: TrainBatch) -> None:
-        """Write what reports show of each token; a failing disk ends this, not the run."""
-        if self.writes_token_stats:
-            try:
-                stats = metrics.token_stats(batch)
-                token_stats.write(self.paths.token_stats, batch.step, self.world.rank, stats)
-            except OSError as error:
-                self.writes_token_stats = False
-                logger.warning("token stats end", step=batch.step, error=str(error))
-
     def open_link(self) -> TrainerLink:
         """Open a link to the datapipe, for one thread."""
         link = self.components.connect()
         self.links.append(link)
         self.close_at_end(link.close)
         return link
+
+
+class AsyncPPOTrainer(PPOTrainer):
+    """PPO with publishing and fetching beside training.
+
+    Batches are requested one step ahead. Weights are pushed in a thread with its own link. Rollout
+    generates with weights up to `max_staleness` versions old meanwhile.
+    """
+
+    def __init__(
+        self, config: ExperimentConfig, components: TrainerComponents | None = None
+    ) -> None:
+        super().__init__(config, components)
+        self._prefetched: Future[FetchedBatch] | None = None
+        self._pusher = ThreadPoolExecutor(1, "publish")
+        self._push_link = self.components.connect()
+        self.links.append(self._push_link)
+        self._pushed: Future[PublishReport] | None = None
+
+    def fetch(self, step: int) -> FetchedBatch:
+        """Wait for the batch that `prefetch` requested during the previous step."""
+        answer, self._prefetched = self._prefetched or self.request(step), None
+        return self.wait_on_all_ranks(answer)
+
+    def prefetch(self, step: int) -> None:
+        """Request batch `step` while the batch before it is trained."""
+        if step < self.ppo.total_steps:
+            self._prefetched = self.request(step)
+
+    def publish(self, version: int) -> None:
+        """Stage the weights, then push them in a thread; wait for the previous push first."""
+        with self.clock("wait/publish_s"):
+            self.join_publish()
+        self.version = version
+        with self.clock("time/stage_s"):
+            self.stage(version)
+        if self.world.is_rank0:
+            self._pushed = self._pusher.submit(self.push, self._push_link, version)
+
+    def join_publish(self) -> None:
+        """Wait for the running push; raise its failure."""
+        if self._pushed is not None:
+            self.metrics |= metrics.publish_metrics(self._pushed.result())
+            self._pushed = None
+
+    @property
+    def needs_republish(self) -> bool:
+        """Whether servers need the weights again; False during a push, which may update them."""
+        return (self._pushed is None or self._pushed.done()) and super().needs_republish
+
+    def while_waiting(self, waiting: Waiting) -> bool:
+        """Raise the failure of a push: without new weights no batch can be completed."""
+        pushed = self._pushed  # the loop may clear it meanwhile
+        if pushed is not None and pushed.done():
+            pushed.result()
+        return super().while_waiting(waiting)
+
+    def close(self) -> None:
+        """Close the publisher, which ends a running push; then close its thread and link."""
+        super().close()
+        self._pusher.shutdown()
+        self._push_link.close()

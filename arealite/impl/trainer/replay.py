@@ -48,7 +48,7 @@ class LedgerLink:
         self._db = connect(ledger, read_only=True)
 
     def start(self, step: int) -> TrainerReady:
-        """Roll nothing back."""
+        """Ignore the request: a replay rolls nothing back."""
         return TrainerReady(step, 0)
 
     def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[bytes]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from arealite.algo.losses import cross_entropy
+from arealite.algo.preference import cross_entropy
 from arealite.api.engine import LossFn, Sequence
 from arealite.impl.trainer.offline import OfflineTrainer, Unit
 from arealite.system.data.chats import ASSISTANT, Example

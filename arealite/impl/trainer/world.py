@@ -1,4 +1,4 @@
-"""The ranks of a training job: the place of this one, and the numbers that all ranks agree on.
+"""The ranks of a training job: this rank's index, and collectives of numbers over all ranks.
 
 The trainers use torch.distributed only through this module, so tests run without a second process.
 """
@@ -122,7 +122,7 @@ def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
     """Wait for the other ranks of this attempt; return a store that only they share.
 
     torchrun keeps one store for all its attempts, so an early rank finds addresses of ranks that
-    are dead. Each rank therefore writes a fresh id, and goes on once rank 0 has written it back.
+    have exited. Each rank therefore writes a fresh id, and goes on once rank 0 has written it back.
 
     Raises:
         RoleError: some ranks did not come; the message names them.

@@ -1,1 +1,1 @@
-"""Weights on their way from a trainer to servers."""
+"""Transfer of weights from a trainer to servers."""

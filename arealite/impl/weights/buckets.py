@@ -1,7 +1,7 @@
 """Packs named tensors into buckets of bounded size, and unpacks them.
 
-One layout for both sides of a wire: SGLang's `flattened_bucket`, the tensors' bytes one after the
-other, in the order of the names.
+Sender and receiver use one layout, SGLang's `flattened_bucket`: the concatenated bytes of the
+tensors, in the order of the names.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ class Bucket:
 
     @property
     def flat(self) -> torch.Tensor:
-        """Their bytes, copied into one uint8 [layout.num_bytes] on their device."""
+        """The tensors' bytes, copied into one uint8 [layout.num_bytes] on the same device."""
         return torch.cat([tensor.view(-1).view(torch.uint8) for tensor in self.tensors])
 
 
 def split(
     weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield contiguous tensors in parts of at most `max_bytes`, in order; a larger tensor has a
-    part to itself. No more than one part is held here at a time."""
+    """Yield contiguous tensors in parts of at most `max_bytes`, in order.
+
+    A larger tensor gets its own part. At most one part is held in memory at a time.
+    """
     part, held = dict[str, torch.Tensor](), 0
     for name, tensor in weights:
         if part and held + tensor.nbytes > max_bytes:

@@ -1,7 +1,8 @@
-"""A process group beside the default one, in which a trainer sends weights to servers.
+"""A process group beside the default group, in which a trainer sends weights to servers.
 
-The default group is the trainer's own ranks; servers come and go, so theirs is made and unmade at
-any time. SGLang makes its side in the same way, so names, sizes and back end must agree.
+The default group has the trainer's ranks. Servers start and end at any time, so their group is
+created and destroyed as needed. SGLang creates its side in the same way, so names, sizes and
+backend must agree.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 def open_store(
     host: str, port: int, world_size: int, timeout: timedelta, *, listener: socket.socket | None
 ) -> TCPStore:
-    """Return the store through which ranks meet; rank 0 serves it on `listener`, which is used up.
+    """Return the store of the rendezvous; rank 0 serves it on `listener`, which this call consumes.
 
-    Without a listener of ours, torch would listen on every interface.
+    Without a listener, torch would listen on every interface.
     """
     options: dict[str, Any] = {"world_size": world_size, "timeout": timeout}
     if listener is not None:
@@ -37,14 +38,15 @@ def join(
     backend: str,
     seconds: float,
 ) -> dist.ProcessGroup:
-    """Join the group `name` whose rank 0 listens at `address`; blocks until all ranks are there.
+    """Join the group `name` whose rank 0 listens at `address`; blocks until all ranks have joined.
 
-    Rank 0 gives the socket it listens with, which is used up: torch alone would listen on every
-    interface. `name` is fresh for every group: a store remembers the ranks of an earlier one.
-    `seconds` bounds the wait and every later collective.
+    Args:
+        address: on rank 0 the listening socket, which this call consumes.
+        name: new for every group, because a store remembers the ranks of an earlier group.
+        seconds: limit of the wait and of every later collective.
 
     Raises:
-        RuntimeError, OSError: the others did not come in time, or the port is taken.
+        RuntimeError, OSError: some ranks did not join in time, or the port is taken.
     """
     timeout = timedelta(seconds=seconds)
     listener = address if isinstance(address, socket.socket) else None

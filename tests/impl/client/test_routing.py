@@ -42,7 +42,7 @@ def test_old_or_dead_servers_get_nothing() -> None:
     assert made.pick("g", 4) is None
     made.servers["s1"].alive = False
     assert made.pick("g", 0) is made.servers["s0"]
-    assert "s1 (http://127.0.0.1:9001): unreachable" in made.why_none(2)
+    assert "s1 (http://127.0.0.1:9001): unreachable" in made.no_server_reason(2)
 
 
 def test_a_server_that_failed_is_avoided_if_there_is_another() -> None:
@@ -72,6 +72,6 @@ async def test_a_lost_server_interrupts_what_waits_for_it() -> None:
 
     task = asyncio.create_task(ask())
     await asyncio.sleep(0)
-    server.lose()
+    server.remove_from_traffic()
     (result,) = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(result, DeadlineError) and not server.alive

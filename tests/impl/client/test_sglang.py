@@ -245,7 +245,7 @@ async def test_a_silent_server_is_left_when_its_name_is_gone(site) -> None:
         await first.received(1)
         s.silent.add(first)
         s.names.remove("llm_server", "s0")
-        s.client._directory.want()
+        s.client._directory.request_refresh()
         assert (await task).output_ids == expected([10, 20, 30], 8)
         assert len(second.requests) == 1
 
@@ -256,7 +256,7 @@ async def test_a_server_whose_name_is_not_renewed_is_left(site) -> None:
         s.client._directory.refresh_s, s.client._directory.registry.ttl_s = 0.05, 0.5
         first.fail_next("hang")
         s.silent.add(first)
-        s.client._directory.want()
+        s.client._directory.request_refresh()
         assert (await s.generate()).stop_reason == "length"
         assert len(second.requests) == 1
 
@@ -311,7 +311,7 @@ async def test_a_request_that_backs_off_holds_no_server(site) -> None:
             await backs_off.wait()
         (server,) = s.client._router.servers.values()
         assert (server.in_flight, server.waits) == (0, {})
-        server.lose()
+        server.remove_from_traffic()
         go_on.set()
         assert (await task).stop_reason == "length"
 

@@ -211,7 +211,7 @@ async def test_a_server_that_knows_no_retract_is_paused_by_aborting(site: Site) 
 async def test_no_server_confirms(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.fail_next("500", count=1000, path="/update_weights_from_disk")
-        said = rf"no server took version 1 .*s0 at {server.url}.*500"
+        said = rf"no server confirmed version 1 .*s0 at {server.url}.*500"
         await site.refused(1, site.quarantined, said)
         assert site.publisher is not None
         await asyncio.to_thread(site.publisher.close)  # else it may be trying to heal it just now

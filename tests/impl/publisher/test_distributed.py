@@ -153,7 +153,7 @@ def site(pair: Servers) -> Iterator[Servers]:
 
 def test_no_server_ends_the_run_in_time(empty: Servers) -> None:
     empty.make(timeout_s=0.5)
-    with pytest.raises(RoleError, match=r"no server took version 1 in .* None is registered"):
+    with pytest.raises(RoleError, match=r"no server confirmed version 1 in .* None is registered"):
         empty.publish(1, "a")
 
 

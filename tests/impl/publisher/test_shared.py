@@ -168,7 +168,7 @@ async def test_a_death_is_told_to_the_trainer(pair: Pair) -> None:
 
     assert pair.publisher.needs_republish is False
     engine._post(die)
-    with pytest.raises(RoleError, match="the engine died: no memory"):
+    with pytest.raises(RoleError, match="the engine crashed: no memory"):
         await asyncio.to_thread(pair.publisher.pause_generation)
     with pytest.raises(RoleError, match="no memory"):
         _ = pair.publisher.needs_republish

@@ -119,7 +119,7 @@ async def test_a_slow_episode_fails_at_its_deadline(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "detail"), [("stubborn once", "s=0.05"), ("stubborn", "it stands")]
+    ("what", "detail"), [("stubborn once", "s=0.05"), ("stubborn", "was abandoned")]
 )
 async def test_an_episode_that_swallows_its_deadline_is_not_rewarded(
     what: str, detail: str, monkeypatch: pytest.MonkeyPatch
@@ -146,7 +146,7 @@ async def test_an_episode_that_swallows_its_cancellation_is_left_when_the_run_en
     for _ in range(5):
         await asyncio.sleep(0)
     assert not running.done()
-    made.leave()
+    made.abandon_running()
     with pytest.raises(asyncio.CancelledError):
         await running
 

@@ -431,7 +431,7 @@ def test_broken_weights_fail_requests_instead_of_sampling_noise(tmp_path: Path) 
 def test_a_load_that_fails_half_way_is_the_engines_death(qwen: Any) -> None:
     died = threading.Event()
     engine = Engine(
-        Decoder(qwen, max_rows=2, seed=0), deliver=print, on_death=lambda error: died.set()
+        Decoder(qwen, max_rows=2, seed=0), deliver=print, on_crash=lambda error: died.set()
     )
     engine.start()
 

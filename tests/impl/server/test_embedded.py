@@ -448,5 +448,5 @@ async def test_a_dead_engine_ends_the_server(folders: list[Path], tmp_path: Path
     async with asyncio.timeout(60):
         await server.ready.wait()
         server.stop(MemoryError("no more"))
-        with pytest.raises(RoleError, match="the engine died: no more"):
+        with pytest.raises(RoleError, match="the engine crashed: no more"):
             await serving

@@ -83,7 +83,7 @@ def test_a_token_older_than_the_bound_stops_the_run_and_names_the_trajectory(pol
     config = replace(CONFIG, staleness_policy=policy)
     fresh, old = group("g", [1.0, 0.0], version=3), group("h", [1.0, 0.0], version=2)
     make_train_batch(*batch(fresh, step=5), config, rank=0, world_size=1)
-    with pytest.raises(InvariantError, match=r"h/0/agent brought tokens of version 2 to step 5"):
+    with pytest.raises(InvariantError, match=r"h/0/agent has tokens of version 2 at step 5"):
         make_train_batch(*batch(fresh + old, step=5), config, rank=0, world_size=1)
 
 
@@ -141,7 +141,7 @@ def test_payloads_of_another_rank_stop_the_run() -> None:
 
 def test_a_missing_payload_stops_the_run() -> None:
     made, payloads = batch(group("g", [1.0, 0.0]))
-    with pytest.raises(InvariantError, match="rank 0 the 1 payloads"):
+    with pytest.raises(InvariantError, match="rank 0 received 1 payloads"):
         make_train_batch(made, payloads[:1], CONFIG, rank=0, world_size=1)
 
 

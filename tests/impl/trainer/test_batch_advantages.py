@@ -17,7 +17,8 @@ from arealite.api.llm import SamplingConfig
 from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
-from arealite.impl.trainer.batch_advantages import compute_advantages, critic_rows, take_values
+from arealite.impl.trainer.batch_advantages import compute_advantages
+from arealite.impl.trainer.critic import critic_rows, store_values
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
@@ -39,7 +40,7 @@ def forward(made: TrainBatch) -> None:
 
     made.fill("prox_logprobs", said(made.rows, 0.1, -1.25))
     made.fill("ref_logprobs", said(made.rows, 0.2, -1.5))
-    take_values(made, said(critic_rows(made)[0], 0.5, 0.25))
+    store_values(made, said(critic_rows(made)[0], 0.5, 0.25))
 
 
 def estimated(

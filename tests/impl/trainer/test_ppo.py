@@ -21,8 +21,7 @@ from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.base.names import RunPaths
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import ppo
-from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
-from arealite.impl.trainer.ppo import PPOTrainer
+from arealite.impl.trainer.ppo import AsyncPPOTrainer, PPOTrainer
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.scripted import Events, ScriptedEngine, Stage
 from tests.waiting import until
@@ -287,11 +286,11 @@ def test_a_failed_publish_ends_the_run(config: MakeConfig, trainer: type[PPOTrai
     stage = Stage()
 
     def fail(count: int) -> None:
-        stage.publisher.failure = RoleError("no server took version 1")
+        stage.publisher.failure = RoleError("no server confirmed version 1")
         stage.pipe.empty_from = 1
 
     stage.engine.on_update = fail
-    with pytest.raises(RoleError, match="no server took version 1"):
+    with pytest.raises(RoleError, match="no server confirmed version 1"):
         trainer(config(), stage.components()).train()
     assert "publisher closed" in stage.events.words
     assert not any(word.startswith("finish") for word in stage.events.words)

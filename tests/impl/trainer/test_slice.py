@@ -21,8 +21,7 @@ from arealite.api.task import Task
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import encode_segments
 from arealite.api.trial import ClusterConfig
-from arealite.impl.trainer.async_ppo import AsyncPPOTrainer
-from arealite.impl.trainer.ppo import PPOTrainer
+from arealite.impl.trainer.ppo import AsyncPPOTrainer, PPOTrainer
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.ledger.audit import audit
 from arealite.system.links.worker_link import WorkerLink
