@@ -94,7 +94,7 @@ async def test_rewards_go_to_the_latest_turn(name: str) -> None:
 async def test_an_observation_that_is_none_is_the_environments_fault(
     name: str, odd: object
 ) -> None:
-    with pytest.raises(TypeError, match="a text or messages"):
+    with pytest.raises(TypeError, match="a text or chat messages"):
         await make(name).act(odd)
 
 

@@ -36,8 +36,8 @@ def load(folder: Path, module: Any, optimizer: Optimizer) -> dict[str, Any]:
     names = (f"{part}.{name}" for part, tensors in state.items() for name in tensors)
     if absent := next((name for name in names if name not in stored), None):
         raise UserError(
-            f"Checkpoint '{folder}' has no '{absent}': go on with the model, engine.fsdp.lora "
-            "and optimizer.type it was written with, or begin anew with resume=never."
+            f"Checkpoint '{folder}' has no '{absent}': use the model, engine.fsdp.lora "
+            "and optimizer.type that it was written with, or start a new run with resume=never."
         )
     load_state(state, checkpoint_id=folder / "state")
     inside = json.loads((folder / "extra.json").read_text())

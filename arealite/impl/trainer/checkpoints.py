@@ -48,8 +48,8 @@ def load(path: Path, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
     for folder in engines:
         if not (path / folder).is_dir():
             raise UserError(
-                f"checkpoint {path} has no {folder}. Use the advantage.type that the run was begun "
-                "with, another trial_name, or resume=never to start over."
+                f"checkpoint {path} has no {folder}. Use the advantage.type that the run was "
+                "started with, another trial_name, or resume=never to start over."
             )
     found = [engine.load(path / folder) for folder, engine in engines.items()]
     return found[0]

@@ -182,10 +182,10 @@ class OfflineTrainer(BaseTrainer):
     def begin(self) -> int:
         """Resume or start; return the step."""
         step, progress = self.load_checkpoint()
-        if progress and (begun := progress.get("identity")) != self.identity:
+        if progress and (before := progress.get("identity")) != self.identity:
             raise UserError(
-                f"{self.paths.checkpoints} was begun with {begun}, now it is {self.identity}: put "
-                "that back, or choose another trial_name."
+                f"{self.paths.checkpoints} was started with {before}, now it is {self.identity}: "
+                "restore that, or choose another trial_name."
             )
         self.rewind_metrics(step)
         if self.is_evaluation_due(step):

@@ -99,7 +99,7 @@ class Ledger:
         for key, value in expected.items():
             if held.get(key) != value:
                 raise UserError(
-                    f"The ledger {self.path} was begun with {key}={held.get(key)}, now it is "
+                    f"The ledger {self.path} was started with {key}={held.get(key)}, now it is "
                     f"{value}. Restore the value, or choose another trial_name."
                 )
         db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")

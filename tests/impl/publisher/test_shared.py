@@ -177,7 +177,7 @@ async def test_a_death_is_told_to_the_trainer(pair: Pair) -> None:
 def test_a_model_it_cannot_serve_is_the_users_error(pair: Pair, monkeypatch: Any) -> None:
     monkeypatch.setattr(pair.engine.module.config, "layer_types", ["linear_attention"])
     config = replace(pair.config, trial_name="other")
-    with pytest.raises(UserError, match="runs models with full and sliding"):
+    with pytest.raises(UserError, match="runs only full and sliding"):
         SharedPublisher(config, pair.engine)
     assert not NameRegistry.of(config).list("llm_server")
 

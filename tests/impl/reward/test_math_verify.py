@@ -164,7 +164,7 @@ async def test_check_that_used_no_cpu_is_asked_again(reward, monkeypatch):
 
 async def test_checkers_that_never_use_their_cpu_fail_the_episode(reward):
     reward.pool.patience_s = 0.0
-    with pytest.raises(RewardTimeout, match=r"did nothing for 0\.0 s, 3 times") as caught:
+    with pytest.raises(RewardTimeout, match=r"a check got no CPU for 0\.0 s, 3 times") as caught:
         await reward.score("$9^{9^{9^{9}}}$", ROOT)
     assert failure_class(caught.value) == "reward_timeout"
 

@@ -264,7 +264,7 @@ def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_where_it_was(tmp_path, mo
     whole.train()
     config = settings(tmp_path, model)
     first = faked(config)
-    engine_of(first).after = lambda count: setattr(first.stop, "asked", count == 2)
+    engine_of(first).after = lambda count: setattr(first.stop, "requested", count == 2)
     first.train()
     assert engine_of(first).saved == [2] and engine_of(first).exported == 0
     second = faked(config)
