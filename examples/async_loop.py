@@ -2,10 +2,9 @@
 
     python3 examples/async_loop.py
 
-The sampler runs in a thread. While one batch is trained, it samples answers for the next two
-batches. New weights do not wait for these answers: the sampler pauses, loads the weights, and
-continues each unfinished answer after its last token. Such an answer has tokens of two versions;
-the version of each token is recorded.
+The sampler runs in a thread. While one batch is trained, it samples the next two batches. For new
+weights it pauses, loads them, and continues each unfinished answer after its last token. Such an
+answer has tokens of two versions; the version of each token is recorded.
 """
 
 from __future__ import annotations
