@@ -305,7 +305,7 @@ class PPOTrainer(BaseTrainer):
         return report
 
     def join_publish(self) -> None:
-        """Wait for a publish that runs beside the loop; no-op in synchronous training."""
+        """Wait for a publish that runs in another thread; no-op in synchronous training."""
 
     @property
     def needs_republish(self) -> bool:
@@ -338,10 +338,10 @@ class PPOTrainer(BaseTrainer):
 
 
 class AsyncPPOTrainer(PPOTrainer):
-    """PPO with publishing and fetching beside training.
+    """PPO that publishes weights and fetches batches concurrently with training.
 
-    Batches are requested one step ahead. Weights are pushed in a thread with its own link. Rollout
-    generates with weights up to `max_staleness` versions old meanwhile.
+    Batches are requested one step ahead. Weights are pushed in a thread with its own link.
+    Meanwhile workers generate with weights that are at most `max_staleness` versions old.
     """
 
     def __init__(
