@@ -40,7 +40,7 @@ class AsyncSampler(Sampler):
     def submit(self, tasks: list[str]) -> list[Generation]:
         """Submit the tasks; return their requests without waiting."""
         requests = [self.request(digits) for digits in tasks]
-        self.engine.submit(requests)
+        self.engine.call(self.engine.submit, *requests)
         return requests
 
     def collect(self, requests: list[Generation]) -> list[Sample]:
@@ -62,10 +62,12 @@ class AsyncSampler(Sampler):
 
     def load(self, engine: FSDPEngine, version: int) -> None:
         """Load new weights between two tokens; unfinished answers continue under them."""
-        self.engine.pause("retract").result()  # drops keys and values, keeps the sampled tokens
+        # Drops keys and values, and keeps the sampled tokens.
+        self.engine.call(self.engine.pause, "retract").result()
         copy = partial(self.model.load_state_dict, dict(engine.stream_weights()))
-        self.engine.update(lambda: copy, version=str(version), flush=True).result()
-        self.engine.resume()
+        update = self.engine.update
+        self.engine.call_between_requests(update, lambda: copy, str(version), True).result()
+        self.engine.call(self.engine.resume)
         self.version = version
 
 

@@ -76,9 +76,9 @@ def test_new_weights_interrupt_generations_that_continue_under_them(
     requests = [sampler.request(digits) for digits in ("531426", "998877")]
     for request in requests:
         request.stops = frozenset()  # each has MAX_NEW_TOKENS tokens, whatever is sampled
-    sampler.engine.submit(requests)
+    sampler.engine.call(sampler.engine.submit, *requests)
     assert reached.wait(SLOW_S)
-    paused = sampler.engine.pause("retract")
+    paused = sampler.engine.call(sampler.engine.pause, "retract")
     proceed.set()
     paused.result(SLOW_S)
     sampler.load(_Weights(sampler.model), version=1)
