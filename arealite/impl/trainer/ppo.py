@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from arealite.algo.losses import make_policy_loss
 from arealite.algo.value_loss import make_value_loss
@@ -321,7 +321,7 @@ class PPOTrainer(BaseTrainer):
     # ------------------------------------------------------------ files and links
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, object]:
         """Return the counters that a checkpoint holds."""
         return {"interruptions": self.interruptions}
 
