@@ -74,7 +74,7 @@ CASES = {
     "fixed": Case(MOST, 6, 10, 1.0, staleness=2, trl_rows=256, ours=OURS),
     "heavy": Case(MOST, 8, 20, 3.0, staleness=2, trl_rows=256, ours=OURS),
 }
-SPLIT = "rows", "forward", "estimate", "update", "report", "stage", "log", "other"
+SPLIT = "rows", "forward", "advantages", "update", "report", "stage", "log", "other"
 
 
 def heavy_length(rng: random.Random) -> int:

@@ -215,7 +215,7 @@ def row(trial: Trial) -> list[str]:
 
 COLUMNS = ("policy", "η", "samples trained", "of their tokens, with loss", "mean length",
            "p95 length", "KS distance", "steps/h", "max age", "trainer waits",
-           "… for pace")  # fmt: skip
+           "… for slow episodes")  # fmt: skip
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ class PPOTrainer(BaseTrainer):
         A generator that shares the parameters is paused until `publish`.
         """
         if self.publisher is not None:
-            with self.clock("wait/hold_s"):
+            with self.clock("wait/pause_s"):
                 self.publisher.pause_generation()
         rows, lengths = batch.rows, batch.all_lengths
         with self.clock("time/forward_s"):
@@ -151,7 +151,7 @@ class PPOTrainer(BaseTrainer):
 
     def compute_advantages(self, batch: TrainBatch) -> list[Minibatch]:
         """Set the advantages of the rows; return the minibatch of each update."""
-        with self.clock("time/estimate_s"):
+        with self.clock("time/advantages_s"):
             return compute_advantages(batch, self.ppo, self.world)
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:

@@ -78,7 +78,7 @@ const ROLES = {
 };
 const PARTS = { // the labels of parts whose name alone is not clear
   full: "every slot taken", "lease wait": "waiting for a lease", "groups wait": "waiting for groups",
-  "pace wait": "held back for slow episodes", "trainer works": "none: the trainer is at work",
+  "slow episodes wait": "held back for slow episodes", "trainer works": "none: the trainer is at work",
   "generate or idle": "generating, or idle", "weights wait": "standing still for weights",
 };
 

@@ -70,7 +70,9 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
         seconds = line.get("time/step_s", 0.0) * line.get("rollout/workers", 0.0)
         idle += (part := min(max(waited, 0.0), seconds))
         worked += seconds - part
-    groups, pace = total["datapipe/groups_wait_s"], total["datapipe/pace_wait_s"]
+    groups = total["datapipe/groups_wait_s"]
+    # Version 0.1.0 wrote the second name.
+    slow = total["datapipe/slow_episodes_wait_s"] + total["datapipe/pace_wait_s"]
     stall = total["publish/stall_s"]
     trainer = {k[5:-2]: v for k, v in total.items() if k.startswith("time/")}
     trainer |= {f"{k[5:-2]} wait": v for k, v in total.items() if k.startswith("wait/")}
@@ -84,8 +86,8 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
         "workers": {"full": worked, "lease wait": idle},
         "datapipe": {
             "groups wait": groups,
-            "pace wait": pace,
-            "trainer works": max(0.0, whole - groups - pace),
+            "slow episodes wait": slow,
+            "trainer works": max(0.0, whole - groups - slow),
         },
         "servers": {"generate or idle": max(0.0, whole - stall), "weights wait": stall},
     }

@@ -1,6 +1,6 @@
 """Measures the trainer's idle time by cause, and lists the episodes that hold a batch back.
 
-*Pacing*: under staleness policy `wait`, a full batch is held back for slow episodes.
+Under staleness policy `wait`, the datapipe holds a full batch back for slow episodes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ MAX_NAMED = 5
 class IdleClock:
     """The trainer's idle time by cause.
 
-    `groups`: too few groups are complete. `pace`: slow episodes hold a full batch back.
+    `groups`: too few groups are complete. `slow_episodes`: they hold a full batch back.
     """
 
     def __init__(self) -> None:
-        self.seconds = {"groups": 0.0, "pace": 0.0}
+        self.seconds = {"groups": 0.0, "slow_episodes": 0.0}
         """By cause, since the last `take`."""
         self.cause: str | None = None
         """Cause of the current wait; None while the trainer does not wait."""
-        self.pace_share = 0.0
-        """Share of time lost to pacing: an exponential average over `SHARE_WINDOW_S`."""
+        self.slow_share = 0.0
+        """Share of time lost to slow episodes: an exponential average over `SHARE_WINDOW_S`."""
         self._since = time.monotonic()
 
     def mark(self, cause: str | None) -> None:
@@ -39,8 +39,8 @@ class IdleClock:
         passed, self._since = now - self._since, now
         if self.cause is not None:
             self.seconds[self.cause] += passed
-        is_pace = self.cause == "pace"
-        self.pace_share += (is_pace - self.pace_share) * -math.expm1(-passed / SHARE_WINDOW_S)
+        is_slow = self.cause == "slow_episodes"
+        self.slow_share += (is_slow - self.slow_share) * -math.expm1(-passed / SHARE_WINDOW_S)
         self.cause = cause
 
     def take(self) -> dict[str, float]:

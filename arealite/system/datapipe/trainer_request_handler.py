@@ -228,7 +228,7 @@ class TrainerRequestHandler:
         stale = sum(h.oldest_version < oldest for group in groups for h in group.headers)
         numbers = {
             **self._idle.take(),
-            "pace_wait_share": self._idle.pace_share,
+            "slow_episodes_wait_share": self._idle.slow_share,
             "ledger_busy_s": self._writer.take_busy_s(),
             "buffered_groups": store.counts["complete"],
             "leased_groups": store.counts["leased"],
@@ -244,14 +244,16 @@ class TrainerRequestHandler:
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
 
     def _mark_idle(self) -> None:
-        """Update the idle clock: pace (the next batch is full but held back), groups, or None.
+        """Set the cause of the trainer's current wait: too few groups, slow episodes, or None.
+
+        A wait for slow episodes means that the next batch is full but held back.
 
         The time in which an earlier batch is trained is not idle, even if a rank requests the next.
         """
         store = self.store
         is_idle = bool(self._batch_requests) and store.num_trained_steps() == store.next_step
         is_full = store.counts["complete"] >= store.ppo.num_groups
-        self._idle.mark(("pace" if is_full else "groups") if is_idle else None)
+        self._idle.mark(("slow_episodes" if is_full else "groups") if is_idle else None)
 
     def _describe(self, step: int) -> str:
         store = self.store
@@ -263,11 +265,15 @@ class TrainerRequestHandler:
         return text
 
     def _log_slow_episodes(self) -> None:
-        """Log the slow episodes if pacing takes more than `datapipe.wait_report_share`."""
+        """Log the slow episodes if they take more of the time than `datapipe.wait_report_share`."""
         self._mark_idle()
-        share, now = self._idle.pace_share, time.monotonic()
+        share, now = self._idle.slow_share, time.monotonic()
         allowed = self._config.datapipe.wait_report_share
-        if self._idle.cause != "pace" or share <= allowed or now - self._reported < SHARE_WINDOW_S:
+        if (
+            self._idle.cause != "slow_episodes"
+            or share <= allowed
+            or now - self._reported < SHARE_WINDOW_S
+        ):
             return
         self._reported = now
         logger.warning(

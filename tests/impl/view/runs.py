@@ -98,7 +98,8 @@ def metrics(steps: int) -> list[dict[str, float]]:
             "time/other_s": 0.2, "episode/trajectories": 4.0, "episode/seconds_mean": 2.0,
             "episode/wait/generation": 1.4, "episode/wait/environment": 0.3,
             "episode/wait/reward": 0.2, "rollout/lease_wait_s": 0.5 * step, "rollout/workers": 2.0,
-            "datapipe/groups_wait_s": 0.6, "datapipe/pace_wait_s": 0.1, "publish/stall_s": 0.1,
+            "datapipe/groups_wait_s": 0.6, "datapipe/slow_episodes_wait_s": 0.1,
+            "publish/stall_s": 0.1,
             "publish/pause_s": 0.2, "publish/version": float(step),
         })  # fmt: skip
     return made

@@ -31,7 +31,7 @@ def step(number: int) -> Line:
         "episode/wait/generation": 0.7,
         "episode/wait/environment": 0.2,
         "datapipe/groups_wait_s": 0.3,
-        "datapipe/pace_wait_s": 0.1,
+        "datapipe/slow_episodes_wait_s": 0.1,
         "rollout/lease_wait_s": 0.5 * number,
         "rollout/workers": 1.0,
         "rollout/episodes": 8.0 * number,
@@ -103,7 +103,7 @@ def test_panel_of_a_run_has_all_rows():
     assert "█forward 25 ▓update 45 ▒batch wait 25 ░other 5" in row(lines, "trainer")
     assert "generation 70" in row(lines, "episodes") and "rest 10" in row(lines, "episodes")
     assert "lease wait 25" in row(lines, "workers")
-    assert "groups wait 15 ▓pace wait 5 ▒trainer works 80" in row(lines, "datapipe")
+    assert "groups wait 15 ▓slow episodes wait 5 ▒trainer works 80" in row(lines, "datapipe")
     assert row(lines, "  last") == "last 10.0 10.0 10.0 10.0 10.0"
     assert row(lines, "  mean") == "mean 5.5 5.5 5.5 5.5 5.5"
     assert [each for each in lines if "host-1  version 9  3 running  1 waiting  beat 0.4 s" in each]

@@ -519,10 +519,10 @@ async def test_slow_episodes_that_hold_a_batch_back_are_reported(
     assert warning["share"] >= 0.01
     said = "batch 1: 1 of 1 groups, kept back for slow episodes: g0/1 (train-"
     assert any(said in text for text in waits)
-    assert shares[0]["pace_wait_s"] == 0.0
-    assert shares[1]["pace_wait_s"] > 0.2
-    assert shares[1]["pace_wait_share"] > 0.01
-    assert shares[2]["pace_wait_share"] < shares[1]["pace_wait_share"]
+    assert shares[0]["slow_episodes_wait_s"] == 0.0
+    assert shares[1]["slow_episodes_wait_s"] > 0.2
+    assert shares[1]["slow_episodes_wait_share"] > 0.01
+    assert shares[2]["slow_episodes_wait_share"] < shares[1]["slow_episodes_wait_share"]
     assert shares[1]["ledger_busy_s"] > 0.0
 
 

@@ -439,7 +439,7 @@ def test_leases_lost_over_a_roll_back_do_not_block_batches(make: Make) -> None:
             lease = store.lease(group, worker_id="w", credit=1)
             store.add_episode(episode(lease, 0), [b""])
         done = train_step(store)
-        assert done is not None, "pace waits for ever"
+        assert done is not None, "policy wait waits for ever"
         ages += done
     assert max(ages) <= 2
     assert not store.counts["filtered:stale"]
@@ -474,7 +474,7 @@ def test_lost_episode_is_leased_even_if_no_group_fits_a_smaller_batch(make: Make
     store.roll_back(0)
     publish(store, 0)
     store.lose_lease(store.groups[lost.group_id].leases[lost.lease_id])
-    assert train_step(store) is None, "pace waits for what runs or is to be run"
+    assert train_step(store) is None, "policy wait waits for running and pending episodes"
     again = lease_next(store)
     assert (again.group_id, again.members) == (lost.group_id, [1])
     store.add_episode(episode(again, 1), [b""])
@@ -510,7 +510,7 @@ def test_lease_after_a_roll_back_makes_no_group_too_old(make: Make) -> None:
             for member in lease.members:
                 store.add_episode(episode(lease, member), [b""])
         done = train_step(store)
-        assert done is not None, "pace waits for ever"
+        assert done is not None, "policy wait waits for ever"
         ages += done
     assert max(ages) <= 2
     assert not store.counts["filtered"]
