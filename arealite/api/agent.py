@@ -46,7 +46,7 @@ class Agent(ABC):
         return None
 
     @abstractmethod
-    async def act(self, observation: Any) -> Action:
+    async def act(self, observation: object) -> Action:
         """Build a prompt from an observation, generate, and parse the completion into an action."""
 
     def reward(self, value: float, **parts: float) -> None:
@@ -125,7 +125,7 @@ class AgentFactory:
         self.args = args
         self.client = client or clients.get(client_config.type)(args, client_config)
         self.tokenizer = tokenizer or load_tokenizer(args.model.path)
-        self._shared: dict[int, Any] = {}
+        self._shared: dict[int, object] = {}
 
     async def share(self, config: AgentConfig, stack: AsyncExitStack) -> None:
         """Create the shared object of the agents of `config`; closing `stack` closes it."""

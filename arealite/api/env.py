@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arealite.api.agent import Agent
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry
@@ -36,7 +36,7 @@ class Env(ABC):
         """Options of this environment."""
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[Row]:
         """Yield an endless sequence of generated tasks, for `dataset.train=generated`.
 
         Equal arguments give equal rows. Rows of different splits differ.

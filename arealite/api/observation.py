@@ -6,6 +6,9 @@ from typing import Any, cast
 
 import msgspec
 
+ChatMessage = dict[str, object]
+"""A message of a chat: `role`, `content` and, of some roles, more."""
+
 
 class Observation(msgspec.Struct, frozen=True):
     """The observation of a seat. Filled by the environment.
@@ -13,7 +16,7 @@ class Observation(msgspec.Struct, frozen=True):
     An environment without choices and tools may pass a plain text or a list of chat messages.
     """
 
-    content: str | list[dict[str, Any]]
+    content: str | list[ChatMessage]
     """New text for the seat, or new chat messages. Messages with role "tool" answer tool calls."""
     choices: tuple[str, ...] = ()
     """Legal actions; () if they are too many to list. For scripted agents: prompts do not contain
@@ -39,10 +42,8 @@ def observe(observation: object) -> Observation:
     Raises:
         TypeError: The observation is neither a text nor chat messages.
     """
-    if isinstance(observation, Observation):
-        result = observation
-    else:
-        result = Observation(cast("str | list[dict[str, Any]]", observation))
+    given = cast("str | list[ChatMessage]", observation)
+    result = observation if isinstance(observation, Observation) else Observation(given)
     content = cast("object", result.content)
     is_chat = isinstance(content, list) and all(map(_is_message, cast(list[object], content)))
     if not (isinstance(content, str) or is_chat):
@@ -59,8 +60,9 @@ def _is_message(value: object) -> bool:
     return isinstance(role, str) and (isinstance(text, str) or role == "assistant")
 
 
-def messages(observation: object, *, system: str | None = None) -> list[dict[str, Any]]:
+def messages(observation: object, *, system: str | None = None) -> list[ChatMessage]:
     """Convert an observation to chat messages, after the system message if `system` is given."""
+    chat: list[ChatMessage] = [] if system is None else [{"role": "system", "content": system}]
     content = observe(observation).content
-    chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    return chat if system is None else [{"role": "system", "content": system}, *chat]
+    chat.extend([{"role": "user", "content": content}] if isinstance(content, str) else content)
+    return chat

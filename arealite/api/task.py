@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from arealite.base.errors import EpisodeError
+
+Row = Mapping[str, object]
+"""A row of the data set: `prompt`, `ground_truth` and `extra_info`."""
 
 
 class Task(msgspec.Struct, frozen=True):

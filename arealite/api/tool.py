@@ -31,11 +31,11 @@ class Tool(ABC):
     async def setup(self) -> None:  # noqa: B027  (optional hook)
         """Start shared, expensive resources."""
 
-    async def begin(self, task: Task, state: dict[str, Any]) -> None:  # noqa: B027  (optional hook)
+    async def begin(self, task: Task, state: dict[str, object]) -> None:  # noqa: B027  (optional hook)
         """Prepare the `state` of an episode."""
 
     @abstractmethod
-    async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, object], state: dict[str, object]) -> str:
         """Execute a call and return its result.
 
         Args:
@@ -46,7 +46,7 @@ class Tool(ABC):
             ToolError: The call failed; the agent gets the error's text as the result.
         """
 
-    async def end(self, state: dict[str, Any]) -> None:  # noqa: B027  (optional hook)
+    async def end(self, state: dict[str, object]) -> None:  # noqa: B027  (optional hook)
         """Release the resources in the `state` of an episode."""
 
     async def close(self) -> None:  # noqa: B027  (optional hook)
@@ -65,8 +65,8 @@ tools: Registry[Tool] = Registry(
 
 
 def function(
-    name: str, description: str, /, *, required: tuple[str, ...] = (), **properties: Any
-) -> Any:
+    name: str, description: str, /, *, required: tuple[str, ...] = (), **properties: object
+) -> dict[str, object]:
     """Build an OpenAI function schema.
 
     Args:

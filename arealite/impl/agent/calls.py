@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Container
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -18,7 +18,7 @@ class Call(NamedTuple):
     """One parsed tool call."""
 
     name: str = ""
-    arguments: dict[str, Any] = {}  # noqa: RUF012  (never written to)
+    arguments: dict[str, object] = {}  # noqa: RUF012  (never written to)
     error: str = ""
     """Why the call is malformed; "" for a valid call."""
 

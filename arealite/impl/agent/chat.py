@@ -6,7 +6,6 @@ Other agents with several turns derive from ChatAgent and override `read`.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.episode import Action
@@ -24,7 +23,7 @@ class ChatAgent(Agent):
         """The messages and tokens of the conversation."""
         return History(self.tokenizer)
 
-    async def act(self, observation: Any) -> Action:
+    async def act(self, observation: object) -> Action:
         """Append the observation to the conversation and generate an answer.
 
         The action of turn `max_turns` is the last one. If a later prompt would exceed

@@ -10,7 +10,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -86,12 +85,8 @@ class Completions:
             UserError: The address is invalid, or the key's environment variable is not set.
         """
         url = urlsplit(config.base_url)
-        if (
-            url.scheme not in ("http", "https")
-            or not url.hostname
-            or url.query
-            or "@" in url.netloc
-        ):
+        is_plain = url.hostname and not url.query and "@" not in url.netloc
+        if url.scheme not in ("http", "https") or not is_plain:
             raise UserError(
                 "fixed_policy.base_url must be http://HOST[:PORT]/… or https://…, without a key or "
                 "password in it. Put the key into the environment variable that "
@@ -113,7 +108,7 @@ class Completions:
         ) as session:
             yield cls(config, session, key)
 
-    async def ask(self, messages: Sequence[dict[str, Any]], *, owner: str) -> str:
+    async def ask(self, messages: Sequence[dict[str, object]], *, owner: str) -> str:
         """Return the model's answer to a conversation.
 
         Errors of the endpoint are retried with exponential backoff, `retries` times.
@@ -126,7 +121,7 @@ class Completions:
             FixedPolicyFailed: The endpoint refused the request, or all attempts failed.
         """
         sampling, config = self.config.sampling, self.config
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": config.model,
             "messages": messages,
             "temperature": sampling.temperature,
@@ -147,7 +142,7 @@ class Completions:
                 await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
         raise FixedPolicyFailed(f"{self.url}: {reason} (after {1 + config.retries} attempts)")
 
-    async def _try(self, body: dict[str, Any], owner: str) -> str:
+    async def _try(self, body: dict[str, object], owner: str) -> str:
         host = urlsplit(self.url).netloc
         limits = {"owner": owner, "on": f"endpoint {host}", "seconds": self.config.timeout_s}
         try:

@@ -17,7 +17,7 @@ from arealite.api.agent_config import FixedPolicyConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.episode import Action
 from arealite.api.llm import LLMClient, clients
-from arealite.api.observation import messages
+from arealite.api.observation import ChatMessage, messages
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.agent.chat import ChatAgent
 from arealite.impl.agent.completions import Completions, FixedPolicyFailed
@@ -35,10 +35,10 @@ class FixedPolicyAgent(ChatAgent):
 
     trainable = False
 
-    def __init__(self, config: Any, **options: Any) -> None:
+    def __init__(self, config: FixedPolicyConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self.seat = replace(self.seat, sampling=config.sampling, min_version=0)
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[ChatMessage] = []
         """The conversation with an endpoint."""
 
     @classmethod
@@ -79,7 +79,7 @@ class FixedPolicyAgent(ChatAgent):
         finally:
             await client.close()
 
-    async def act(self, observation: Any) -> Action:
+    async def act(self, observation: object) -> Action:
         """Append the observation to the conversation and return the model's answer.
 
         Raises:
@@ -93,7 +93,7 @@ class FixedPolicyAgent(ChatAgent):
         except EpisodeError as error:
             raise FixedPolicyFailed(f"{type(error).__name__}: {error}") from error
 
-    async def ask(self, endpoint: Completions, observation: Any) -> Action:
+    async def ask(self, endpoint: Completions, observation: object) -> Action:
         """Append the observation to the conversation and return the endpoint's answer."""
         turn = sum(message["role"] == "assistant" for message in self.messages)
         if turn == self.config.max_turns:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from arealite.api.llm import LLMResponse
+from arealite.api.observation import ChatMessage
 from arealite.base import log
 from arealite.system.data.chats import common_prefix_length, encode, render
 
@@ -49,12 +50,12 @@ class History:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[ChatMessage] = []
         self.tools: tuple[Any, ...] = ()
         self.pieces: list[Piece] = []
         """All tokens so far. The next prompt starts with them."""
 
-    def ask(self, messages: Sequence[dict[str, Any]], tools: tuple[Any, ...] = ()) -> list[int]:
+    def ask(self, messages: Sequence[ChatMessage], tools: tuple[object, ...] = ()) -> list[int]:
         """Add messages and return the next prompt: all tokens so far and those of the new text.
 
         If the template rewrites earlier turns, the prompt is its full rendering, tokenised anew.

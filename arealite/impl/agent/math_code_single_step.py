@@ -6,30 +6,27 @@ differently.
 
 from __future__ import annotations
 
-from typing import Any
-
 from arealite.api.agent import Agent
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
-from arealite.api.observation import messages, observe
+from arealite.api.observation import ChatMessage, messages, observe
 from arealite.system.data.chats import tokenize
 
 
 class MathCodeSingleStepAgent(Agent):
     """Sends the task's prompt and acts with the whole completion."""
 
-    async def act(self, observation: Any) -> Action:
+    async def act(self, observation: object) -> Action:
         """Generate one completion for an observation, a text or a list of chat messages."""
         prompt = self.build_prompt(observation)
         response = await self.generate(tokenize(self.tokenizer, prompt))
         return Action(self.parse(response), response)
 
-    def build_prompt(self, observation: Any) -> str | list[dict[str, Any]]:
+    def build_prompt(self, observation: object) -> str | list[ChatMessage]:
         """Return the text to continue, or the chat messages to answer."""
-        system = self.config.system_prompt if self.config is not None else None
-        if system is None:
+        if self.config is None or self.config.system_prompt is None:
             return observe(observation).content
-        return messages(observation, system=system)
+        return messages(observation, system=self.config.system_prompt)
 
     def parse(self, response: LLMResponse) -> str:
         """Return the action's text: the completion without special tokens."""

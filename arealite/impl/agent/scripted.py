@@ -6,7 +6,6 @@ For opponents of known strength, and for tests of environments.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.agent_config import ScriptedConfig
@@ -22,7 +21,7 @@ class ScriptedAgent(Agent):
     turn = 0
 
     @classmethod
-    def share(cls, args: Any, config: ScriptedConfig) -> None:
+    def share(cls, args: object, config: ScriptedConfig) -> None:
         """Check the options; the agents share nothing.
 
         Raises:
@@ -34,7 +33,7 @@ class ScriptedAgent(Agent):
                 "answers or another policy."
             )
 
-    async def act(self, observation: Any) -> Action:
+    async def act(self, observation: object) -> Action:
         """Return the answer of this turn, or one of the observation's choices.
 
         Raises:

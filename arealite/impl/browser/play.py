@@ -23,7 +23,7 @@ async def play(
     is_over: Callable[[View], bool] = lambda _: False,
     shows_address: bool = True,
 ) -> tuple[str | None, View]:
-    """Let the agent act until it stops, the episode is over or `max_steps` is reached.
+    """Run the agent until it stops, the episode is over or `max_steps` is reached.
 
     An invalid or impossible action is reported to the agent and counted in the reward part
     `bad_actions`.

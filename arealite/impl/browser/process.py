@@ -1,4 +1,4 @@
-"""One headless Chromium per worker, and the pages that it lends to episodes.
+"""One headless Chromium per worker, and a page with its own context for each episode.
 
 A browser costs a hundred times as much as a context in it, so a worker has one browser. Each page
 has its own context, so concurrent episodes share no cookies. The browser can reach only the task's
@@ -23,7 +23,7 @@ from arealite.system.health.waits import Wait
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser as Chromium  # pyright: ignore[reportMissingImports]
-    from playwright.async_api import Playwright  # pyright: ignore[reportMissingImports]
+    from playwright.async_api import Playwright, StorageState, ViewportSize  # pyright: ignore[reportMissingImports]
 
     from arealite.impl.browser.page import Page
 
@@ -39,7 +39,7 @@ ARGUMENTS = (
     "--disable-threaded-compositing",  # saves a third of the CPU time of each step
     "--num-raster-threads=1",
 )
-VIEWPORT: Any = {"width": 1024, "height": 768}
+VIEWPORT: ViewportSize = {"width": 1024, "height": 768}
 
 
 class Browser:
@@ -85,12 +85,12 @@ class Browser:
             await self._stop()
 
     @asynccontextmanager
-    async def page(self, storage_state: Any = None) -> AsyncGenerator[Page, None]:
-        """Lend a page to an episode; wait until a page is free.
+    async def page(self, storage_state: StorageState | str | None = None) -> AsyncGenerator[Page]:
+        """Acquire a page for an episode; wait until a page is free.
 
         Args:
-            storage_state: Cookies, in Playwright's format; {} for none. The page then has a new
-                context. None: the page may be a reused one.
+            storage_state: Cookies in Playwright's format, or their file; {} for none. The page
+                then has a new context. None: the page may be a reused one.
 
         Yields:
             The page.
@@ -120,7 +120,7 @@ class Browser:
         idle, self._idle = (self._idle, []) if page.crashed else ([], self._idle)
         await asyncio.gather(*(each.close() for each in [page, *idle]))
 
-    async def _take(self, storage_state: Any) -> Page:
+    async def _take(self, storage_state: StorageState | str | None) -> Page:
         while storage_state is None and self._idle:
             page = self._idle.pop()
             if page.is_alive:
@@ -139,7 +139,7 @@ class Browser:
                 await self._abandon(chromium, why)
         raise AssertionError("the second attempt returns or raises")
 
-    async def _new_page(self, chromium: Chromium, storage_state: Any) -> Page:
+    async def _new_page(self, chromium: Chromium, storage_state: StorageState | str | None) -> Page:
         context = await chromium.new_context(
             viewport=VIEWPORT,
             accept_downloads=False,

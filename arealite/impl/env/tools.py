@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 from zlib import crc32
 
 from arealite.api.agent import Agent
@@ -19,8 +18,9 @@ from arealite.api.env import Env
 from arealite.api.episode import Action
 from arealite.api.observation import Observation, ToolCall
 from arealite.api.reward import make_reward
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
 from arealite.api.tool_config import ArithmeticConfig, ToolsEnvConfig
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.tool.calculator import evaluate
 from arealite.impl.tool.toolbox import Answer, States, Toolbox
@@ -49,14 +49,14 @@ class ToolsEnv(Env):
 
     resumable = True
 
-    def __init__(self, args: Any, config: ToolsEnvConfig) -> None:
+    def __init__(self, args: TrialConfig, config: ToolsEnvConfig) -> None:
         super().__init__(args, config)
         self.scorer = make_reward(config.reward)
         self.box = Toolbox(config)
         self.resumable = self.box.deterministic
 
     @classmethod
-    def rows(cls, config: ToolsEnvConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: ToolsEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield arithmetic tasks by `config.arithmetic`, without end."""
         return arithmetic(config.arithmetic, split=split, seed=seed)
 
@@ -76,7 +76,7 @@ class ToolsEnv(Env):
         await self.box.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let the agent call tools until it answers; give it the reward.
+        """Run the agent, which calls tools, until it answers; set its reward.
 
         Raises:
             EpisodeError: The row is invalid, or a tool is broken.
@@ -110,11 +110,11 @@ class ToolsEnv(Env):
             if not action.calls or action.is_last:
                 return action
             answers = await self._answer(action.calls, states)
-            messages: list[dict[str, Any]] = []
+            messages: list[dict[str, object]] = []
             for call, answer in zip(action.calls, answers, strict=True):
                 tally.add(call, answer)
                 message = {"role": "tool", "tool_call_id": call.call_id, "name": call.name}
-                messages.append(message | {"content": answer.content})
+                messages.append({**message, "content": answer.content})
             observation = Observation(messages, tools=self.box.schemas)
         return await agent.act(observation)
 
@@ -151,7 +151,7 @@ def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, 
     return parts
 
 
-def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[Row]:
     """Yield rows of arithmetic tasks without end. The split train shares no task with other splits.
 
     Raises:

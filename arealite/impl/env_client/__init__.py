@@ -8,7 +8,7 @@ from arealite.api.trial import TrialConfig
 
 
 def make_env(args: TrialConfig, config: EnvConfig) -> Env:
-    """Construct an environment where `config.runtime` places it: in this process or in servers.
+    """Create an environment where `config.runtime` places it: in this process or in servers.
 
     Call its `setup` before the first episode.
 

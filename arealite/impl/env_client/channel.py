@@ -123,7 +123,7 @@ class Channel(Generic[T]):
         self._decode = decode
         server.channels.add(self)
 
-    async def ask(self, kind: str, data: Any) -> T:
+    async def ask(self, kind: str, data: object) -> T:
         """Send a message; return the decoded data of its answer.
 
         Raises:

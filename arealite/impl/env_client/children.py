@@ -11,14 +11,15 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from arealite.api.env_config import EnvConfig
 from arealite.api.runtime import RuntimeConfig
+from arealite.api.trial import TrialConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import ServerState
@@ -60,7 +61,7 @@ class Running:
 class Children:
     """Keeps `runtime.processes` children running and registered in the server pool."""
 
-    def __init__(self, args: Any, config: EnvConfig, servers: ServerPool) -> None:
+    def __init__(self, args: TrialConfig, config: EnvConfig, servers: ServerPool) -> None:
         self.runtime: RuntimeConfig = config.runtime
         self.name = f"environment {config.type}"
         self._servers = servers
@@ -96,7 +97,7 @@ class Children:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self._remove(child) for child in [*self._running]))
 
-    def _create_task(self, coroutine: Any) -> None:
+    def _create_task(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine, name=self.name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -10,7 +10,6 @@ import os
 import secrets
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -22,6 +21,7 @@ from arealite.api.env_server import Reply, SeatObservation, SeatReward, Step
 from arealite.api.episode import Action
 from arealite.api.observation import Observation
 from arealite.api.task import Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerGarbage
 from arealite.impl.env_client.children import Children
@@ -46,7 +46,7 @@ decode_hosted = msgspec.json.Decoder(Hosted).decode
 class RemoteEnv(Env):
     """Plays episodes in environment servers."""
 
-    def __init__(self, args: Any, config: EnvConfig) -> None:
+    def __init__(self, args: TrialConfig, config: EnvConfig) -> None:
         if config.runtime.type == "subprocess" and not config.runtime.token_env:
             os.environ.setdefault(TOKEN, secrets.token_hex())
             config = replace(config, runtime=replace(config.runtime, token_env=TOKEN))

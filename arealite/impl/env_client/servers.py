@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Generic
+from typing import Generic
 
 import aiohttp
 import msgspec
@@ -68,7 +68,7 @@ class ServerPool(Generic[T]):
     async def start(self) -> None:
         """Start the health checks of the servers at `addresses`."""
         trace = aiohttp.TraceConfig()
-        trace.on_request_redirect.append(_refuse_redirect)
+        trace.on_request_redirect.append(_no_redirect)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             headers=self._headers,
@@ -105,7 +105,7 @@ class ServerPool(Generic[T]):
         self.changed.set()
 
     @asynccontextmanager
-    async def episode(self, reset: Any) -> AsyncGenerator[tuple[Channel[T], T], None]:
+    async def episode(self, reset: object) -> AsyncGenerator[tuple[Channel[T], T], None]:
         """Start an episode on the least loaded server; close its session when the body exits.
 
         Args:
@@ -126,12 +126,11 @@ class ServerPool(Generic[T]):
             channel.server.full = False
             self.changed.set()
 
-    async def wait_until(self, condition: Callable[[], Any]) -> Any:
-        """Wait until `condition`, evaluated after each change of a server, is true; return it."""
-        while not (value := condition()):
+    async def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait until `condition`, evaluated after each change of a server, is true."""
+        while not condition():
             self.changed.clear()
             await self.changed.wait()
-        return value
 
     async def get(self, server: ServerState, path: str) -> bytes:
         """Return the body of a GET request, at most MAX_BODY bytes.
@@ -145,7 +144,7 @@ class ServerPool(Generic[T]):
             response.raise_for_status()
             return await response.content.readexactly(min(response.content_length or 0, MAX_BODY))
 
-    async def _start_episode(self, reset: Any) -> tuple[Channel[T], T]:
+    async def _start_episode(self, reset: object) -> tuple[Channel[T], T]:
         """Try one server after the other until a server has a free session."""
         end = time.monotonic() + self.config.wait_s
         while True:
@@ -247,9 +246,7 @@ def parse(address: str) -> URL:
     )
 
 
-async def _refuse_redirect(
-    session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams
-) -> None:
+async def _no_redirect(_: object, __: object, params: aiohttp.TraceRequestRedirectParams) -> None:
     """Raise an error: episodes and the token go only to the servers in the config."""
     where = params.response.headers.get("Location", "")
     raise aiohttp.ClientError(f"{params.url} redirects to {where[:200]}; redirects are refused")

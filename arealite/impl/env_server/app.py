@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.typedefs import Handler
 
 import arealite
 from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
@@ -215,8 +216,7 @@ class EnvServer:
             seed = next(self._seeds) if reset.seed is None else reset.seed
             if self._tasks:
                 return self._tasks[seed % len(self._tasks)]
-            rows = generate(self.config.env, reset.split, seed)
-            return await asyncio.to_thread(next, rows)
+            return await asyncio.to_thread(next, generate(self.config.env, reset.split, seed))
         except UserError as error:
             raise Refused(str(error)) from error
 
@@ -241,17 +241,17 @@ class EnvServer:
         status = STATUS.get(data.code, 422) if kind == "error" else 200
         return _json(data, status)
 
-    def _get(self, describe: Callable[[], Any]) -> Callable[[web.Request], Any]:
+    def _get(self, describe: Callable[[], object]) -> Handler:
         async def answer(request: web.Request) -> web.Response:
             return _json(describe())
 
         return answer
 
-    def _health(self) -> dict[str, Any]:
+    def _health(self) -> dict[str, object]:
         most = self.options.max_sessions
         return {"status": "healthy", "sessions": len(self.sessions), "max_sessions": most}
 
-    def _metadata(self) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, object]:
         return {
             "name": self.config.env.type,
             "description": (type(self.env).__doc__ or "").strip().partition("\n")[0],
@@ -260,10 +260,10 @@ class EnvServer:
             "resumable": self.env.resumable,
         }
 
-    def _schema(self) -> dict[str, Any]:
+    def _schema(self) -> dict[str, object]:
         action, observation = msgspec.json.schema(Step), msgspec.json.schema(Reply)
         return {"action": action, "observation": observation, "state": {"type": "object"}}
 
 
-def _json(data: Any, status: int = 200) -> web.Response:
+def _json(data: object, status: int = 200) -> web.Response:
     return web.Response(body=encode(data), status=status, content_type="application/json")

@@ -46,7 +46,7 @@ class RemoteSeat(Agent):
         self._session = session
         self._turn = 0
 
-    async def act(self, observation: Any) -> Action:
+    async def act(self, observation: object) -> Action:
         """Send the observation to the client and wait for its step."""
         self._turn, step = await self._session.wait_for(self.seat.name, observation)
         response = LLMResponse([], [], [], step.stop_reason)
@@ -78,7 +78,7 @@ class Session:
         self._run: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Return the session's state, without the text of its messages."""
         run, now = self._run, time.monotonic()
         playing = "waiting" if self._waits else "running"
@@ -111,7 +111,7 @@ class Session:
         return await self._reply()
 
     async def step(self, step: Step) -> Reply:
-        """Let a seat act, and return the next observation.
+        """Apply the action of a seat; return the next observation.
 
         A step for a wait that is already over changes nothing.
 
@@ -148,7 +148,7 @@ class Session:
             if not run.done():
                 logger.warning("cancelled episode still running", env=type(self.env).__name__)
 
-    async def wait_for(self, seat: str, observation: Any) -> tuple[int, Step]:
+    async def wait_for(self, seat: str, observation: object) -> tuple[int, Step]:
         """Send an observation and wait for the seat's step.
 
         Returns:

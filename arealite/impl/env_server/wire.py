@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -73,7 +73,7 @@ def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
     return checked
 
 
-def frame(kind: str, data: Any, max_bytes: int) -> str:
+def frame(kind: str, data: object, max_bytes: int) -> str:
     """Encode a message as JSON.
 
     Raises:

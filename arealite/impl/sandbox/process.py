@@ -32,10 +32,8 @@ START_S, END_S, PROBE_S = 60.0, 30.0, 30.0
 SYSTEM = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"
 """Files and folders that programs may read, in addition to those of Python."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-PROCESS_OPTIONS: Any = {
-    **{"stdin": PIPE, "stdout": PIPE, "stderr": PIPE},
-    **{"cwd": "/", "env": ENVIRONMENT, "start_new_session": True},
-}
+PROCESS_OPTIONS: Any = dict(stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
+PROCESS_OPTIONS |= {"cwd": "/", "env": ENVIRONMENT}
 """A new session receives no signals of the terminal, and gets its own scheduling group."""
 BOOT = """import marshal, os
 def receive(count):

@@ -91,7 +91,7 @@ def call(name: str, *args: object) -> int:
 
 
 def drop_root(user: int) -> None:
-    """Change to `user`, an id without other processes, and drop all capabilities."""
+    """Drop all capabilities and switch to `user`, an id without other processes."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)

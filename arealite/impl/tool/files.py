@@ -28,7 +28,7 @@ class FilesTool(Tool):
         content={"type": "string", "description": "for write"},
     )
 
-    async def begin(self, task: Task, state: dict[str, Any]) -> None:
+    async def begin(self, task: Task, state: dict[str, object]) -> None:
         """Create the files of the task.
 
         Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from arealite.api.tool import Tool, ToolError
 from arealite.api.tool_config import MCPServerConfig
@@ -17,6 +17,9 @@ from arealite.base import log
 from arealite.base.errors import DeadlineError, EpisodeError, UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.system.health.waits import Wait
+
+if TYPE_CHECKING:
+    from mcp import Client, types
 
 logger = log.get(__name__)
 
@@ -66,7 +69,7 @@ class MCPServer:
             )
         return [MCPTool(self, listed[name]) for name in sorted(self.config.tools or listed)]
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, tool: str, arguments: dict[str, object]) -> types.CallToolResult:
         """Call a tool; return the SDK's result.
 
         If the server dies, restart the session and repeat the call once.
@@ -134,10 +137,10 @@ class MCPServer:
 class _Session:
     """A client of the SDK that one task enters and exits."""
 
-    def __init__(self, client: Any, name: str) -> None:
+    def __init__(self, client: Client, name: str) -> None:
         self.client = client
         self.name = name
-        self.tools = list[Any]()
+        self.tools: list[types.Tool] = []
         self.is_lost = False
         self._listed, self._ended = asyncio.Event(), asyncio.Event()
         self._error: Exception | None = None
@@ -181,7 +184,7 @@ class _Session:
 class MCPTool(Tool):
     """One tool of an MCP server, with the name `server__tool`."""
 
-    def __init__(self, server: MCPServer, tool: Any) -> None:
+    def __init__(self, server: MCPServer, tool: types.Tool) -> None:
         super().__init__(server.config)
         self.slots = server.slots
         self.server = server
@@ -189,7 +192,7 @@ class MCPTool(Tool):
         function = {"name": f"{server.name}__{tool.name}", "description": tool.description or ""}
         self.schema = {"type": "function", "function": function | {"parameters": tool.input_schema}}
 
-    async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, object], state: dict[str, object]) -> str:
         """Return the text of the result; each block without text becomes "[TYPE]"."""
         result = await self.server.call(self.name, arguments)
         texts = [getattr(block, "text", f"[{block.type}]") for block in result.content]

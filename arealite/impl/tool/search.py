@@ -41,7 +41,7 @@ class SearchTool(Tool):
         """Read and index the knowledge base."""
         self.index = await asyncio.to_thread(build, self.config.path)
 
-    async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, Any], state: dict[str, object]) -> str:
         """Return excerpts of the best documents for `query`, or the document `read`."""
         if "read" in arguments:
             return await asyncio.to_thread(self._read, arguments["read"])

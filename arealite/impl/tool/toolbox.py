@@ -19,16 +19,11 @@ from arealite.impl.tool.mcp import MCPServer, MCPTool
 from arealite.system.health.waits import Wait
 
 OWNER = "environment tools"
-States = dict[str, dict[str, Any]]
+States = dict[str, dict[str, object]]
 """An episode's state by the name of the tool."""
-TYPES: dict[Any, Any] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
+TYPES: dict[str, type | tuple[type, ...]] = dict(
+    string=str, integer=int, number=(int, float), boolean=bool, array=list, object=dict
+)
 """Python types by their names in a JSON schema."""
 
 
@@ -59,7 +54,7 @@ class Toolbox:
         self._stack = AsyncExitStack()
 
     @property
-    def schemas(self) -> tuple[dict[str, Any], ...]:
+    def schemas(self) -> tuple[dict[str, object], ...]:
         """The function schemas that agents are offered."""
         return tuple(tool.schema for tool in self.tools.values())
 
@@ -108,7 +103,7 @@ class Toolbox:
         async with tool.slots:
             return await self._call(tool, call, states[call.name])
 
-    async def _call(self, tool: Tool, call: ToolCall, state: dict[str, Any]) -> Answer:
+    async def _call(self, tool: Tool, call: ToolCall, state: dict[str, object]) -> Answer:
         what, on = f"the answer of tool {call.name}", f"tool {call.name}"
         wait = Wait(what, owner=OWNER, on=on, seconds=self.config.timeout_s)
         try:
@@ -141,7 +136,7 @@ class Toolbox:
         return answer if more <= 0 else f"{answer[:-more]} [{more} more characters]"
 
 
-def mismatch(arguments: dict[str, Any], parameters: dict[str, Any]) -> str:
+def mismatch(arguments: dict[str, object], parameters: dict[str, Any]) -> str:
     """Check arguments against a JSON schema.
 
     Only names, plain types and enumerations are checked. Tools check other constraints themselves.

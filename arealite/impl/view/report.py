@@ -16,7 +16,7 @@ from contextlib import suppress
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import msgspec
 
@@ -80,7 +80,7 @@ def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
     return counts
 
 
-def page(name: str, about: dict[str, Any]) -> str:
+def page(name: str, about: dict[str, object]) -> str:
     """Return the page up to where its tokens begin."""
     style = "\n".join(_text(file) for file in STYLES)
     own = "\n".join(_text(f"report_{script}.js") for script in SCRIPTS)
@@ -104,7 +104,7 @@ def _text(file: str) -> str:
     return (HERE / file).read_text("utf-8")
 
 
-def block(name: str, data: bytes | dict[str, Any]) -> str:
+def block(name: str, data: bytes | dict[str, object]) -> str:
     """Return compressed data as an element that no browser runs or shows."""
     raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
     packed = b64encode(zlib.compress(raw, 4)).decode()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -85,7 +85,7 @@ def choose(ledger: Path, most: int) -> tuple[list[Row], int]:
         return rows, total
 
 
-def table(rows: Sequence[Row]) -> dict[str, Any]:
+def table(rows: Sequence[Row]) -> dict[str, object]:
     """Return the columns of the rows, and the number of rows of each chunk."""
     return {
         **{name: [getattr(row.group, name) for row in rows] for name in GroupRow._fields},

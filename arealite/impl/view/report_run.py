@@ -93,9 +93,9 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
     }
 
 
-def read_configs(paths: RunPaths) -> list[dict[str, Any]]:
+def read_configs(paths: RunPaths) -> list[dict[str, object]]:
     """Return the text of each config of the run, with the first step that it applied to."""
-    found = list[dict[str, Any]]()
+    found = list[dict[str, object]]()
     for step, file in (paths.starts or {0: paths.config}).items():
         with suppress(OSError, ValueError):
             text = file.read_text("utf-8")
@@ -104,7 +104,7 @@ def read_configs(paths: RunPaths) -> list[dict[str, Any]]:
     return found
 
 
-def read_ledger(ledger: Path) -> dict[str, Any]:
+def read_ledger(ledger: Path) -> dict[str, object]:
     """Return the audit, an example of each class of failure, and the ages of tokens by step.
 
     `ages` has a list of steps, then one list per age: the number of the step's trajectories whose

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -53,7 +52,7 @@ class Vocabulary:
             return bytes.fromhex(byte[1])
         return text.replace("▁", " ").encode()
 
-    def table(self, tokens: Iterable[int]) -> dict[str, Any]:
+    def table(self, tokens: Iterable[int]) -> dict[str, object]:
         """Return the pieces of tokens for a report, as latin-1: each character is a byte."""
         ids = sorted(tokens)
         return {
@@ -63,7 +62,7 @@ class Vocabulary:
         }
 
 
-def id_table(tokens: Iterable[int]) -> dict[str, Any]:
+def id_table(tokens: Iterable[int]) -> dict[str, object]:
     """Return the table of a run without a tokenizer: each token is shown as its id."""
     ids = sorted(tokens)
     return {"ids": ids, "pieces": [f"{token} " for token in ids], "special": []}

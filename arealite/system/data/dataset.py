@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from arealite.api.config import ExperimentConfig
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 
@@ -148,7 +148,7 @@ def _require_prompt(names: Sequence[str], where: str) -> None:
     raise UserError(f"{where}: no column `prompt`, only {', '.join(names) or 'none'}.{hint}")
 
 
-def make_task(row: dict[str, object], task_id: str, where: str) -> Task:
+def make_task(row: Row, task_id: str, where: str) -> Task:
     """Build a task from a row.
 
     Args:

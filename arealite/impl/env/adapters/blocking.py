@@ -10,12 +10,13 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from arealite.base.errors import EpisodeError
 from arealite.base.log import get
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 log = get(__name__)
 
 
@@ -35,7 +36,7 @@ class Threads:
         self._free = asyncio.Semaphore(count)
 
     async def call(
-        self, function: Callable[..., T], *args: Any, drop: Callable[[T], object] | None = None
+        self, function: Callable[[*Ts], T], *args: *Ts, drop: Callable[[T], object] | None = None
     ) -> T:
         """Return the result of `function(*args)`, run in a thread.
 
@@ -92,7 +93,7 @@ class Instance:
         self._threads = threads
         self._lock = threading.Lock()
 
-    async def call(self, function: Callable[..., T], *args: Any) -> T:
+    async def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Return the result of `function(*args)`, run in a thread."""
         return await self._threads.call(self._locked, function, *args)
 
@@ -103,17 +104,17 @@ class Instance:
         except Exception as error:  # noqa: BLE001  (library code; the episode is already over)
             log.warning("environment failed to close", error=repr(error))
 
-    def _locked(self, function: Callable[..., T], *args: Any) -> T:
+    def _locked(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         with self._lock:
             return function(*args)
 
 
-def start(function: Callable[..., object], *args: Any) -> None:
+def start(function: Callable[[*Ts], object], *args: *Ts) -> None:
     """Run a function in a new daemon thread."""
     threading.Thread(target=function, args=args, daemon=True, name="environment").start()
 
 
-def outcome(function: Callable[..., T], *args: Any) -> tuple[T | None, BaseException | None]:
+def outcome(function: Callable[[*Ts], T], *args: *Ts) -> tuple[T | None, BaseException | None]:
     """Return the result and the exception of a call; one of them is None."""
     try:
         return function(*args), None

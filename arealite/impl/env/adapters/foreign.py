@@ -11,13 +11,16 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from arealite.api.adapter_config import GyLLMConfig, GymnasiumConfig
 from arealite.api.env import Env
+from arealite.api.task import Row, Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import import_optional
 from arealite.impl.env.adapters.blocking import EnvStuck, Instance, Threads, start
 
 
-def seed_of(task: Any) -> int:
+def seed_of(task: Task) -> int:
     """Return the task's seed.
 
     Raises:
@@ -40,13 +43,13 @@ class LibraryEnv(Env):
     """Requirement for pip that installs the package."""
     check_row = staticmethod(seed_of)
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: GyLLMConfig | GymnasiumConfig) -> None:
         super().__init__(args, config)
         self.threads = Threads(config.threads)
         self._idle: list[Instance] = []
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: GyLLMConfig | GymnasiumConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield rows with different seeds, without end."""
         name = (config.factory or config.env_id).rpartition(":")[2]
         return seeded_rows(name, cls.prompt(config, name), split, seed)
@@ -57,7 +60,7 @@ class LibraryEnv(Env):
         return name
 
     async def setup(self) -> None:
-        """Construct the first environment and check it.
+        """Create the first environment and check it.
 
         Raises:
             UserError: The environment cannot be constructed or does not match the config.
@@ -75,7 +78,7 @@ class LibraryEnv(Env):
             ) from error
 
     @abstractmethod
-    def check_env(self, env: Any) -> None:
+    def check_env(self, env: object) -> None:
         """Check that agents can act in `env`.
 
         Raises:
@@ -84,7 +87,7 @@ class LibraryEnv(Env):
 
     @asynccontextmanager
     async def instance(self) -> AsyncGenerator[Instance]:
-        """Lend an environment. After an episode that failed, close it; else it is reused."""
+        """Acquire an environment. A failed episode closes it; otherwise it is reused."""
         instance = self._idle.pop() if self._idle else await self.threads.call(
             lambda: Instance(self._make(), self.threads), drop=Instance.close
         )  # fmt: skip
@@ -104,7 +107,7 @@ class LibraryEnv(Env):
             except EnvStuck:
                 start(close)
 
-    def _maker(self) -> Callable[[], Any]:
+    def _maker(self) -> Callable[[], object]:
         config = self.config
         if not config.factory:
             if not config.env_id:
@@ -120,7 +123,7 @@ class LibraryEnv(Env):
             raise UserError(f"{option}: {error}. Write module:callable.") from error
 
 
-def seeded_rows(name: str, prompt: str, split: str, seed: int) -> Iterator[dict[str, Any]]:
+def seeded_rows(name: str, prompt: str, split: str, seed: int) -> Iterator[Row]:
     """Yield rows with different seeds, without end.
 
     Args:

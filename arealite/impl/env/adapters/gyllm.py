@@ -12,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from arealite.api.adapter_config import GyLLMConfig
 from arealite.api.agent import Agent
 from arealite.api.task import Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.adapters.foreign import LibraryEnv, seed_of
 
@@ -31,11 +33,11 @@ class GyLLMEnv(LibraryEnv):
     seats = ()
     """None before the config names them."""
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: GyLLMConfig) -> None:
         super().__init__(args, config)
         self.seats = tuple(config.seats)
 
-    def check_env(self, env: Any) -> None:
+    def check_env(self, env: object) -> None:
         """Check that the seats are the actors of `env`.
 
         Raises:
@@ -124,7 +126,7 @@ def take(
     return asked
 
 
-def refused(asked: dict[str, str], why: str) -> list[dict[str, Any]]:
+def refused(asked: dict[str, str], why: str) -> list[dict[str, object]]:
     """Return new requests for actors whose actions were refused for the reason `why`."""
     message = {"role": "user", "content": why}
     return [{"actor": actor, "message": message, "needs_action": True} for actor in asked.values()]

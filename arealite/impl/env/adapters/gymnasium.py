@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from arealite.api.adapter_config import GymnasiumConfig
 from arealite.api.agent import Agent
 from arealite.api.observation import Observation
 from arealite.api.task import Task
@@ -27,11 +28,11 @@ class GymnasiumEnv(LibraryEnv):
     package, install = "gymnasium", extra_requirement("envs")
 
     @classmethod
-    def prompt(cls, config: Any, name: str) -> str:
+    def prompt(cls, config: GymnasiumConfig, name: str) -> str:
         """Return the rules, the prompt of generated rows."""
         return config.rules or f"You act in {name}."
 
-    def check_env(self, env: Any) -> None:
+    def check_env(self, env: object) -> None:
         """Read the actions of `env`.
 
         Raises:
@@ -66,14 +67,14 @@ class GymnasiumEnv(LibraryEnv):
                     break
                 text = f"{rules}\n{text}" if config.repeat_rules else text
 
-    def parse(self, text: str) -> Any:
+    def parse(self, text: str) -> int | str | None:
         """Return the action that an answer names; None if it names none."""
         if not self.choices:
             return text
         name = chosen(text, self.choices)
         return None if name is None else self._first + self.choices.index(name)
 
-    async def _shown(self, instance: Instance, seen: Any) -> str:
+    async def _shown(self, instance: Instance, seen: object) -> str:
         """Return an observation as text: the environment's rendering, if it renders text."""
         if getattr(instance.env, "render_mode", None) == "ansi":
             return HIGHLIGHT.sub(r"[\1]", str(await instance.call(instance.env.render))).strip()

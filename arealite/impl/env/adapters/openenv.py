@@ -13,7 +13,8 @@ import msgspec
 from arealite.api.adapter_config import OpenEnvConfig
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.impl.env_client.servers import ServerPool
 from arealite.impl.env_server.wire import INVALID_ACTION, RemoteFailure
@@ -39,13 +40,13 @@ class OpenEnvEnv(Env):
 
     config: OpenEnvConfig
 
-    def __init__(self, args: Any, config: OpenEnvConfig) -> None:
+    def __init__(self, args: TrialConfig, config: OpenEnvConfig) -> None:
         super().__init__(args, config)
         self.servers = ServerPool(config, OpenEnvReply)
         self._stack = AsyncExitStack()
 
     @classmethod
-    def rows(cls, config: OpenEnvConfig, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: OpenEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield rows whose `extra_info.reset` gives the server a seed."""
         rng = random.Random(f"{split}-{seed}")
         while True:
@@ -76,7 +77,7 @@ class OpenEnvEnv(Env):
         """
         agent, config = agents["agent"], self.config
         async with self.servers.episode(task.extra_info.get("reset", {})) as (channel, reply):
-            seen: Any = self.first(task, reply.observation)
+            seen = self.first(task, reply.observation)
             for _ in range(0 if reply.done else config.max_steps):
                 action = await agent.act(seen)
                 try:
@@ -95,32 +96,30 @@ class OpenEnvEnv(Env):
         """Close all connections; the servers keep running."""
         await self._stack.aclose()
 
-    def first(self, task: Task, observation: Any) -> Any:
+    def first(self, task: Task, observation: object) -> str | list[dict[str, object]]:
         """Return a task's prompt followed by the first observation."""
         text = self.text(observation)
         if isinstance(task.prompt, str):
             return f"{task.prompt}\n\n{text}"
         return [*task.prompt, {"role": "user", "content": text}]
 
-    def text(self, observation: Any) -> str:
+    def text(self, observation: object) -> str:
         """Return the text of an observation for the agent."""
         names = self.config.observation
-        if not isinstance(observation, dict):
-            return _text(observation)
-        if not names:
+        if isinstance(observation, dict) and not names:
             names = [name for name in TEXTS if isinstance(observation.get(name), str)][:1]
+        if not isinstance(observation, dict) or not names:
+            return _text(observation)
         if len(names) == 1:
             return _text(observation.get(names[0], ""))
-        if not names:
-            return _text(observation)
         return "\n".join(f"{name}: {_text(observation.get(name, ''))}" for name in names)
 
-    def action(self, text: str) -> Any:
+    def action(self, text: str) -> object:
         """Return the action for a completion, by the config's template."""
         return _fill(self.config.action or ECHO, text)
 
 
-def _fill(template: Any, text: str) -> Any:
+def _fill(template: object, text: str) -> object:
     """Replace {text} in a template by `text`, and {json} by the value of `text` as JSON."""
     if isinstance(template, dict):
         return {key: _fill(value, text) for key, value in template.items()}
@@ -134,5 +133,5 @@ def _fill(template: Any, text: str) -> Any:
     return template.replace("{text}", text) if isinstance(template, str) else template
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

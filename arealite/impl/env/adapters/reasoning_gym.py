@@ -18,9 +18,10 @@ from typing import Any
 
 import msgspec
 
+from arealite.api.adapter_config import ReasoningGymConfig
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
@@ -58,7 +59,7 @@ class ReasoningGymEnv(Env):
     """One question and one answer, scored from 0 to 1."""
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: ReasoningGymConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield questions of the dataset, without end."""
         options = check(config)
         tag = config.answer_tag
@@ -78,7 +79,7 @@ class ReasoningGymEnv(Env):
         self._options = await self._threads.call(check, self.config)
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let the agent answer and give it the score.
+        """Run the agent for one answer, and set the score as its reward.
 
         Raises:
             ScorerFailed: The answer could not be scored.
@@ -112,23 +113,22 @@ class ReasoningGymEnv(Env):
                 f"{task.task_id}: env.type=reasoning_gym needs rows with extra_info.seed and "
                 ".number. Set dataset.train=generated."
             )
+        name = self.config.dataset
         try:
-            entry = entry_of(self.config.dataset, self._options, seed, number)
+            entry = entry_of(name, self._options, seed, number)
             if not task.text.startswith(entry["question"]):
                 raise ScorerFailed(f"{task.task_id}: the row's seed gives another question here")
-            score = dataset(self.config.dataset, self._options, seed).score_answer(answer, entry)
-            value = float(score)
+            value = float(dataset(name, self._options, seed).score_answer(answer, entry))
         except ScorerFailed:
             raise
         except Exception as error:
-            name = self.config.dataset
             raise ScorerFailed(f"the scorer of {name} raised {error!r} on {answer!r}") from error
         if not math.isfinite(value) or not 0.0 <= value <= 1.0:
-            raise ScorerFailed(f"the scorer of {self.config.dataset} gave {value} to {answer!r}")
+            raise ScorerFailed(f"the scorer of {name} gave {value} to {answer!r}")
         return value
 
 
-def check(config: Any) -> str:
+def check(config: ReasoningGymConfig) -> str:
     """Check the dataset; return its options as JSON.
 
     Raises:
@@ -150,7 +150,7 @@ def check(config: Any) -> str:
 
 @lru_cache(maxsize=64)
 def dataset(name: str, options: str, seed: int) -> Any:
-    """Construct a dataset."""
+    """Create a dataset."""
     own = {"size": PER_SEED, **msgspec.json.decode(options), "seed": seed}
     return import_optional("reasoning_gym", extra_requirement("envs")).create_dataset(name, **own)
 

@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from arealite.api.adapter_config import TextArenaConfig
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement, import_optional
-from arealite.impl.env.adapters.blocking import Threads
+from arealite.impl.env.adapters.blocking import T, Threads, Ts
 from arealite.impl.env.adapters.foreign import seed_of, seeded_rows
 
 random_lock = threading.Lock()
@@ -29,17 +31,17 @@ class TextArenaEnv(Env):
     seats = ()
     """None before the config names them."""
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: TextArenaConfig) -> None:
         super().__init__(args, config)
         self.seats = tuple(f"player_{number}" for number in range(config.players))
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: TextArenaConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield rows with different seeds, without end."""
         return seeded_rows(config.env_id, config.env_id, split, seed)
 
     async def setup(self) -> None:
-        """Construct one game with the configured number of players.
+        """Create one game with the configured number of players.
 
         Raises:
             UserError: The game is unknown, not installed or not for this number of players.
@@ -59,7 +61,7 @@ class TextArenaEnv(Env):
             ) from error
 
     def begin(self, seed: int) -> Game:
-        """Construct and reset a game. This call blocks."""
+        """Create and reset a game. This call blocks."""
         make = import_optional("textarena", extra_requirement("envs")).make
         return Game(lambda: make(self.config.env_id, **self.config.kwargs), len(self.seats), seed)
 
@@ -117,7 +119,7 @@ class Game:
         rewards, info = self._seeded(self._env.close)
         return rewards or {}, info or {}
 
-    def _seeded(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _seeded(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Call a function with the game's random state."""
         with random_lock:
             others = random.getstate()

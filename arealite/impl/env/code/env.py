@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.observation import messages
-from arealite.api.sandbox import SandboxFailed
-from arealite.api.task import Task
+from arealite.api.sandbox import CodeEnvConfig, SandboxFailed
+from arealite.api.task import Row, Task
 from arealite.base.errors import EpisodeError
 from arealite.impl.env.code.tasks import one_line
 from arealite.impl.env.code.values import decode, encode, same, same_text
@@ -67,7 +67,7 @@ class CodeEnv(Env):
     resumable = True
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: CodeEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield one-line functions to complete, each with five cases, without end."""
         rng = random.Random(f"code/{seed}/{split}")
         while True:
@@ -88,7 +88,7 @@ class CodeEnv(Env):
         await self.sandbox.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let the agent write a program; reward the share of passed cases, and a bonus for all.
+        """Run the agent for one program; reward the share of passed cases, and a bonus for all.
 
         Raises:
             BrokenTests: The row's tests are missing or cannot be run.

@@ -29,6 +29,8 @@ from arealite.impl.env.code.values import decode, encode
 START_S, MAX_SIZE, MAX_ASKED = 60.0, 1 << 18, 50_000
 ENDED_EARLY = -1
 """Used as a case's number if the test raised an exception outside of its cases."""
+Report = Callable[..., None]
+"""Called with the fields of a report."""
 
 
 class Unsupported(BaseException):
@@ -45,7 +47,7 @@ class Program:
     def __init__(self, line: Line, out: int, seconds: float) -> None:
         self.line, self.out, self.seconds = line, out, seconds
         self.pid, self.starts, self.printed = 0, 0, b""
-        self.names: dict[str, Any] = {}
+        self.names: dict[str, object] = {}
 
     def start(self, stdin: str | None = None) -> None:
         """Start the program and read its visible values.
@@ -66,7 +68,7 @@ class Program:
         loaded = self._answer()["loaded"].items()
         self.names = {name: self.value(data, name) for name, data in loaded}
 
-    def ask(self, operation: str, *parts: Any) -> Any:
+    def ask(self, operation: str, *parts: object) -> object:
         """Return the encoded result of an operation on the program's values.
 
         Args:
@@ -94,7 +96,7 @@ class Program:
         """Decode the program's data; a handle becomes a Remote."""
         return decode(data, lambda number: Remote(self, int(number), name))
 
-    def _pass(self, value: Any) -> int:
+    def _pass(self, value: object) -> int:
         if isinstance(value, Remote):
             return value.number()
         raise Unsupported(f"a test passes a {type(value).__name__} to the program")
@@ -163,7 +165,7 @@ class Remote:
             self.__dict__.update(_number=again.number(), _start=program.starts)
         return self._number
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> object:
         return self._ask("call", list(args), options)
 
     def __getattr__(self, name: str) -> Any:
@@ -171,16 +173,16 @@ class Remote:
             raise AttributeError(name)
         return self._ask("get", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._ask("set", name, value)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self._ask("list"))
 
     def __len__(self) -> int:
         return int(self._ask("len"))
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> object:
         return self._ask("item", key)
 
     def __str__(self) -> str:
@@ -195,7 +197,7 @@ class Remote:
     def __bool__(self) -> bool:
         return True
 
-    def __instancecheck__(self, value: Any) -> bool:
+    def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, Remote) and self._ask("isinstance", value) is True
 
     def _ask(self, operation: str, *parts: Any) -> Any:
@@ -217,7 +219,7 @@ def python_error(kind: str, text: str) -> Exception:
     return error
 
 
-def run_inputs(program: Program, texts: list[str], report: Callable[..., None]) -> None:
+def run_inputs(program: Program, texts: list[str], report: Report) -> None:
     """Run the program once for each stdin; report its output and exit code."""
     for case, text in enumerate(texts):
         try:
@@ -234,7 +236,7 @@ def run_inputs(program: Program, texts: list[str], report: Callable[..., None]) 
     return None
 
 
-def run_calls(program: Program, name: str, calls: list[Any], report: Callable[..., None]) -> None:
+def run_calls(program: Program, name: str, calls: list[list[object]], report: Report) -> None:
     """Call one function of the program with the arguments of each case; report the results."""
     function = program.names.get(name)
     for case, (args, options) in enumerate(calls):
@@ -249,11 +251,11 @@ def run_calls(program: Program, name: str, calls: list[Any], report: Callable[..
 class Absent(Program):
     """Stand-in for the program when tests are tried without it; gives every request one answer."""
 
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, answer: object) -> None:
         super().__init__(Line(-1, -1), -1, 0.0)
         self.pid, self.answer, self.asked = 1, answer, 0
 
-    def ask(self, operation: str, *parts: Any) -> Any:
+    def ask(self, operation: str, *parts: object) -> object:
         """Check that `parts` can be sent to a program, then return or raise the fixed answer.
 
         Raises:
@@ -300,7 +302,7 @@ class AssertCases:
             raise Unsupported("the tests pass whatever the program does")
         self.constants = {number for number, _ in known} - failed
 
-    def attempt(self, names: dict[str, Any]) -> Iterator[list[tuple[int, BaseException | None]]]:
+    def attempt(self, names: dict[str, object]) -> Iterator[list[tuple[int, BaseException | None]]]:
         """Run setup and sources; yield, for each, (case number, exception or None) of its cases."""
         found: list[tuple[int, BaseException | None]] = []
         names["candidate"] = names.get(self.entry)
@@ -314,7 +316,7 @@ class AssertCases:
                 found.append((ENDED_EARLY, error))
             yield found
 
-    def run(self, program: Program, report: Callable[..., None]) -> None:
+    def run(self, program: Program, report: Report) -> None:
         """Run the tests against the program, and report how many cases of each test passed."""
         least = [0, *(len(part.always - self.constants) for part in self.parts)]
         report(total=sum(least))
@@ -350,7 +352,7 @@ def main() -> None:
         os.close(file)
     os.dup2(nothing, 1)
 
-    def report(**known: Any) -> None:
+    def report(**known: object) -> None:
         os.write(results, json.dumps(known).encode() + b"\n")
 
     work = json.loads(receive(1 << 30))

@@ -24,7 +24,7 @@ class Line:
     def __init__(self, read: int, write: int) -> None:
         self.read, self.write, self.rest = read, write, b""
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send one value."""
         text = json.dumps(message).encode() + b"\n"
         while text:
@@ -45,7 +45,7 @@ class Line:
         return json.loads(text)
 
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
+OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, options: function(*args, **options),
     "get": getattr, "set": setattr, "list": list, "len": len, "item": operator.getitem,
     "str": str, "eq": operator.eq, "isinstance": lambda kind, value: isinstance(value, kind),
@@ -107,11 +107,11 @@ def run_program(job: dict[str, Any], line: Line, out: int) -> None:
     serve({n: v for n, v in visible.items() if not isinstance(v, type(sys))}, line)
 
 
-def serve(visible: dict[str, Any], line: Line) -> None:
+def serve(visible: dict[str, object], line: Line) -> None:
     """Answer the tests' requests about the program's visible values."""
-    kept: list[Any] = []
+    kept: list[object] = []
 
-    def keep(value: Any) -> int:
+    def keep(value: object) -> int:
         kept.append(value)
         return len(kept) - 1
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+
+from arealite.api.task import Row
 
 ONE_LINERS = {
     "x plus {a}": ("x+{a}", lambda x, a, b: x + a),
@@ -20,7 +21,7 @@ ONE_LINERS = {
 """By description: the expression, and a function that computes its value."""
 
 
-def one_line(rng: random.Random) -> dict[str, Any]:
+def one_line(rng: random.Random) -> Row:
     """Return a random row whose answer is an expression."""
     ask = rng.choice([*ONE_LINERS])
     source, function = ONE_LINERS[ask]

@@ -24,11 +24,11 @@ SHAPES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
 """By name: the classes (subclasses included), and the conversions to data and back."""
 
 
-def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
+def encode(value: Any, keep: Callable[[object], object]) -> object:
     """Return a value as data for JSON.
 
     Args:
-        value: Any value.
+        value: A value of any type.
         keep: Called with each value that is not plain data; returns a handle for it.
     """
     for plain in (bool, int, float, str):
@@ -44,7 +44,7 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
     return value if value is None else {"handle": keep(value)}
 
 
-def decode(data: Any, find: Callable[[Any], Any]) -> Any:
+def decode(data: object, find: Callable[[int], object]) -> object:
     """Return the value of encoded data.
 
     Args:
@@ -62,7 +62,7 @@ def decode(data: Any, find: Callable[[Any], Any]) -> Any:
     return find(inner) if name == "handle" else SHAPES[name][2](decode(inner, find))
 
 
-def same(got: Any, expected: Any, tolerance: float) -> bool:
+def same(got: object, expected: object, tolerance: float) -> bool:
     """Return whether a result equals the expected value.
 
     Expected values come from JSON. So a tuple equals a list, a set equals a list in any order, and
@@ -93,10 +93,11 @@ def same(got: Any, expected: Any, tolerance: float) -> bool:
     return type(got) is not object and got == expected
 
 
-def close(got: Any, expected: Any, tolerance: float) -> bool:
+def close(got: object, expected: object, tolerance: float) -> bool:
     """Return whether two numbers are equal within the tolerance; NaN equals NaN."""
-    numbers = all(isinstance(each, (int, float)) for each in (got, expected))
-    if not numbers or isinstance(got, bool) is not isinstance(expected, bool):
+    if not isinstance(got, (int, float)) or not isinstance(expected, (int, float)):
+        return False
+    if isinstance(got, bool) is not isinstance(expected, bool):
         return False
     both_nan = got != got and expected != expected
     return both_nan or math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)

@@ -9,11 +9,12 @@ import random
 import re
 from collections.abc import Iterator
 from statistics import fmean
-from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.task import Task
+from arealite.api.game_config import DebateConfig
+from arealite.api.task import Row, Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.debate.rules import WORDS, judge
 
@@ -42,13 +43,13 @@ class DebateEnv(Env):
     seats = ("pro", "con", "judge")
     resumable = True
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: DebateConfig) -> None:
         super().__init__(args, config)
         if config.judge == "rules":
             self.seats = ("pro", "con")
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: DebateConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield the built-in claims without end, shuffled anew each time."""
         is_train, every = split == "train", enumerate(WORDS["topics"])
         topics = [topic for i, topic in every if (i % HELD_OUT != 0) is is_train]
@@ -57,7 +58,7 @@ class DebateEnv(Env):
             yield from ({"prompt": topic} for topic in rng.sample(topics, len(topics)))
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let both sides speak; reward each with its score and the winner with `win_reward`.
+        """Run both sides; reward each with its score and the winner with `win_reward`.
 
         Raises:
             JudgeUnreadable: The seat judge gave no valid scores.

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from itertools import product, repeat
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
+from arealite.api.game_config import MatrixGameConfig, PrisonersDilemmaConfig
 from arealite.api.observation import Observation
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 from arealite.impl.env.games.choices import chosen
@@ -35,19 +36,19 @@ class MatrixGameEnv(Env):
     resumable = True
     rounds = 1
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: MatrixGameConfig) -> None:
         super().__init__(args, config)
         self.payoffs = payoffs(config)
         self.choices = [tuple(dict.fromkeys(pair[i] for pair in self.payoffs)) for i in (0, 1)]
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: MatrixGameConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield the same row without end."""
         payoffs(config)
         yield from repeat({"prompt": "your own" if config.payoffs else config.game})
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let both seats choose in each round, and reward them after each round."""
+        """Run all rounds: request a choice of each seat, then set both rewards."""
         seats = [agents[name] for name in self.seats]
         history: list[list[str]] = [[], []]
         for number in range(self.rounds):
@@ -106,12 +107,12 @@ class MatrixGameEnv(Env):
 class PrisonersDilemmaEnv(MatrixGameEnv):
     """The iterated prisoner's dilemma, or another matrix game, over several rounds."""
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: PrisonersDilemmaConfig) -> None:
         super().__init__(args, config)
         self.rounds = config.rounds
 
 
-def payoffs(config: Any) -> Payoffs:
+def payoffs(config: MatrixGameConfig) -> Payoffs:
     """Return the game's payoffs.
 
     Raises:

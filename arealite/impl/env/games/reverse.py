@@ -9,11 +9,11 @@ import random
 import string
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.task import Task
+from arealite.api.game_config import ReverseConfig
+from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
 
 ASK = {
@@ -28,7 +28,7 @@ class ReverseEnv(Env):
     resumable = True
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: ReverseConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield words of random letters."""
         rng = random.Random(f"reverse/{split}/{seed}")
         while True:
@@ -57,7 +57,7 @@ class ReverseEchoEnv(ReverseEnv):
     """Asks in each turn for one text, reversed or repeated."""
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: ReverseConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield tasks with lines `reverse TEXT` or `echo TEXT`, chosen at random."""
         for number in count():
             rng = random.Random(f"reverse-echo/{split}/{seed}/{number}")

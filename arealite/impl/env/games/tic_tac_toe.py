@@ -8,12 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import count
-from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
+from arealite.api.game_config import TicTacToeConfig
 from arealite.api.observation import Observation
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
 from arealite.impl.env.games.choices import chosen
 
@@ -33,7 +33,7 @@ class TicTacToeEnv(Env):
     resumable = True
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: TicTacToeConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield random openings of up to `opening_moves` moves."""
         for number in count():
             rng = random.Random(f"tic-tac-toe/{split}/{seed}/{number}")

@@ -10,12 +10,13 @@ import time
 import zlib
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
+from arealite.api.game_config import MathEnvConfig
 from arealite.api.reward import make_reward
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
+from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 from arealite.impl.env.math.tasks import KINDS, TOP, make_question
@@ -30,12 +31,12 @@ class MathEnv(Env):
     resumable = True
     check_row = staticmethod(attrgetter("truth"))
 
-    def __init__(self, args: Any, config: Any) -> None:
+    def __init__(self, args: TrialConfig, config: MathEnvConfig) -> None:
         super().__init__(args, config)
         self.scorer = make_reward(config.reward)
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: MathEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield questions of the configured `kinds` and `levels`; `extra_info` holds both.
 
         Raises:
@@ -59,7 +60,7 @@ class MathEnv(Env):
         await self.scorer.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
-        """Let the agent answer and give it the score. A truncated answer is scored unchanged.
+        """Run the agent for one answer, and set its reward. A truncated answer is scored too.
 
         Raises:
             EpisodeError: The task has no ground truth.

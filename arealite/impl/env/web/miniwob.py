@@ -11,11 +11,12 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arealite.api.agent import Agent
+from arealite.api.browser_config import BrowserEnvConfig
 from arealite.api.env import Env
-from arealite.api.task import Task
+from arealite.api.task import Row, Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement
 from arealite.base.registry import unknown
@@ -56,7 +57,7 @@ class BrowserEnv(Env):
         await self.browser.setup()
 
     @classmethod
-    def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(cls, config: BrowserEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield all tasks in random order, again and again; each split has other seeds."""
         names, rng = task_names(config.tasks), random.Random(f"{split}-{seed}")
         while True:
