@@ -35,9 +35,7 @@ class PPOConfig:
     epochs: int = opt(1, "passes over a batch, each with `updates` updates", at_least=1)
     max_staleness: int = opt(4, "largest age of a trained token, in versions (η)", at_least=0)
     staleness_policy: Literal["wait", "mask", "drop"] = opt(
-        "wait",
-        "wait for slow episodes, mask old tokens, or drop groups",
-        renamed={"pace": "wait"},
+        "wait", "wait for slow episodes, mask old tokens, or drop groups", renamed={"pace": "wait"}
     )
     filter_zero_variance: bool = opt(False, "replace groups whose rewards are equal in each seat")
     partial_group: Literal["retry", "min_size", "drop"] = opt(

@@ -244,9 +244,7 @@ class TrainerRequestHandler:
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
 
     def _mark_idle(self) -> None:
-        """Set the cause of the trainer's current wait: too few groups, slow episodes, or None.
-
-        A wait for slow episodes means that the next batch is full but held back.
+        """Set the cause of the trainer's wait: groups, slow_episodes (a full batch waits), or None.
 
         The time in which an earlier batch is trained is not idle, even if a rank requests the next.
         """
@@ -269,15 +267,12 @@ class TrainerRequestHandler:
         self._mark_idle()
         share, now = self._idle.slow_share, time.monotonic()
         allowed = self._config.datapipe.wait_report_share
-        if (
-            self._idle.cause != "slow_episodes"
-            or share <= allowed
-            or now - self._reported < SHARE_WINDOW_S
-        ):
+        is_slow = self._idle.cause == "slow_episodes" and share > allowed
+        if not is_slow or now - self._reported < SHARE_WINDOW_S:
             return
         self._reported = now
         logger.warning(
-            "slow episodes hold the trainer",
+            "trainer waits for slow episodes",
             share=round(share, 2),
             allowed=allowed,
             episodes=slow_episodes(self.store, self._workers),

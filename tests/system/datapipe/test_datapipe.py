@@ -485,7 +485,7 @@ async def test_slow_episodes_that_hold_a_batch_back_are_reported(
 
         def on_wait(waiting: Waiting) -> bool:
             waits.append(waiting.detail)
-            if any(log["event"] == "slow episodes hold the trainer" for log in logs):
+            if any(log["event"] == "trainer waits for slow episodes" for log in logs):
                 loop.call_soon_threadsafe(named.set)
             return False
 
@@ -511,7 +511,7 @@ async def test_slow_episodes_that_hold_a_batch_back_are_reported(
             await asyncio.gather(free(), in_thread(body))
         await running
         link.close()
-    (warning,) = [log for log in logs if log["event"] == "slow episodes hold the trainer"]
+    (warning,) = [log for log in logs if log["event"] == "trainer waits for slow episodes"]
     (name,) = warning["episodes"]
     assert re.fullmatch(r"g0/1 \(train-\d\) of version 0 on rollout-0 since \d+\.\d s", name)
     assert warning["ended_by"] == "collector.episode_timeout_s=600"
