@@ -181,7 +181,7 @@ def test_m2po_keeps_the_tokens_closest_to_the_behaviour_policy() -> None:
         episode("g/0/agent", segment([5, 6, 8], sampled=2)),
         episode("g/1/agent", segment([5, 9, 9], sampled=2)),
     ]
-    # log π_prox + 1 of tokens 6, 8 and 9: -0.15, 0.05 and 0.15, and the threshold applies to the squares.
+    # log π_prox + 1 of tokens 6, 8 and 9: -0.15, 0.05 and 0.15; the threshold is of squares.
     ppo = config(loss=LossConfig(m2_threshold=0.01))
     made, _ = estimated(played, ppo)
     assert [own.gather("keep").tolist() for own in made.local] == [[0.0, 1.0], [0.0, 0.0]]
