@@ -14,7 +14,7 @@ from arealite.system.ledger.audit import AuditReport, Balance
 
 NONE = Balance(0, 0, 0, 0, 0)
 BALANCED = AuditReport(NONE, NONE, {}, {}, 1000, 0, 0, 0, 0, 0, 0)
-"""Of a thousand steps."""
+"""One thousand steps."""
 
 
 @pytest.fixture(autouse=True)

@@ -141,6 +141,6 @@ def test_new_worker_has_the_first_free_name_while_another_exits(tmp_path: Path) 
     launcher = Elastic(tmp_path, [])
     for name in ("rollout-1", "rollout-2"):
         assert [role.names for role in launcher._resized(3)] == [(name,)]
-    launcher._resized(1)  # both are leaving, and the first of them has left
+    launcher._resized(1)  # both are exiting, and the first has exited
     launcher.roles = [role for role in launcher.roles if role.names != ("rollout-1",)]
     assert [role.names for role in launcher._resized(3)] == [("rollout-1",)]

@@ -1,4 +1,4 @@
-"""A site for each test: a model folder, names, and a publisher that is closed at the end."""
+"""A site for each test: a model folder, a registry, and a publisher, closed at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripted servers, their names, and a publisher of any kind."""
+"""Scripted servers, their registry entries, and a publisher of any type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def publishing(folder: Path, model: Path, **publisher: Any) -> ExperimentConfig:
-    """Return the config of a trial in `folder` whose servers ask for no token; `publisher` are
+    """Return the config of a trial in `folder` whose servers need no token; `publisher` are
     fields of PublisherConfig."""
     cluster = ClusterConfig(
         name_root=str(folder / "names"),
@@ -47,7 +47,7 @@ def publishing(folder: Path, model: Path, **publisher: Any) -> ExperimentConfig:
 
 
 class Site:
-    """Fake servers, their names, and a publisher."""
+    """Fake servers, their registry entries, and a publisher."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.names, self.tmp_path = NameRegistry.of(publishing(tmp_path, tmp_path)), tmp_path
@@ -58,7 +58,7 @@ class Site:
         self.clock: Clock
 
     def register(self, server: FakeSGLang, server_id: str) -> None:
-        """Name a server; the publisher waits for what hangs there no longer than it must."""
+        """Register a server; waits of the publisher for it expire as soon as it hangs."""
         server.on_hang = lambda: self.patience.end(f"llm_server-{server_id}")
         self.names.put("llm_server", server_id, server.entry())
 
@@ -75,7 +75,7 @@ class Site:
         return await asyncio.to_thread(self.publisher.push, version)
 
     async def refused(self, version: int, once: Callable[[], object], match: str) -> None:
-        """Publish in vain: the time is up `once` it was tried."""
+        """Assert that a publish fails; the deadline passes as soon as `once` returns true."""
         pushing = asyncio.ensure_future(self.publish(version))
         await eventually(lambda: self.publisher is not None and once(), "a try")
         while not pushing.done():
