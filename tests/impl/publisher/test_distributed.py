@@ -79,7 +79,7 @@ class Servers:
         return self.publisher
 
     def publish(self, version: int, name: str, **hooks: Callable[[], None]) -> PublishReport:
-        """Publish `version` from the weights `name`; call hook `at_5` once, before the fifth tensor."""
+        """Publish the weights `name`; call hook `at_5` once, before the fifth tensor."""
         publisher = self.publisher or self.make()
         while publisher.stage(version, self.stream(name, hooks if publisher.shapes else {})):
             self.rounds += 1
