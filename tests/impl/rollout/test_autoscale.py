@@ -1,4 +1,4 @@
-"""A slow environment and then a fast one: the real datapipe, workers and client, a server faked."""
+"""Concurrency with a slow and then a fast environment; only the server is a fake."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.waiting import eventually
 
 CAPACITY, MOST = 8, 24
 SLOW, FAST = 6, 1
-"""A turn's time, in times of its generation."""
+"""Duration of a turn, in multiples of the duration of its generation."""
 
 
 @envs.register("thoughtful")
 class Thoughtful(Env):
-    """Thinks after each answer until it is told that it has thought enough."""
+    """An environment that waits after each answer until its event is set."""
 
     thoughts: dict[str, asyncio.Event]
     cancelled = 0
@@ -56,7 +56,7 @@ class Thoughtful(Env):
 
 
 class Paced(FakeSGLang):
-    """Answers when it is told to."""
+    """A server that answers on request of the test."""
 
     def __init__(self) -> None:
         super().__init__(version="0", capacity=CAPACITY)
@@ -75,8 +75,8 @@ class Paced(FakeSGLang):
 
 
 class Pace:
-    """Stands for time: moves one episode on after the other, each when all others are at their
-    places, so that one in `turn` of them generates, however fast the machine is."""
+    """Replaces time: advances one episode whenever all episodes are blocked, so that one in
+    `turn` episodes generates, independent of the speed of the machine."""
 
     def __init__(self, server: Paced, in_flight: Callable[[], int]) -> None:
         self.server, self.in_flight, self.turn = server, in_flight, SLOW
@@ -94,7 +94,7 @@ class Pace:
                 await self.server.answer(max(surplus, 1))
 
     def is_settled(self) -> bool:
-        """A lease that was sent twice may be played twice, of which the datapipe knows one."""
+        """Return whether all episodes are blocked; a lease sent twice may run twice."""
         return 0 < self.in_flight() <= len(self.server.standing) + len(Thoughtful.thoughts)
 
 
@@ -161,7 +161,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             async def reached(what: str, condition: Callable[[], bool]) -> None:
                 await eventually(condition, what, seconds=120.0)
 
-            # 7.2 requests run where 7.2 · 6 = 43 episodes do.
+            # 43 running episodes have 43 / 6 = 7.2 running requests.
             await reached("many", lambda: target() >= 30 and in_flight() >= 30)
             assert in_flight() <= 2 * MOST
             pace.turn = FAST
