@@ -1,4 +1,4 @@
-"""`arealite envs` lists every environment, even with missing packages, and imports no heavy module."""
+"""`arealite envs` lists every environment, even if packages are missing, and imports little."""
 
 from __future__ import annotations
 
