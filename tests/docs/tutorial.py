@@ -77,7 +77,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def script(folder: Path, found: list[Block]) -> str:
-    """Return the shell script that writes the files and runs the commands up to the first mismatch."""
+    """Return the shell script that writes the files and runs the commands up to a mismatch."""
     lines = ["set -mE", "trap 'status=$?' ERR", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
     (folder / ".blocks").mkdir()
     for block in found:

@@ -1,4 +1,4 @@
-"""Every publisher against real SGLang: what is generated under which weights, and every fault."""
+"""Every publisher with real SGLang: versions of tokens, and faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = 480
 
 
 class Press:
-    """A publisher of real servers; streams of tensors during which things happen."""
+    """A publisher of real servers, with callbacks during the stream of tensors."""
 
     def __init__(self, folder: Path, *servers: SharedServer) -> None:
         self.folder, self.servers = folder, servers
@@ -60,7 +60,7 @@ class Press:
     def publish(
         self, version: int, model: int, at_5: Callable[[], object] | None = None
     ) -> PublishReport:
-        """Publish the weights of `models[model]`; `at_5` is called in the middle, once."""
+        """Publish the weights of `models[model]`; call `at_5` once, before the fifth tensor."""
         assert self.publisher is not None
         weights = load_file(Path(self.models[model]) / "model.safetensors")
         hooks = [at_5] if at_5 else []
@@ -101,7 +101,7 @@ def two(
     second_session: SharedServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Press]:
-    """The session's server, and a second one that may be killed or stopped."""
+    """Return a publisher for the session's server and a second server that may be killed."""
     monkeypatch.setattr(base, "WATCH_S", 0.2)
     second_session.reset()
     made = Press(tmp_path, sglang_server, second_session)
@@ -135,7 +135,7 @@ def recomputed(folder: str, output: list[int]) -> list[float]:
 
 
 def during_generation(press: Press, act: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
-    """Do `act` while a long answer is generated; return both results."""
+    """Call `act` during a long generation; return both results."""
     server = press.servers[0]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(generate, server, LONG)
@@ -146,7 +146,7 @@ def during_generation(press: Press, act: Callable[[], Any]) -> tuple[dict[str, A
 
 @pytest.mark.sglang_short
 @EACH
-def test_each_token_is_of_the_weights_that_it_says(press: Press, way: Any) -> None:
+def test_each_token_has_the_version_that_sampled_it(press: Press, way: Any) -> None:
     press.make(way)
     press.publish(0, 0)
     answer, report = during_generation(press, lambda: press.publish(1, 1))
@@ -164,7 +164,7 @@ def test_each_token_is_of_the_weights_that_it_says(press: Press, way: Any) -> No
 
 
 @EACH
-def test_an_abort_keeps_every_partial_token(press: Press, way: Any) -> None:
+def test_abort_keeps_every_partial_token(press: Press, way: Any) -> None:
     press.make(way, pause_mode="abort")
     press.publish(0, 0)
     answer, report = during_generation(press, lambda: press.publish(1, 1))
@@ -189,10 +189,10 @@ def test_in_place_continues_and_never_flushes(press: Press, way: Any) -> None:
 
 
 @EACH
-def test_updated_but_not_flushed_is_put_right(
+def test_update_without_flush_is_repaired(
     press: Press, way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a mistaken flush while requests hold the cache ends in: new weights, old version."""
+    """A flush during requests fails: the server has new weights and the old version."""
     press.make(way, pause_mode="in_place")
     press.publish(0, 0)
     pause = ServerControl.pause
@@ -211,7 +211,7 @@ def test_updated_but_not_flushed_is_put_right(
 
 
 @EACH
-def test_wrong_tensors_never_leave_us(press: Press, way: Any) -> None:
+def test_mismatched_tensors_are_not_sent(press: Press, way: Any) -> None:
     publisher, server = press.make(way), press.servers[0]
     for name, tensor in (("model.norm.weight", torch.zeros(7)), ("model.new", torch.zeros(2))):
         weights = load_file(Path(press.models[1]) / "model.safetensors") | {name: tensor}
@@ -221,7 +221,7 @@ def test_wrong_tensors_never_leave_us(press: Press, way: Any) -> None:
     assert server.post("/end_weight_update")[0] == 400, "no session was opened"
 
 
-def test_a_client_killed_between_pause_and_continue_is_cleared(press: Press) -> None:
+def test_pause_and_session_of_a_killed_client_are_ended(press: Press) -> None:
     server = press.servers[0]
     dead = """
 import os, sys, urllib.request
@@ -239,7 +239,7 @@ os.kill(os.getpid(), 9)
     assert version(server) == "1" and len(greedy(server)) == 8
 
 
-def test_a_stopped_server_is_quarantined_in_time(two: Press) -> None:
+def test_stopped_server_is_quarantined_within_timeout_s(two: Press) -> None:
     kept, stopped = two.servers
     assert stopped.real is not None
     publisher = two.make(DistributedPublisher, timeout_s=5.0)
@@ -263,7 +263,7 @@ def test_a_stopped_server_is_quarantined_in_time(two: Press) -> None:
     assert version(stopped) == "1" and greedy(stopped) == greedy(kept)
 
 
-def test_a_server_that_dies_while_paused_costs_the_other_nothing(
+def test_server_that_dies_while_paused_does_not_delay_the_other(
     two: Press, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, dying = two.servers
@@ -284,7 +284,7 @@ def test_a_server_that_dies_while_paused_costs_the_other_nothing(
     assert version(kept) == "1" and len(greedy(kept)) == 8
 
 
-def test_a_server_killed_in_the_middle_of_an_update(two: Press) -> None:
+def test_server_killed_during_an_update_is_quarantined(two: Press) -> None:
     kept, dying = two.servers
     assert dying.real is not None
     two.make(DistributedPublisher)
