@@ -1,4 +1,4 @@
-"""Tiny random models with a character tokenizer, made in a fraction of a second, for tests.
+"""Tiny random models with a character tokenizer for tests, created in a fraction of a second.
 
 `tiny_model(path, seed=0)` writes a Hugging Face folder: config, tokenizer, safetensors.
 """

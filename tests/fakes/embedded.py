@@ -47,8 +47,8 @@ class Brake:
 
 
 def server_config(model: Path | str, names: Path | str, **server: Any) -> ServerConfig:
-    """Return the config of a server that asks for no token; `max_running_requests` goes where it
-    belongs."""
+    """Return the config of a server that needs no token; `max_running_requests` is an
+    option of the engine."""
     rows = server.pop("max_running_requests", 64)
     embedded = EmbeddedServerConfig(max_running_requests=rows, device="cpu")
     cluster = ClusterConfig(
@@ -62,7 +62,7 @@ def server_config(model: Path | str, names: Path | str, **server: Any) -> Server
 
 
 def weight_sum(server: EmbeddedServer) -> str:
-    """Return one checksum of all weights, which the server must not change meanwhile."""
+    """Return a checksum of all weights; the server must not change them concurrently."""
     total = sha256()
     for name, tensor in server.engine.decoder.model.state_dict().items():
         total.update(name.encode() + tensor.contiguous().numpy().tobytes())
@@ -88,7 +88,7 @@ async def running(config: ServerConfig) -> AsyncIterator[EmbeddedServer]:
 
 @asynccontextmanager
 async def embedded(model: Path | str, **server: Any) -> AsyncIterator[EmbeddedServer]:
-    """Serve a model under throw-away names; `server` are fields of LLMServerConfig."""
+    """Serve a model with a temporary name root; `server` are fields of LLMServerConfig."""
     with tempfile.TemporaryDirectory() as names:
         async with running(server_config(model, names, **server)) as instance:
             yield instance
