@@ -1,4 +1,4 @@
-"""Attempts of a broken trainer that has the secret: only its own requests are refused."""
+"""Attempts of a faulty trainer with the secret: only its requests are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rank(live: Live) -> Iterator[Insider]:
 
 
 def current_ticket(live: Live) -> int:
-    """Return the ticket of the trainer that runs, as the ledger tells."""
+    """Return the current trainer's ticket from the ledger."""
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         return meta_number(db, "ticket")
 
@@ -70,9 +70,7 @@ def test_request_with_an_old_ticket_is_refused(live: Live, rank: Insider, name: 
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_request_with_a_ticket_of_the_future_is_counted(
-    live: Live, rank: Insider, name: str
-) -> None:
+def test_request_with_a_future_ticket_is_counted(live: Live, rank: Insider, name: str) -> None:
     before = live.rejected()
     rank.tell(msgspec.structs.replace(REQUESTS[name], ticket=1 << 40))
     rank.are_handled()
@@ -92,7 +90,7 @@ IMPOSSIBLE: dict[str, Callable[[Live], trainer.FromTrainer]] = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_impossible_request_of_the_trainer_that_runs_is_refused(
+def test_impossible_request_of_the_current_trainer_is_refused(
     live: Live, rank: Insider, name: str
 ) -> None:
     before = live.rejected()
@@ -106,23 +104,23 @@ def test_impossible_request_of_the_trainer_that_runs_is_refused(
 
 
 @pytest.mark.parametrize("version", [10**9, 1 << 40])
-def test_version_of_the_future_is_not_taken(live: Live, rank: Insider, version: int) -> None:
+def test_future_version_is_ignored(live: Live, rank: Insider, version: int) -> None:
     rank.tell(trainer.Published(version, ticket=current_ticket(live)))
     rank.hear(trainer.Done)
-    live.goes_on()
+    live.wait_for_steps()
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         assert meta_number(db, "version") <= live.step() + 5
 
 
 @pytest.mark.parametrize("step", [0, 1, 10**6, 1 << 40])
 def test_stray_start_rolls_nothing_back(live: Live, rank: Insider, step: int) -> None:
-    """It stays there, unanswered, until its trainer would be the only one: also at the end."""
+    """The start stays unanswered as long as another trainer is alive, also at the end."""
     before = live.step()
     rank.tell(trainer.TrainerStart(step, 1))
     ticket = rank.hear(trainer.Ticket).number
     rank.tell(trainer.TrainerStart(step, 1, ticket))
     rank.hear(trainer.Waiting)
-    live.goes_on(5)
+    live.wait_for_steps(5)
     assert live.step() > before
 
 
@@ -132,16 +130,14 @@ def test_start_with_a_ticket_that_was_not_given_is_ignored(
 ) -> None:
     rank.tell(trainer.TrainerStart(0, 1, ticket))
     rank.are_handled()
-    live.goes_on()
+    live.wait_for_steps()
 
 
-def test_start_with_the_ticket_of_the_trainer_that_runs_rolls_nothing_back(
-    live: Live, rank: Insider
-) -> None:
+def test_start_with_the_current_ticket_rolls_nothing_back(live: Live, rank: Insider) -> None:
     before = live.step()
     rank.tell(trainer.TrainerStart(0, 1, current_ticket(live)))
     assert rank.hear(trainer.TrainerReady).rolled_back_groups == 0
-    live.goes_on()
+    live.wait_for_steps()
     assert live.step() > before
 
 
