@@ -7,7 +7,7 @@ Mark the test (or the module: `pytestmark = pytest.mark.sglang`) and request `sg
         async with aiohttp.ClientSession(sglang_server.address) as session: ...
 
 The server starts with the first test that requests it (20 s). Before each test it is reset: it is
-idle, with no open update session, weights of `folders[0]` (`folders[1]` and `[2]` have other weights of
+idle, has no open update session, the weights of `folders[0]` (`folders[1]` and `[2]` have others of
 the same shape) with the version "default", an empty cache. A test that kills, stops or starves a
 server starts its own with tests.sglang.real.real_sglang. Groups of init_weights_update_group need
 new names, because they survive a reset.
