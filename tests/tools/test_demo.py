@@ -60,7 +60,7 @@ def test_summary_condenses_metrics_and_audit():
     }
 
 
-def test_summary_of_a_run_without_evaluation_says_none():
+def test_summary_of_a_run_without_evaluation_has_no_rewards():
     summary = demo.summarize([step(0, 0.1)], AUDIT)
     assert summary["reward_before"] is None
     assert summary["reward_after"] is None

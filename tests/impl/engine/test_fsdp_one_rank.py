@@ -200,7 +200,7 @@ def test_bfloat16_engine_keeps_float32_master_weights(model: Path) -> None:
     assert all(tensor.dtype == torch.bfloat16 for tensor in weights(low).values())
 
 
-def test_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
+def test_engine_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"No model at .*config\.json"):
         make_engine(tmp_path / "nothing")
     config = json.loads((model / "config.json").read_text())

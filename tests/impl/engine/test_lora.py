@@ -123,7 +123,7 @@ def test_gradient_checkpointing_does_not_change_weights(model: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_errors_name_the_fix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_errors_name_the_fix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"engine\.fsdp\.lora\.targets \['w_in'\].*not found"):
         make_engine(model, lora=LoRAConfig(rank=4, targets=["w_in"]))
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -171,7 +171,7 @@ def test_server_without_a_name_is_starting(tmp_path: Path, capsys) -> None:
         told(tmp_path, capsys, "* llm_server-0 is STARTING")
 
 
-def test_role_that_was_given_up_is_named_after_the_run(tmp_path: Path, capsys) -> None:
+def test_role_that_was_given_up_is_reported_after_the_run(tmp_path: Path, capsys) -> None:
     with launched(tmp_path, restarts=2, rollout=showing("rollout", DIES)) as launcher:
         launcher.communicate(timeout=120)
         assert launcher.returncode == 1

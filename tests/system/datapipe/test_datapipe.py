@@ -580,7 +580,7 @@ async def test_turns_survive_restarts_of_worker_and_datapipe(tmp_path: Path) -> 
     assert (second.turns, frames[second.lease_id]) == ([], [])
 
 
-async def test_unfinished_members_of_a_lease_survive_a_restart_of_all(
+async def test_unfinished_members_of_a_lease_survive_a_restart_of_all_roles(
     tmp_path: Path,
 ) -> None:
     """After a kill of the run, unfinished episodes resume and finished ones do not rerun."""
