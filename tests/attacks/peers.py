@@ -43,15 +43,15 @@ class Insider:
         self.socket = wire.open_socket(self.context, zmq.DEALER, live.secret)
         self.socket.connect(live.datapipe)
         self.leases: list[Lease] = []
-        self.told = -math.inf
+        self._sent_state_at = -math.inf
 
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def tell(self, message: msgspec.Struct, *payloads: bytes) -> None:
+    def send_message(self, message: msgspec.Struct, *payloads: bytes) -> None:
         self.send(wire.encode(message), *payloads)
 
-    def hear(self, kind: type[Message]) -> Message:
+    def receive(self, kind: type[Message]) -> Message:
         """Return the next message of a type; keep leases and drop other messages."""
         while True:
             assert self.socket.poll(PATIENCE_MS), f"no {kind.__name__}\n{self.live.shown}"
@@ -60,7 +60,7 @@ class Insider:
             if isinstance(message, kind):
                 return message
 
-    def hand_in(self, episodes: list[Episode], *payloads: bytes) -> None:
+    def submit(self, episodes: list[Episode], *payloads: bytes) -> None:
         """Send a result and wait until it is acknowledged."""
         frame = wire.encode(Result(self.worker_id, episodes))
         self.send(frame, *payloads)
@@ -68,12 +68,12 @@ class Insider:
 
     def acknowledged(self, frame: bytes) -> None:
         """Wait until a message is acknowledged."""
-        while self.hear(Ack).checksum != crc32(frame):
+        while self.receive(Ack).checksum != crc32(frame):
             pass
 
-    def are_handled(self) -> None:
+    def wait_until_handled(self) -> None:
         """Return once the datapipe has handled all sent messages, which keep their order."""
-        self.hand_in([])
+        self.submit([])
 
     def state(self, capacity: int, **changes: Any) -> WorkerState:
         held = [lease.lease_id for lease in self.leases]
@@ -83,19 +83,19 @@ class Insider:
     def episode(self) -> tuple[Lease, int]:
         """Return a lease of one episode for this worker; all earlier leases have results."""
         self.leases.clear()
-        self.told = -math.inf
+        self._sent_state_at = -math.inf
         until(self._has_lease, what=lambda: f"a lease\n{self.live.shown}", seconds=SLOW_S)
         lease = self.leases[0]
-        self.tell(
+        self.send_message(
             self.state(0, held=[lease.lease_id])
         )  # no further leases: the run would wait for them
         return lease, lease.members[0]
 
     def _has_lease(self) -> bool:
         """Send heartbeats as a worker does, and check for a lease."""
-        if time.monotonic() - self.told > STATE_S:
-            self.told = time.monotonic()
-            self.tell(self.state(1))
+        if time.monotonic() - self._sent_state_at > STATE_S:
+            self._sent_state_at = time.monotonic()
+            self.send_message(self.state(1))
         while self.socket.poll(0):
             self._take(decode(self.socket.recv_multipart()[0]))
         return bool(self.leases)
@@ -106,8 +106,8 @@ class Insider:
 
     def close(self) -> None:
         """Return leases, as a draining worker does."""
-        self.tell(self.state(0, held=[]))
-        self.are_handled()
+        self.send_message(self.state(0, held=[]))
+        self.wait_until_handled()
         wire.close(self.socket, linger_ms=0)
         self.context.term()
 

@@ -40,9 +40,9 @@ def test_attacked_run_completes(live: Live) -> None:
     """A stray trainer waits to start at a step without a checkpoint."""
     with insider(live, "last-rank") as peer:
         start = TrainerStart(int(live.step()), 1)
-        peer.tell(start)
-        peer.tell(msgspec.structs.replace(start, ticket=peer.hear(Ticket).number))
-        peer.hear(Waiting)
+        peer.send_message(start)
+        peer.send_message(msgspec.structs.replace(start, ticket=peer.receive(Ticket).number))
+        peer.receive(Waiting)
     stop(live)
     assert live.process.returncode == 130, live.shown
     report = audit(live.paths.ledger)

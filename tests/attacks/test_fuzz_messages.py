@@ -108,7 +108,7 @@ def test_fuzzed_messages_of_each_type_do_not_stop_the_run(live: Live, kind: type
             give_back(peer, frame)
 
         send()
-        peer.are_handled()
+        peer.wait_until_handled()
     live.wait_for_steps()
     assert live.pids() == live.roles
 
@@ -118,7 +118,7 @@ def give_back(peer: Insider, frame: bytes) -> None:
     with suppress(*DECODE_ERRORS):
         message = wire.decode_to_datapipe(frame)
         if isinstance(message, WorkerState) and message.capacity:
-            peer.tell(msgspec.structs.replace(message, capacity=0, held=[]))
+            peer.send_message(msgspec.structs.replace(message, capacity=0, held=[]))
 
 
 def test_results_of_real_leases_are_fuzzed(live: Live) -> None:

@@ -56,24 +56,24 @@ REQUESTS: dict[str, trainer.FromTrainer] = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_without_a_ticket_is_counted(live: Live, rank: Insider, name: str) -> None:
     before = live.rejected()
-    rank.tell(REQUESTS[name])
-    rank.are_handled()
+    rank.send_message(REQUESTS[name])
+    rank.wait_until_handled()
     live.counts(before, 1)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_with_an_old_ticket_is_refused(live: Live, rank: Insider, name: str) -> None:
     before = live.rejected()
-    rank.tell(msgspec.structs.replace(REQUESTS[name], ticket=1))
-    assert "replaced" in rank.hear(trainer.Refused).reason
+    rank.send_message(msgspec.structs.replace(REQUESTS[name], ticket=1))
+    assert "replaced" in rank.receive(trainer.Refused).reason
     live.counts(before, 1)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_with_a_future_ticket_is_counted(live: Live, rank: Insider, name: str) -> None:
     before = live.rejected()
-    rank.tell(msgspec.structs.replace(REQUESTS[name], ticket=1 << 40))
-    rank.are_handled()
+    rank.send_message(msgspec.structs.replace(REQUESTS[name], ticket=1 << 40))
+    rank.wait_until_handled()
     live.counts(before, 1)
 
 
@@ -95,8 +95,8 @@ def test_impossible_request_of_the_current_trainer_is_refused(
 ) -> None:
     before = live.rejected()
     request = IMPOSSIBLE[name](live)
-    rank.tell(msgspec.structs.replace(request, ticket=current_ticket(live)))
-    assert rank.hear(trainer.Refused).reason
+    rank.send_message(msgspec.structs.replace(request, ticket=current_ticket(live)))
+    assert rank.receive(trainer.Refused).reason
     live.counts(before, 1)
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         (newest,) = db.execute("SELECT IFNULL(MAX(step), 0) FROM checkpoints").fetchone()
@@ -105,8 +105,8 @@ def test_impossible_request_of_the_current_trainer_is_refused(
 
 @pytest.mark.parametrize("version", [10**9, 1 << 40])
 def test_future_version_is_ignored(live: Live, rank: Insider, version: int) -> None:
-    rank.tell(trainer.Published(version, ticket=current_ticket(live)))
-    rank.hear(trainer.Done)
+    rank.send_message(trainer.Published(version, ticket=current_ticket(live)))
+    rank.receive(trainer.Done)
     live.wait_for_steps()
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         assert meta_number(db, "version") <= live.step() + 5
@@ -116,10 +116,10 @@ def test_future_version_is_ignored(live: Live, rank: Insider, version: int) -> N
 def test_stray_start_rolls_nothing_back(live: Live, rank: Insider, step: int) -> None:
     """The start stays unanswered as long as another trainer is alive, also at the end."""
     before = live.step()
-    rank.tell(trainer.TrainerStart(step, 1))
-    ticket = rank.hear(trainer.Ticket).number
-    rank.tell(trainer.TrainerStart(step, 1, ticket))
-    rank.hear(trainer.Waiting)
+    rank.send_message(trainer.TrainerStart(step, 1))
+    ticket = rank.receive(trainer.Ticket).number
+    rank.send_message(trainer.TrainerStart(step, 1, ticket))
+    rank.receive(trainer.Waiting)
     live.wait_for_steps(5)
     assert live.step() > before
 
@@ -128,15 +128,15 @@ def test_stray_start_rolls_nothing_back(live: Live, rank: Insider, step: int) ->
 def test_start_with_a_ticket_that_was_not_given_is_ignored(
     live: Live, rank: Insider, ticket: int
 ) -> None:
-    rank.tell(trainer.TrainerStart(0, 1, ticket))
-    rank.are_handled()
+    rank.send_message(trainer.TrainerStart(0, 1, ticket))
+    rank.wait_until_handled()
     live.wait_for_steps()
 
 
 def test_start_with_the_current_ticket_rolls_nothing_back(live: Live, rank: Insider) -> None:
     before = live.step()
-    rank.tell(trainer.TrainerStart(0, 1, current_ticket(live)))
-    assert rank.hear(trainer.TrainerReady).rolled_back_groups == 0
+    rank.send_message(trainer.TrainerStart(0, 1, current_ticket(live)))
+    assert rank.receive(trainer.TrainerReady).rolled_back_groups == 0
     live.wait_for_steps()
     assert live.step() > before
 
@@ -167,7 +167,7 @@ def test_request_out_of_range_or_of_a_wrong_type_is_counted(
 ) -> None:
     before = live.rejected()
     rank.send(msgspec.msgpack.encode(RAW[name]))
-    rank.are_handled()
+    rank.wait_until_handled()
     live.counts(before, 1)
 
 
@@ -175,5 +175,5 @@ def test_request_out_of_range_or_of_a_wrong_type_is_counted(
 def test_truncated_request_is_counted(live: Live, rank: Insider, end: int) -> None:
     before = live.rejected()
     rank.send(wire.encode(trainer.Checkpointed(1, "/x"))[:-end])
-    rank.are_handled()
+    rank.wait_until_handled()
     live.counts(before, 1)

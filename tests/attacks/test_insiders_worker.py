@@ -111,7 +111,7 @@ def test_invalid_trajectory_of_a_held_lease_is_counted(
     before = live.rejected()
     made = WRONG[name](forged(lease.group_id, member, version=lease.version))
     sent = [made.payload()] * (1 + len(made.more))
-    worker.hand_in([made.episode(lease.lease_id)], *sent)
+    worker.submit([made.episode(lease.lease_id)], *sent)
     live.counts(before, 1)
 
 
@@ -143,7 +143,7 @@ def test_invalid_payload_of_a_held_lease_is_counted(live: Live, worker: Insider,
     before = live.rejected()
     made = forged(lease.group_id, member, version=lease.version)
     sent = PAYLOADS[name](made)
-    worker.hand_in([made.episode(lease.lease_id)], *sent)
+    worker.submit([made.episode(lease.lease_id)], *sent)
     live.counts(before, 1)
 
 
@@ -156,7 +156,7 @@ def test_episode_needs_either_a_trajectory_or_a_failure(
     made = forged(lease.group_id, member, version=lease.version)
     headers, sent = ([made.header], [made.payload()]) if failure else ([], [])
     episode = Episode(lease.lease_id, lease.group_id, member, headers, failure)
-    worker.hand_in([episode], *sent)
+    worker.submit([episode], *sent)
     live.counts(before, 1)
 
 
@@ -197,7 +197,7 @@ def test_result_without_a_lease_is_counted(live: Live, worker: Insider, name: st
     made = forged("g0", member)
     made.ids = (group_id, member)
     made.say(group_id=group_id, trajectory_id=f"{group_id}/{member}/agent")
-    worker.hand_in([made.episode(lease_id)], made.payload())
+    worker.submit([made.episode(lease_id)], made.payload())
     live.counts(before, 1)
 
 
@@ -207,7 +207,7 @@ def test_result_of_another_workers_lease_is_counted(live: Live, worker: Insider)
         lease, member = second.episode()
         before = live.rejected()
         made = forged(lease.group_id, member, version=lease.version)
-        worker.hand_in([made.episode(lease.lease_id)], made.payload())
+        worker.submit([made.episode(lease.lease_id)], made.payload())
         live.counts(before, 1)
 
 
@@ -215,7 +215,7 @@ def test_forged_groups_with_a_huge_reward_are_counted(live: Live, worker: Inside
     before, last = live.rejected(), live.step()
     made = [forged(f"g{10**8 + n}", n % 4, reward=1e6) for n in range(30)]
     episodes = [each.episode(f"{each.header.group_id}.1.{n}") for n, each in enumerate(made)]
-    worker.hand_in(episodes, *(each.payload() for each in made))
+    worker.submit(episodes, *(each.payload() for each in made))
     live.counts(before, 30)
     assert live.step() > last
     assert max(live.metrics("reward/max")) <= 1.0
@@ -229,8 +229,8 @@ def turns(group: str, lease_id: str, worker_id: str, number: int = 1) -> Progres
 @pytest.mark.parametrize("payloads", [[], [b"garbage"], [b"", b""], [b"\x91" * 10_000]])
 def test_undecodable_turns_are_counted(live: Live, worker: Insider, payloads: list[bytes]) -> None:
     before = live.rejected()
-    worker.tell(turns("g0", "g0.1.1", worker.worker_id), *payloads)
-    worker.are_handled()
+    worker.send_message(turns("g0", "g0.1.1", worker.worker_id), *payloads)
+    worker.wait_until_handled()
     live.counts(before, 1)
 
 
@@ -269,20 +269,20 @@ RAW: dict[str, list[bytes]] = {
 def test_bytes_that_are_not_a_message_are_counted(live: Live, worker: Insider, name: str) -> None:
     before = live.rejected()
     worker.send(*RAW[name])
-    worker.are_handled()
+    worker.wait_until_handled()
     live.counts(before, 1)
 
 
 def test_empty_message_does_not_stop_the_run(live: Live, worker: Insider) -> None:
     worker.send(b"", b"", b"")
-    worker.are_handled()
+    worker.wait_until_handled()
     live.wait_for_steps()
 
 
 def test_frame_above_the_limit_ends_only_its_connection(live: Live) -> None:
     """The connection is closed before the frame is in memory, and so is every later attempt."""
     peer = Insider(live, "large-worker")
-    peer.are_handled()
+    peer.wait_until_handled()
     peer.socket.get_monitor_socket().close(0)
     peer.socket.disable_monitor()
     monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, "inproc://disconnections")
@@ -297,7 +297,7 @@ def test_frame_above_the_limit_ends_only_its_connection(live: Live) -> None:
 def test_large_frame_within_the_limit_is_counted(live: Live, worker: Insider) -> None:
     before = live.rejected()
     worker.send(bytes(FRAME_MB << 20))
-    worker.are_handled()
+    worker.wait_until_handled()
     live.counts(before, 1)
 
 
@@ -307,7 +307,7 @@ def test_flood_of_wrong_messages_is_counted_and_logged_once(live: Live) -> None:
         before, lines = live.rejected(), log.read_text().count("message rejected")
         for _ in range(5000):
             peer.send(b"flood")
-        peer.are_handled()
+        peer.wait_until_handled()
         live.counts(before, 5000)
     assert log.read_text().count("message rejected") == lines + 1
 
@@ -315,15 +315,15 @@ def test_flood_of_wrong_messages_is_counted_and_logged_once(live: Live) -> None:
 @pytest.mark.parametrize("capacity", [10**6, 1 << 40])
 def test_leases_of_a_worker_that_leaves_are_given_to_others(live: Live, capacity: int) -> None:
     with insider(live, "greedy-worker") as peer:
-        peer.tell(peer.state(capacity))
-        peer.hear(Lease)
+        peer.send_message(peer.state(capacity))
+        peer.receive(Lease)
     live.wait_for_steps()
 
 
 def test_run_continues_if_a_worker_with_leases_is_silent(live: Live) -> None:
     with insider(live, "silent-worker") as peer:
-        peer.tell(peer.state(40))
-        peer.hear(Lease)
+        peer.send_message(peer.state(40))
+        peer.receive(Lease)
         live.wait_for_steps(5)
 
 
@@ -331,8 +331,8 @@ def test_process_with_the_id_of_a_live_worker_stops_no_process(live: Live) -> No
     victim = f"rollout-0@{socket.gethostname()}"
     with insider(live, victim) as peer:
         for _ in range(3):
-            peer.tell(peer.state(1))
-            peer.are_handled()
+            peer.send_message(peer.state(1))
+            peer.wait_until_handled()
         live.wait_for_steps()
     live.wait_for_steps(5)
     assert live.pids() == live.roles
@@ -344,8 +344,8 @@ def test_hostile_worker_id_and_failure_class_are_treated_as_text(live: Live) -> 
         lease, member = peer.episode()
         failure = Failure(HOSTILE, HOSTILE)
         episode = Episode(lease.lease_id, lease.group_id, member, [], failure)
-        peer.hand_in([episode])
+        peer.submit([episode])
         before = live.rejected()
         peer.send(b"noise")
-        peer.are_handled()
+        peer.wait_until_handled()
         live.counts(before, 1)

@@ -114,12 +114,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """Return a cluster of four nodes that all tests without node faults share."""
-    with a_slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
     assert not cluster.strays()
 
 
-def a_slurm(folder: Path, **options: object):
+def slurm_cluster(folder: Path, **options: object):
     """Start a cluster, or skip the test with the reason."""
     if why := missing():
         pytest.skip(why)

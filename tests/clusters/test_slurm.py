@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.clusters.conftest import SLOW_S, Site, a_slurm
+from tests.clusters.conftest import SLOW_S, Site, slurm_cluster
 from tests.waiting import until, until_exited
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -98,7 +98,7 @@ def test_run_that_lost_a_node_is_requeued_and_resumes(
     victim: str, inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """The node of the batch step runs the supervisor and the datapipe."""
-    with a_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as slurm:
         site = Site(slurm, tmp_path, inputs)
         job = site.submit(*PARTS, *LONG)
         site.until_logged("step 10/")
@@ -190,7 +190,7 @@ def test_slurm_launcher_outside_of_a_job_is_refused(site: Site) -> None:
 def test_slurm_without_partitions_or_controller_is_a_user_error(
     inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    with a_slurm(tmp_path_factory.mktemp("slurm"), nodes=("n1",)) as slurm:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1",)) as slurm:
         slurm.command("scontrol", "delete", "partition=main")
         done = Site(slurm, tmp_path, inputs).launch()
         assert done.returncode == 2
@@ -204,7 +204,7 @@ def test_slurm_without_partitions_or_controller_is_a_user_error(
 def test_error_of_an_unshared_folder_names_both_nodes(
     inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    with a_slurm(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2")) as slurm:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2")) as slurm:
         site = Site(slurm, tmp_path, inputs)
         (tmp_path / "names").mkdir()
         slurm.lose_node("n2")
@@ -219,7 +219,7 @@ def test_error_of_an_unshared_folder_names_both_nodes(
 def test_error_names_the_node_that_does_not_answer(
     inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    with a_slurm(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2")) as slurm:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2")) as slurm:
         site = Site(slurm, tmp_path, inputs)
         slurm.daemons["n2"].send_signal(signal.SIGSTOP)
         trainers = "launcher.slurm.trainers=[--nodelist=n2]"

@@ -38,8 +38,8 @@ class Backend:
     spans: bool = True
     """Whether the server reports the version of each token."""
     hold: Callable[[], None] | None = None
-    """Blocks generations after their first tokens until `let_go`; None for a real SGLang."""
-    let_go: Callable[[], None] = lambda: None
+    """Blocks generations after their first tokens until `release`; None for a real SGLang."""
+    release: Callable[[], None] = lambda: None
     weight_sum: Callable[[], str] | None = None
     """Returns a checksum of all weights without a request; None: request it from the server."""
 

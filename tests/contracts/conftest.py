@@ -35,11 +35,11 @@ async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIte
                 token_s=0.002, context_length=512, vocab_size=64, next_token=lambda ids: 9
             )
             url = (await stack.enter_async_context(fake)).url
-            control = {"hold": lambda: setattr(fake, "hold_after", 2), "let_go": fake.release}
+            control = {"hold": lambda: setattr(fake, "hold_after", 2), "release": fake.release}
         elif request.param == "embedded":
             instance = await stack.enter_async_context(embedded(folders[0]))
             url, brake = instance.address, Brake(instance.engine)
-            control = {"hold": brake.hold, "let_go": brake.let_go, "is_streaming": False}
+            control = {"hold": brake.block, "release": brake.release, "is_streaming": False}
             control["weight_sum"] = partial(weight_sum, instance)
         else:
             real: SharedServer = request.getfixturevalue("sglang_server")

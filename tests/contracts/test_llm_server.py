@@ -77,7 +77,7 @@ async def test_tokens_outside_the_vocabulary_are_refused(server: Backend, ids: l
 
 async def test_stream_is_cumulative_and_ends_with_the_finish_reason(server: Backend) -> None:
     task, events = await server.streaming(new=8)
-    server.let_go()
+    server.release()
     await task
     lengths = [len(event["output_ids"]) for event in events]
     assert lengths == sorted(lengths) and lengths[-1] == 8
@@ -114,7 +114,7 @@ async def test_pause_with_abort_ends_requests_with_their_partial_output(server: 
     assert (await server.get("/health"))[0] == 200
     assert not held.done()
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     server.check(await held)
 
 
@@ -134,7 +134,7 @@ async def test_tokens_before_and_after_an_update_have_different_versions(
     assert status == 200 and answer["success"], answer
     assert (await server.get("/model_info"))[1]["weight_version"] == "7"
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     await task
     last = events[-1]
     server.check(last)
@@ -160,7 +160,7 @@ async def test_abort_ends_a_paused_request(server: Backend) -> None:
 async def test_update_waits_for_running_requests(server: Backend) -> None:
     task, events = await server.streaming(new=50)
     update = asyncio.ensure_future(server.load(1, weight_version="1"))
-    server.let_go()
+    server.release()
     await task
     status, answer = await update
     assert status == 200, answer

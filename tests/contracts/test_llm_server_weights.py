@@ -68,7 +68,7 @@ async def test_session_waits_for_running_requests_unless_paused(
     await server.post(route)
     assert not task.done()
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     await server.post(route)  # publishers send this even if it is refused
     await task
     assert len(events[-1]["output_ids"]) == LONG
@@ -122,7 +122,7 @@ async def test_group_update_splits_the_versions_of_running_requests(
     assert status == 200
     await server.end()
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     await task
     await trainer.leave(server)
     assert len(events[-1]["output_ids"]) == LONG
@@ -200,7 +200,7 @@ async def test_version_can_be_changed_without_an_update(server: Backend) -> None
         "/update_weight_version", new_version="-1", abort_all_requests=False
     )
     assert (status, answer["new_version"]) == (200, "-1")
-    server.let_go()
+    server.release()
     await task
     assert await server.version() == "-1"
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
@@ -231,7 +231,7 @@ async def test_update_that_could_not_flush_reports_it(server: Backend) -> None:
     assert await server.version() == "default"
     assert (await server.post("/flush_cache"))[0] == 400
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     await task
     assert server.versions(events[-1]) == ["default", "6"]
     await server.flush()

@@ -10,7 +10,7 @@ from tests.docs import tutorial
 from tests.waiting import until_exited
 
 
-def typed(folder: Path, text: str) -> Path:
+def run_text(folder: Path, text: str) -> Path:
     """Run a tutorial with this text in a new folder; return the folder."""
     file = folder / "guide.md"
     file.write_text(text)
@@ -26,7 +26,7 @@ def fence(language: str, body: str) -> str:
 
 
 def test_one_shell_runs_all_blocks_and_files_are_written_in_order(tmp_path: Path):
-    where = typed(
+    where = run_text(
         tmp_path,
         fence("bash", "export NAME=one\nmkdir inner && cd inner")
         + "\nPut this in `part.py`, beside it:\n\n"
@@ -38,7 +38,7 @@ def test_one_shell_runs_all_blocks_and_files_are_written_in_order(tmp_path: Path
 
 
 def test_tutorial_can_use_the_checkout(tmp_path: Path):
-    typed(
+    run_text(
         tmp_path,
         fence("bash", "arealite --version\npython3 train.py --help\npython3 tools/demo_task.py kit")
         + fence("text", "0.1.0\nusage: train.py …\n…"),
@@ -75,12 +75,12 @@ def test_missing_output_line_is_detected(shown: str, came: str, missing: str):
 
 def test_failed_command_is_reported(tmp_path: Path):
     with pytest.raises(AssertionError, match=r"guide.md:4 failed:\s+mended"):
-        typed(tmp_path, fence("bash", "true") + fence("bash", "false\necho mended"))
+        run_text(tmp_path, fence("bash", "true") + fence("bash", "false\necho mended"))
 
 
 def test_shown_error_is_expected(tmp_path: Path):
     shown = fence("text", "error: 3 is odd.")
-    typed(
+    run_text(
         tmp_path,
         fence("bash", "echo 'error: 3 is odd.'; exit_code() { return 2; }; exit_code") + shown,
     )
@@ -88,14 +88,14 @@ def test_shown_error_is_expected(tmp_path: Path):
 
 def test_missing_failure_is_reported(tmp_path: Path):
     with pytest.raises(AssertionError, match="did not fail"):
-        typed(
+        run_text(
             tmp_path, fence("bash", "echo 'error: 3 is odd.'") + fence("text", "error: 3 is odd.")
         )
 
 
 def test_background_processes_are_killed(tmp_path: Path):
     loop = "(setsid sh -c 'echo $$ > pid; exec sleep 600') &\nuntil [ -s pid ]; do :; done"
-    where = typed(tmp_path, fence("bash", loop))
+    where = run_text(tmp_path, fence("bash", loop))
     pid = int((where / "pid").read_text())
     until_exited(pid)
 
@@ -103,12 +103,12 @@ def test_background_processes_are_killed(tmp_path: Path):
 def test_block_marked_not_run_is_skipped_with_its_reason(tmp_path: Path):
     text = "Install:\n\n<!-- not run: it takes\nlong -->\n" + fence("bash", "exit 3")
     assert [block.not_run for block in tutorial.blocks(text)] == ["it takes long"]
-    typed(tmp_path, text)
+    run_text(tmp_path, text)
 
 
 def test_output_of_a_skipped_command_is_reported_as_missing(tmp_path: Path):
     with pytest.raises(AssertionError, match="there came no line"):
-        typed(tmp_path, "<!-- not run: a -->\n" + fence("bash", "echo 1") + fence("text", "1"))
+        run_text(tmp_path, "<!-- not run: a -->\n" + fence("bash", "echo 1") + fence("text", "1"))
 
 
 @pytest.mark.parametrize(

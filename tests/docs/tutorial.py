@@ -101,7 +101,7 @@ def run(tutorial: Path, folder: Path, kit: Path, *, timeout_s: float = 900) -> N
         AssertionError: The exit code of a command differs, or a shown line is missing.
     """
     found = blocks(tutorial.read_text())
-    environment = furnish(folder, kit)
+    environment = prepare(folder, kit)
     (folder / ".script").write_text(script(folder, found))
     with (folder / ".out").open("w+b") as output:
         shell = subprocess.Popen(
@@ -117,13 +117,13 @@ def run(tutorial: Path, folder: Path, kit: Path, *, timeout_s: float = 900) -> N
         except subprocess.TimeoutExpired:
             pytest.fail(f"{tutorial.name} hangs:\n{tail((folder / '.out').read_text())}")
         finally:
-            sweep(folder)
+            kill_remaining(folder)
             shell.wait()
     shown = (folder / ".out").read_text(errors="replace")
     compare(tutorial.name, found, ESCAPE.sub("", shown))
 
 
-def furnish(folder: Path, kit: Path) -> dict[str, str]:
+def prepare(folder: Path, kit: Path) -> dict[str, str]:
     """Create checkout, home and commands of a reader in a folder; return the environment."""
     for name in LINKED:
         if (ROOT / name).exists():
@@ -144,7 +144,7 @@ def furnish(folder: Path, kit: Path) -> dict[str, str]:
     }
 
 
-def sweep(folder: Path) -> None:
+def kill_remaining(folder: Path) -> None:
     """Kill the processes whose working directory is in a folder."""
     for process in psutil.process_iter():
         try:

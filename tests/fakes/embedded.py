@@ -25,7 +25,7 @@ class Brake:
         self._iterate, engine._run_iteration = engine._run_iteration, self._braked  # type: ignore[method-assign]
         self._is_on, self._free = False, 0
 
-    def hold(self, free: int = 0) -> None:
+    def block(self, free: int = 0) -> None:
         """Stop the engine after `free` steps; each command then runs one step.
 
         A step samples a token for each request, two for a new one.
@@ -33,7 +33,7 @@ class Brake:
         with self._wake:
             self._is_on, self._free = True, free
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let the engine run without limit."""
         with self._wake:
             self._is_on = False

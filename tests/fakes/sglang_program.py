@@ -123,9 +123,9 @@ class Program:
         room = {"max_running_requests": 16}
         first = {"num_running_reqs": running, "num_waiting_reqs": 0, **room}
         second = {"num_running_reqs": 0, "num_waiting_reqs": waiting, **room}
-        self.tell(answers=self.orders["answers"] | {"/v1/loads": {"loads": [first, second]}})
+        self.configure(answers=self.orders["answers"] | {"/v1/loads": {"loads": [first, second]}})
 
-    def tell(self, **orders: Any) -> None:
+    def configure(self, **orders: Any) -> None:
         """Change the behaviour from the next request or start on."""
         self.orders |= orders
         temporary = self.folder / "orders.tmp"

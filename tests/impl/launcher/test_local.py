@@ -386,7 +386,7 @@ open({str(done)!r}, "w")
     assert shown.count("died") == 1, "a rank may leave when all is trained"
 
 
-class Telling(ScriptedLauncher):
+class EndMarkingLauncher(ScriptedLauncher):
     """Writes a file when it has observed the trainer's end."""
 
     def _terminate(self, role: str) -> None:
@@ -399,7 +399,7 @@ def test_role_that_dies_after_the_trainers_end_is_not_restarted(tmp_path: Path):
     seen = tmp_path / "e" / "t" / "seen"
     dying = f"{after(seen)}\nimport signal; {SUICIDE}"
     scripts = {"datapipe": dying, "rollout": after(seen), "trainer": "pass"}
-    code, shown, _ = launched(Telling(tmp_path, scripts, restarts=5))
+    code, shown, _ = launched(EndMarkingLauncher(tmp_path, scripts, restarts=5))
     assert code == 0, shown
     assert "datapipe-0 died (killed by SIGKILL); no longer needed" in shown
 

@@ -114,7 +114,7 @@ def test_worker_that_dies_repeatedly_can_be_stopped(
     assert "rollout-1 is stopped: fewer workers are needed" in shown
 
 
-class Hasty(Elastic):
+class EarlyStopLauncher(Elastic):
     """The datapipe no longer needs a worker that is being started and ignores signals."""
 
     is_first = True
@@ -132,7 +132,7 @@ class Hasty(Elastic):
 def test_worker_that_is_stopped_while_it_starts_exits(tmp_path: Path) -> None:
     late = f"time.monotonic() > end or os.path.exists('{tmp_path}/began-1')"
     steps = ["desired(2); end = time.monotonic() + 60", f"while not ({late}): time.sleep(0.02)"]
-    code, shown, _ = launched(Hasty(tmp_path, steps))
+    code, shown, _ = launched(EarlyStopLauncher(tmp_path, steps))
     assert code == 0, shown
     assert lives(tmp_path, "began-1") == "x"
 

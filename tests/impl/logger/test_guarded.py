@@ -97,8 +97,8 @@ def test_logger_that_raises_is_reported_once_and_disabled(call: str, tmp_path: P
     assert run(tmp_path) == ["ConnectionError: away"]
     after = ["open", "rewind 0", "log 0", "log 1", "log 2", "close"]
     before = after[: after.index(call)]
-    let_go = ["close"] if call not in ("open", "close") else []
-    assert happened == before + let_go, "nothing more is logged, and it is closed"
+    closed = ["close"] if call not in ("open", "close") else []
+    assert happened == before + closed, "nothing more is logged, and it is closed"
 
 
 @pytest.mark.parametrize("call", ["open", "log 0", "close"])

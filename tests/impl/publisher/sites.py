@@ -20,7 +20,7 @@ from arealite.base.errors import RoleError
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.system.names.registry import NameRegistry
-from tests.fakes.patience import Clock, Patience
+from tests.fakes.deadlines import Clock, WaitExpirer
 from tests.fakes.sglang import FakeSGLang
 from tests.waiting import eventually
 
@@ -54,12 +54,12 @@ class Site:
         self.staged = tmp_path / "staged"
         self.kind: type[ServersPublisher] = DiskPublisher
         self.publisher: ServersPublisher | None = None
-        self.patience: Patience
+        self.expirer: WaitExpirer
         self.clock: Clock
 
     def register(self, server: FakeSGLang, server_id: str) -> None:
         """Register a server; waits of the publisher for it expire as soon as it hangs."""
-        server.on_hang = lambda: self.patience.end(f"llm_server-{server_id}")
+        server.on_hang = lambda: self.expirer.expire(f"llm_server-{server_id}")
         self.names.put("llm_server", server_id, server.entry())
 
     async def publish(self, version: int, value: float = 1.0, **settings: Any) -> PublishReport:
@@ -79,7 +79,7 @@ class Site:
         pushing = asyncio.ensure_future(self.publish(version))
         await eventually(lambda: self.publisher is not None and once(), "a try")
         while not pushing.done():
-            self.clock.turn(60.0)
+            self.clock.advance(60.0)
             await asyncio.wait([pushing], timeout=0.1)
         with pytest.raises(RoleError, match=match):
             await pushing

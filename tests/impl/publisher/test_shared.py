@@ -133,11 +133,11 @@ async def test_running_generation_pauses_for_an_update_and_continues(pair: Pair)
     assert spans(await early) == ["0"], "it was held until the first version"
     engine = pair.publisher.server.engine
     brake = Brake(engine)
-    brake.hold()
+    brake.block()
     long = asyncio.create_task(ask(pair.url, count=400))
     await eventually(lambda: [each for each in engine.decoder.running if each.output], "a token")
     await asyncio.to_thread(pair.publisher.pause_generation)
-    brake.let_go()
+    brake.release()
     held_at = time.perf_counter()
     held = asyncio.create_task(ask(pair.url))
     pair.learn()

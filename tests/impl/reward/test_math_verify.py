@@ -169,7 +169,7 @@ async def test_episode_fails_if_checkers_get_no_cpu_time(reward):
     assert failure_class(caught.value) == "reward_timeout"
 
 
-class Saying(Checker):
+class ScriptedChecker(Checker):
     """A checker with scripted answers."""
 
     def __init__(self, *answers: bool | str | None) -> None:
@@ -184,9 +184,9 @@ class Saying(Checker):
         return self.answers.pop(0)
 
 
-def saying(*answers: bool | str | None) -> tuple[CheckerPool, Saying]:
+def scripted_pool(*answers: bool | str | None) -> tuple[CheckerPool, ScriptedChecker]:
     pool = CheckerPool(workers=1, timeout_s=1.0)
-    checker = Saying(*answers)
+    checker = ScriptedChecker(*answers)
     pool._free.get_nowait()
     pool._free.put_nowait(checker)
     return pool, checker
@@ -203,7 +203,7 @@ def saying(*answers: bool | str | None) -> tuple[CheckerPool, Saying]:
     ],
 )
 async def test_only_cpu_timeout_and_a_second_crash_count_against_the_answer(answers, verdict):
-    pool, checker = saying(*answers)
+    pool, checker = scripted_pool(*answers)
     assert await pool.check("x", "y") is verdict
     assert not checker.answers
 
@@ -211,7 +211,7 @@ async def test_only_cpu_timeout_and_a_second_crash_count_against_the_answer(answ
 @pytest.mark.parametrize("said", ["cpu", "crashed"])
 async def test_truth_that_fails_every_comparison_raises_bad_truth(said):
     times = 1 if said == "cpu" else 2
-    pool, checker = saying(*[said] * times * 2)
+    pool, checker = scripted_pool(*[said] * times * 2)
     with pytest.raises(BadTruth, match="ground_truth='y'") as caught:
         await pool.check("x", "y")
     assert failure_class(caught.value) == "reward_truth"

@@ -307,7 +307,7 @@ class Running:
 
     def start(self, generation: Generation) -> None:
         """Submit a request; return when its first tokens exist and the engine is blocked."""
-        self.brake.hold(free=3)
+        self.brake.block(free=3)
         self.call(self.engine.submit, generation)
         self.until(lambda: len(generation.output) > 2)
 
@@ -340,7 +340,7 @@ def test_update_of_a_paused_engine_keeps_partial_outputs(folders: list[Path], mo
     old = copy.deepcopy(model)
     generations = [make_generation(p, 200) for p in prompts(6, 12)]
     with Running(model, rows=4) as running:
-        running.brake.hold(free=6)
+        running.brake.block(free=6)
         running.call(running.engine.submit, *generations)
         running.until(lambda: len(generations[0].output) >= 5)
         running.call(running.engine.pause, mode).result(timeout=60)
@@ -348,7 +348,7 @@ def test_update_of_a_paused_engine_keeps_partial_outputs(folders: list[Path], mo
         assert update(running, model, folders[1], "1", flush=mode == "retract")
         assert [len(g.output) for g in generations] == standing
         running.call(running.engine.resume).result(timeout=60)
-        running.brake.let_go()
+        running.brake.release()
         running.until(lambda: all(g.ended for g in generations))
     for generation in generations:
         assert generation.finish == {"type": "length", "length": 200}
@@ -388,7 +388,7 @@ def test_cancelled_update_is_dropped(folders: list[Path]) -> None:
         assert submit_update(running, model, folders[1], "1").cancel()
         running.call(running.engine.submit, queued)
         running.call(running.engine.abort, lambda generation: generation is busy)
-        running.brake.let_go()
+        running.brake.release()
         running.until(lambda: queued.ended)
         assert running.call(running.engine.flush).result(timeout=60)
         assert running.engine.version == "default"
@@ -402,7 +402,7 @@ def test_requests_queued_after_an_update_get_the_new_weights(folders: list[Path]
         running.start(first)
         future = submit_update(running, model, folders[1], "1")
         running.call(running.engine.submit, second)
-        running.brake.let_go()
+        running.brake.release()
         running.until(lambda: second.ended)
         assert future.result(timeout=60)
     assert first.spans == [("default", 0, 100)]

@@ -68,7 +68,7 @@ async def test_weight_updates_lose_none_of_32_running_requests(
     server: EmbeddedServer, session: aiohttp.ClientSession, folders: list[Path], mode: str
 ) -> None:
     brake = Brake(server.engine)
-    brake.hold()
+    brake.block()
     tasks = [asyncio.ensure_future(generate(session, [5 + i], 150)) for i in range(32)]
     await until_loaded(session, running=8, waiting=24)
     for version in ("1", "2"):
@@ -82,7 +82,7 @@ async def test_weight_updates_lose_none_of_32_running_requests(
         )
         assert status == 200
         await post(session, "/continue_generation")
-    brake.let_go()
+    brake.release()
     answers = await asyncio.gather(*tasks)
     assert all(len(a["output_ids"]) == 150 for a in answers)
     assert all(a["meta_info"]["finish_reason"]["type"] == "length" for a in answers)
@@ -303,7 +303,7 @@ async def test_bad_admin_bodies_are_refused(session: aiohttp.ClientSession) -> N
 async def test_request_is_aborted_when_its_client_disconnects(
     server: EmbeddedServer, session: aiohttp.ClientSession
 ) -> None:
-    Brake(server.engine).hold()  # the request cannot finish
+    Brake(server.engine).block()  # the request cannot finish
     task = asyncio.ensure_future(generate(session, [5], 500))
     await until_loaded(session, running=1)
     task.cancel()
@@ -434,7 +434,7 @@ async def test_sigterm_answers_running_requests_and_returns(
     serving = asyncio.ensure_future(server.serve())
     async with asyncio.timeout(60):
         await server.ready.wait()
-        Brake(server.engine).hold()
+        Brake(server.engine).block()
         async with aiohttp.ClientSession(server.address) as session:
             flight = asyncio.ensure_future(generate(session, [5], 500))
             await until_loaded(session, running=1)

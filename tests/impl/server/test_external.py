@@ -23,7 +23,7 @@ from arealite.base.errors import UserError
 from arealite.cli import role
 from arealite.impl.server import external
 from arealite.system.names.registry import NameRegistry
-from tests.fakes.patience import Patience
+from tests.fakes.deadlines import WaitExpirer
 from tests.fakes.sglang import FakeSGLang
 from tests.waiting import eventually
 
@@ -240,17 +240,17 @@ async def test_server_used_without_updates_keeps_its_version(tmp_path: Path) -> 
 async def test_silent_external_server_is_removed_from_the_registry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = Patience(monkeypatch, external)
+    expirer = WaitExpirer(monkeypatch, external)
     async with (
         FakeSGLang() as server,
         registering(experiment(tmp_path, at(server))) as named,
     ):
         first = await named(lambda value: True)
         on, what = f"llm_server-{external.entry_id(at(server))}", "model_info"
-        server.on_hang = lambda: patience.end(on, what=what)
+        server.on_hang = lambda: expirer.expire(on, what=what)
         server.fail_next("hang", path="/model_info")
         await named(lambda value: value["pid"] != first["pid"])
-    assert patience.ended == [600.0], "as long as a name lives"
+    assert expirer.expired == [600.0], "as long as a name lives"
 
 
 async def test_server_that_returns_with_another_model_is_not_registered(tmp_path: Path) -> None:

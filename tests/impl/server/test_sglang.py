@@ -68,7 +68,7 @@ def test_options_become_arguments_and_extra_args_come_last(program: Program, mod
 
 
 def test_unset_options_are_not_passed_to_sglang(program: Program, model_folder: Path):
-    program.tell(gpus=1)
+    program.configure(gpus=1)
     (launch,) = plan(config(program, model_folder, device="cuda"))
     given = options(launch.command(1))
     unset = {"--mem-fraction-static", "--attention-backend", "--context-length"}
@@ -111,7 +111,7 @@ def test_each_server_gets_the_next_visible_devices(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    program.tell(gpus=gpus)
+    program.configure(gpus=gpus)
     launches = plan(config(program, model_folder, device="auto", num_servers=2, tp=2, dp=2))
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in launches] == slices
 
@@ -178,7 +178,7 @@ def test_invalid_sglang_options_raise_a_one_line_user_error(
 
 
 def test_error_of_too_few_gpus_has_both_counts(program: Program, model_folder: Path):
-    program.tell(gpus=3)
+    program.configure(gpus=3)
     with pytest.raises(UserError, match="2 servers of tp 2 x dp 1 need 4 GPUs, but 3 are visible"):
         plan(config(program, model_folder, device="auto", num_servers=2, tp=2))
 

@@ -107,7 +107,9 @@ async def test_registry_entry_has_the_fields_clients_need_and_follows_the_server
             "load": {"running": 0, "waiting": 0, "capacity": 32},
         }
         program.load(3, 4)
-        program.tell(answers=program.orders["answers"] | {"/model_info": {"weight_version": "5"}})
+        program.configure(
+            answers=program.orders["answers"] | {"/model_info": {"weight_version": "5"}}
+        )
         load = {"running": 3, "waiting": 4, "capacity": 32}
         await eventually(
             lambda: (v := names(settings)[0].value)["version"] == "5" and v["load"] == load,
@@ -121,14 +123,14 @@ async def test_server_without_load_endpoints_is_registered_without_load(
     program: Program, model_folder: Path
 ):
     missing = {"/v1/loads": None, "/server_info": None}
-    program.tell(answers=program.orders["answers"] | missing)
+    program.configure(answers=program.orders["answers"] | missing)
     settings = quick_config(program, model_folder)
     async with serving(settings):
         assert "load" not in names(settings)[0].value
         assert names(settings)[0].value["context_length"] == 77, "the model's own"
-        program.tell(answers=program.orders["answers"] | {"/v1/loads": {"nonsense": 1}})
+        program.configure(answers=program.orders["answers"] | {"/v1/loads": {"nonsense": 1}})
         told = program.orders["answers"] | {"/model_info": {"weight_version": "5"}}
-        program.tell(answers=told)  # the load is polled after this
+        program.configure(answers=told)  # the load is polled after this
         value = await eventually(
             lambda: (v := names(settings)[0].value)["version"] == "5" and v, "version 5"
         )
@@ -159,7 +161,7 @@ async def test_killed_server_is_unregistered_at_once_and_restarted(
     program: Program, model_folder: Path
 ):
     settings = quick_config(program, model_folder)
-    program.tell(grandchild=True)
+    program.configure(grandchild=True)
     async with serving(settings):
         (before,) = names(settings)
         group = program.started()["pids"]
@@ -197,10 +199,10 @@ async def test_registry_entry_of_a_silent_server_expires(program: Program, model
     async with serving(settings):
         registry = NameRegistry.of(settings)
         await eventually(lambda: registry.list("llm_server"), "its name")
-        program.tell(hangs=["/model_info"])
+        program.configure(hangs=["/model_info"])
         await eventually(lambda: not registry.list("llm_server"), "its name to die")
         assert names(settings), "it is started again after silence_s only"
-        program.tell(hangs=[])
+        program.configure(hangs=[])
 
 
 async def test_restart_uses_another_port_if_the_old_one_is_taken(
@@ -229,12 +231,12 @@ async def test_restart_delay_grows_until_a_server_stays_up(
             def pauses() -> list[float]:
                 return [e["restart_in_s"] for e in events if e["event"] == "server lost"]
 
-            program.tell(exits={"1": 9})
+            program.configure(exits={"1": 9})
             os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
             await eventually(lambda: len(pauses()) >= 6, "six deaths")
             assert pauses()[:6] == [0.02, 0.04, 0.08, 0.15, 0.15, 0.15]
             assert any("exit code 9" in e.get("error", "") for e in events)
-            program.tell(exits={})
+            program.configure(exits={})
             (entry,) = await eventually(lambda: names(settings), "the name to come back")
             monkeypatch.setattr(sglang_process, "STEADY_S", 0.0)
             deaths = len(pauses())
@@ -250,7 +252,7 @@ async def test_server_is_given_up_after_max_restarts(
     settings = quick_config(program, model_folder, max_restarts=2)
     with structlog.testing.capture_logs() as events, pytest.raises(RoleError, match="every SGLang"):
         async with serving(settings) as task:
-            program.tell(exits={"1": 9})
+            program.configure(exits={"1": 9})
             os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
             await task
     (wait,) = [each for each in waits.table if each.owner == waits.SUPERVISOR]
@@ -283,13 +285,13 @@ async def test_silent_server_is_killed_and_restarted(
         if how == "stopped":
             os.kill(pid, signal.SIGSTOP)
         elif how == "refusing":
-            program.tell(sick=["1"])
+            program.configure(sick=["1"])
         else:
-            program.tell(hangs=["/model_info"])
+            program.configure(hangs=["/model_info"])
         await eventually(lambda: gone([pid]), "the process to die")
         assert pid not in [entry.value["pid"] for entry in names(settings)]
         object.__setattr__(options, "silence_s", 600.0)
-        program.tell(sick=[], hangs=[])
+        program.configure(sick=[], hangs=[])
         (entry,) = await eventually(lambda: names(settings), "the name to come back")
         assert entry.value["pid"] != pid
 
@@ -316,12 +318,12 @@ async def test_server_that_hangs_only_on_loads_is_not_silent(
     settings = quick_config(program, model_folder)
     async with serving(settings):
         (entry,) = names(settings)
-        program.tell(hangs=["/v1/loads"])
+        program.configure(hangs=["/v1/loads"])
         await eventually(
             lambda: [e for e in names(settings) if "load" not in e.value], "a name without load"
         )
         told = program.orders["answers"] | {"/model_info": {"weight_version": "6"}}
-        program.tell(answers=told)
+        program.configure(answers=told)
         (later,) = await eventually(
             lambda: [e for e in names(settings) if e.value["version"] == "6"], "its new version"
         )
@@ -353,7 +355,9 @@ async def test_failed_start_of_one_server_stops_all_and_shows_its_last_log_lines
         await healthy(server)
 
     monkeypatch.setattr(SGLangProcess, "_healthy", once_both_run)
-    program.tell(says="line one\nno memory is left for the KV cache", grandchild=True, **orders)
+    program.configure(
+        says="line one\nno memory is left for the KV cache", grandchild=True, **orders
+    )
     settings = quick_config(program, model_folder, num_servers=2, start_timeout_s=timeout_s)
     with pytest.raises(ExceptionGroup) as caught:
         async with serving(settings, count=2):
@@ -370,7 +374,7 @@ async def test_failed_start_of_one_server_stops_all_and_shows_its_last_log_lines
 
 async def test_sigterm_drains_running_requests(program: Program, model_folder: Path):
     settings = quick_config(program, model_folder, drain_timeout_s=600.0)
-    program.tell(grandchild=True)
+    program.configure(grandchild=True)
     async with serving(settings) as task:
         program.load(1, 0)
         pids = program.started()["pids"]
@@ -395,7 +399,7 @@ async def test_server_that_ignores_sigterm_is_killed_after_the_timeout(
 
     monkeypatch.setattr(Child, "send", heard)
     monkeypatch.setattr(sglang_process, "TERMINATE_S", 0.5)
-    program.tell(ignores_term=True, grandchild=True)
+    program.configure(ignores_term=True, grandchild=True)
     settings = quick_config(program, model_folder)
     async with serving(settings) as task:
         program.load(1, 1)
@@ -485,7 +489,7 @@ def command(
 def test_command_exits_with_0_after_a_signal(
     program: Program, model_folder: Path, number: signal.Signals, code: int
 ):
-    program.tell(grandchild=True)
+    program.configure(grandchild=True)
     with command(program, model_folder) as process:
         pids = program.started()["pids"]
         process.send_signal(number)
@@ -497,7 +501,7 @@ def test_command_exits_with_0_after_a_signal(
 
 @pytest.mark.processes
 def test_killed_command_leaves_no_process(program: Program, model_folder: Path):
-    program.tell(grandchild=True, ignores_term=True)
+    program.configure(grandchild=True, ignores_term=True)
     with command(program, model_folder, "llm_server.sglang.num_servers=2") as process:
         files = [program.folder / f"started-{seed}.json" for seed in (1, 2)]
         until(lambda: all(file.exists() for file in files), what="both servers")
@@ -511,7 +515,7 @@ def test_killed_command_leaves_no_process(program: Program, model_folder: Path):
 
 @pytest.mark.processes
 def test_failed_start_prints_the_error_without_a_traceback(program: Program, model_folder: Path):
-    program.tell(says="Traceback of SGLang's\nRuntimeError: no such dtype", exits={"1": 1})
+    program.configure(says="Traceback of SGLang's\nRuntimeError: no such dtype", exits={"1": 1})
     with command(program, model_folder) as process:
         _, shown = process.communicate(timeout=60)
     assert process.returncode == 2

@@ -232,7 +232,7 @@ def test_kl_in_the_reward_adds_no_gradient() -> None:
 # ---------------------------------------------------------------- ranks
 
 
-class Two(World):
+class TwoRanks(World):
     """One of two ranks in threads; `add` is a collective."""
 
     barrier = threading.Barrier(2, timeout=60.0)
@@ -250,7 +250,7 @@ def on_two_ranks(ppo: PPOConfig, sent: Any) -> list[tuple[TrainBatch, list[Minib
     def rank(index: int) -> tuple[TrainBatch, list[Minibatch]]:
         made = make_train_batch(*sent(index), ppo, rank=index, world_size=2)
         forward(made)
-        return made, compute_advantages(made, ppo, Two(index, 2))
+        return made, compute_advantages(made, ppo, TwoRanks(index, 2))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank, (0, 1)))
