@@ -1,4 +1,4 @@
-"""Reserves loopback ports that tests know before a server listens on them."""
+"""Reserves loopback ports for servers of a test before they listen."""
 
 from __future__ import annotations
 

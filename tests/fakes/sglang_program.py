@@ -1,4 +1,4 @@
-"""A program that stands in for `python -m sglang.launch_server`: a real process, without a model.
+"""A program that replaces `python -m sglang.launch_server`: a real process, without a model.
 
 Its behaviour is read from a JSON file beside it at each request, so that a test can change
 it. `Program(folder)` writes it; a test passes its path as `llm_server.sglang.python`.

@@ -1,6 +1,6 @@
 """One real SGLang server for all tests of a session, reset between them.
 
-Because a start takes 20 seconds and a reset 0.1.
+A start takes 20 seconds and a reset 0.1.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ async def test_server_is_given_up_after_max_restarts(
 async def test_silent_server_is_killed_and_restarted(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
-    monkeypatch.setattr(sglang_process, "LOAD_S", 1.0)  # else a load request may hang, too
+    monkeypatch.setattr(sglang_process, "LOAD_S", 1.0)  # otherwise a load request may hang, too
     settings = quick_config(program, model_folder)
     options, asked = settings.llm_server.sglang, list[float]()
     bounded = SGLangProcess._bounded

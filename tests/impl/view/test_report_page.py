@@ -89,7 +89,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One Chromium for all tests; each has a context of its own."""
+    """Return one Chromium for all tests; each test has its own context."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
