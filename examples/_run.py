@@ -1,6 +1,6 @@
-"""What the examples share: the call of `arealite train`, and tiny models for a run without one.
+"""Shared code of the examples: calls `arealite train`, and makes a tiny model if none is given.
 
-An example is a list of options. Words of the command line come after them, and win.
+An example is a list of options. Options of the command line override them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ ONE_GPU = [
 """For 0.5 to 3 B parameters on one GPU of 80 GB; docs/clusters.md has other layouts."""
 KITS = Path("runs/examples/kits").absolute()
 Laptop = Callable[[], list[str]]
-"""Makes what a run without a model.path needs, and returns its options, which come last."""
+"""Makes a model and data for a run without model.path; returns options that override the others."""
 
 
 def train(options: Sequence[str], laptop: Laptop) -> None:
-    """Run `arealite train` with an example's options and the command line's; exit with its code."""
+    """Run `arealite train` with the options of example and command line; exit with its code."""
     sys.exit(main.run("arealite.cli.train", complete(options, laptop)))
 
 
 def complete(options: Sequence[str], laptop: Laptop) -> list[str]:
-    """Return all words of the command, the last ones win; `--help` tells them, and exits."""
+    """Return all options of the command; later ones override. `--help` prints them and exits."""
     script, *words = sys.argv
     name = Path(script).stem
     if {"-h", "--help"} & {*words}:
@@ -46,7 +46,7 @@ def complete(options: Sequence[str], laptop: Laptop) -> list[str]:
 
 
 def sorting() -> list[str]:
-    """Make the demo's model and data, six digits to sort; return what learns that on a laptop."""
+    """Make the demo's model and data (six digits to sort); return options for a laptop."""
     from tools.demo_task import make_kit
 
     kit = make_kit(tiny("sorting", "tools/demo_task.py"), seed=1)
@@ -66,7 +66,7 @@ def sorting() -> list[str]:
 
 
 def lesson(name: str) -> list[str]:
-    """Make the model of one of tools/lessons; return what learns that lesson on a laptop."""
+    """Make the model of one of tools/lessons; return options that train the lesson on a laptop."""
     from tools.lesson import make_kit
 
     found = import_module(f"tools.lessons.{name}").LESSON
@@ -75,7 +75,7 @@ def lesson(name: str) -> list[str]:
 
 
 def tiny(name: str, source: str) -> Path:
-    """Say that a tiny model is taken; return its folder."""
+    """Print that the run uses a tiny model; return the model's folder."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -84,6 +84,6 @@ def tiny(name: str, source: str) -> Path:
 
 
 def write(name: str, rows: Iterable[dict[str, str]]) -> Path:
-    """Write rows of a tiny model's data; return the file."""
+    """Write rows to a JSONL file of the tiny model's data; return the file."""
     (KITS / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return KITS / name

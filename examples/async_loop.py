@@ -1,10 +1,10 @@
-"""rl_loop.py with sampling beside training, interrupted by new weights.
+"""The loop of rl_loop.py with concurrent sampling and training; new weights interrupt answers.
 
     python3 examples/async_loop.py
 
-The sampler works in a thread and has the answers to the next two batches under way while one is
-trained. New weights do not wait for them: the sampler pauses, loads, and continues each answer
-where it was. Such an answer has tokens of two versions, and each token knows its own.
+The sampler runs in a thread. While one batch is trained, it samples the next two batches. For new
+weights it pauses, loads them, and continues each unfinished answer after its last token. Such an
+answer has tokens of two versions; the version of each token is recorded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rl_loop import FSDPEngine, Generation, Sample, Sampler
 from arealite.impl.server.engine import Engine
 
 AHEAD = 2
-"""Batches under way beside the one that is trained: no token is older than this, in versions."""
+"""Batches that are sampled while one is trained; also the maximum age of a token, in versions."""
 ROWS = 24
-"""Answers that are generated at once; the others wait."""
+"""Maximum number of answers that are generated concurrently; the others wait."""
 
 
 class AsyncSampler(Sampler):
-    """Generates in a thread of its own; requests come and go between two tokens."""
+    """Generates in a separate thread; requests start and end between two tokens."""
 
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path, max_rows=ROWS)
@@ -38,34 +38,36 @@ class AsyncSampler(Sampler):
         self.batches: deque[list[Generation]] = deque()
 
     def submit(self, tasks: list[str]) -> list[Generation]:
-        """Start answers, and return without waiting for them."""
+        """Submit the tasks; return their requests without waiting."""
         requests = [self.request(digits) for digits in tasks]
-        self.engine.submit(requests)
+        self.engine.call(self.engine.submit, *requests)
         return requests
 
     def collect(self, requests: list[Generation]) -> list[Sample]:
-        """Wait for answers that were started."""
+        """Wait for the answers of submitted requests."""
         while not self.delivered.issuperset(requests):
             self.delivered.update(self.ended.get())
         self.delivered.difference_update(requests)
         return [self.score(request) for request in requests]
 
     def sample(self, tasks: list[str]) -> list[Sample]:
-        """Start answers and wait for them."""
+        """Submit the tasks and wait for their answers."""
         return self.collect(self.submit(tasks))
 
     def next_batch(self, rng: random.Random) -> list[Sample]:
-        """Keep AHEAD further batches under way; wait for the oldest one."""
+        """Submit tasks until AHEAD further batches are in flight; wait for the oldest batch."""
         while len(self.batches) <= AHEAD:
             self.batches.append(self.submit(rl_loop.draw_tasks(rng)))
         return self.collect(self.batches.popleft())
 
     def load(self, engine: FSDPEngine, version: int) -> None:
         """Load new weights between two tokens; unfinished answers continue under them."""
-        self.engine.pause("retract").result()  # drops keys and values, keeps the sampled tokens
+        # Drops keys and values, and keeps the sampled tokens.
+        self.engine.call(self.engine.pause, "retract").result()
         copy = partial(self.model.load_state_dict, dict(engine.stream_weights()))
-        self.engine.update(lambda: copy, version=str(version), flush=True).result()
-        self.engine.resume()
+        update = self.engine.update
+        self.engine.call_between_requests(update, lambda: copy, str(version), True).result()
+        self.engine.call(self.engine.resume)
         self.version = version
 
 

@@ -1,10 +1,10 @@
-"""A web agent: pages of MiniWoB++ in headless Chromium, told as text, with one action a turn.
+"""A web agent: pages of MiniWoB++ in headless Chromium, as text, with one action per turn.
 
     python3 examples/browser.py model.path=/models/Qwen2.5-1.5B-Instruct
 
-It needs `pip install -e '.[browser]'` and Debian's chromium-headless-shell. One Chromium a
-worker; an episode is a context of its own that reaches its task's page and nothing else. On a
-laptop, where a tiny model learns which button to click (tools/lessons/click_test.py):
+It needs `pip install -e '.[browser]'` and Debian's chromium-headless-shell. Each worker has one
+Chromium, with one context per episode. A context can reach only the page of its task. On a laptop,
+a tiny model learns which button to click (tools/lessons/click_test.py):
 
     python3 examples/browser.py
 
@@ -23,7 +23,7 @@ OPTIONS = [
     f"{ENV}.tasks=[click-test,click-button,click-link,click-option,enter-text,login-user]",
     f"{ENV}.max_steps=6",
     f"{ENV}.browser.contexts=16",
-    f"{COLLECTOR}.concurrency=16",  # as many: an episode that waits for a page may time out
+    f"{COLLECTOR}.concurrency=16",  # as contexts: an episode that waits for a page may time out
     f"{COLLECTOR}.agent.type=chat",
     "trainer.ppo.batch_size=128",
     "trainer.ppo.total_steps=100",

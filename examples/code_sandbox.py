@@ -1,17 +1,16 @@
-"""Programs as answers: each runs against its test cases in a sandbox, and the share passed is the
-reward.
+"""Programs as answers: each runs in a sandbox; the reward is the share of passed test cases.
 
     python3 examples/code_sandbox.py model.path=/models/Qwen2.5-Coder-1.5B-Instruct \\
         dataset.train=mbpp.jsonl
 
-Rows are MBPP's, HumanEval's or your own (docs/environments.md); without any, functions of one line
-are asked for. It needs bubblewrap. On a laptop, where a tiny model writes
-such lines (tools/lessons/code.py):
+Rows have the format of MBPP, HumanEval or your own cases (docs/environments.md). Without
+dataset.train, the tasks are generated functions of one line. The example needs bubblewrap. On a
+laptop, a tiny model writes such functions (tools/lessons/code.py):
 
     python3 examples/code_sandbox.py
 
-Watch reward/parts/solved, /passed and /loaded: the share of programs that pass all cases, of cases
-passed, and of programs that load at all.
+Watch reward/parts/solved, /passed and /loaded: the share of programs that pass all cases, the share
+of passed cases, and the share of programs that load.
 """
 
 from _run import ONE_GPU, lesson, train
@@ -26,7 +25,7 @@ OPTIONS = [
     f"{COLLECTOR}.env.code.sandbox.timeout_s=15",
     f"{COLLECTOR}.env.code.sandbox.memory_mb=512",
     f"{COLLECTOR}.agent.math_code_single_step.system_prompt='{SYSTEM}'",
-    # groups in which all programs do the same say nothing: others take their place
+    # groups with equal rewards have no gradient: other groups replace them
     "trainer.ppo.filter_zero_variance=true",
     "trainer.ppo.batch_size=256",
     "trainer.ppo.total_steps=200",

@@ -1,16 +1,16 @@
-r"""An agent of your own: it asks again until the answer has the form that was asked for.
+r"""Your own agent: it asks the model again until the answer has the requested form.
 
     python3 examples/custom_agent.py model.path=/models/Qwen2.5-0.5B-Instruct \
         trainer.ppo.collector.agent.retry.cost=0.2
 
-An agent is a seat in an environment; a fresh one acts in each episode. This one holds a
-conversation (ChatAgent keeps its exact tokens), so a second try sees the first. Its options are
-typed keys like all others. On a laptop:
+An agent acts for one seat of an environment; each episode creates a new agent. This agent extends
+ChatAgent, which keeps a conversation with exact tokens, so a second attempt contains the first. Its
+options are typed like all others. On a laptop:
 
     python3 examples/custom_agent.py
 
-Watch reward/parts/retries and episode/turns_mean, which fall as the model learns the form (there,
-in 60 steps: retries from 0.84 to 0.27, reward from 0.25 to 0.62).
+Watch reward/parts/retries and episode/turns_mean: they fall while the model learns the form (on a
+laptop, in 60 steps: retries from 0.84 to 0.27, reward from 0.25 to 0.62).
 """
 
 import re
@@ -26,17 +26,17 @@ from arealite.impl.agent.chat import ChatAgent
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig(ChatConfig):
-    """What a good answer looks like, and what is said to another."""
+    """The required form of an answer, and the reply to an answer without it."""
 
     form: str = opt(r"\\boxed\{.+\}", "regular expression that is found in a good answer")
-    hint: str = opt(r"Put your final answer into \boxed{}.", "what is said to others")
+    hint: str = opt(r"Put your final answer into \boxed{}.", "reply to an answer without this form")
     cost: float = opt(0.1, "taken from the reward for each further try", at_least=0)
     max_turns: int | None = opt(3, "answers at most", at_least=1)
 
 
 @agents.register("retry", config=RetryConfig)
 class RetryAgent(ChatAgent):
-    """Acts with its first answer of the right form, or with its last one."""
+    """Returns the first answer of the right form, or the last answer."""
 
     async def act(self, observation):
         action, retries = await super().act(observation), 0
@@ -49,7 +49,7 @@ class RetryAgent(ChatAgent):
 AGENT = "trainer.ppo.collector.agent"
 OPTIONS = [
     *ONE_GPU,
-    f"imports=[{__file__}]",  # every process of the run imports this file, and so knows `retry`
+    f"imports=[{__file__}]",  # every process imports this file, which registers `retry`
     f"{AGENT}.type=retry",
     "dataset.train=generated",
     "dataset.eval=generated",

@@ -2,15 +2,15 @@
 
     python3 examples/dpo.py model.path=/models/Qwen2.5-1.5B-Instruct dataset.train=pairs.jsonl
 
-A row has `chosen` and `rejected`, as message lists, or as texts with a `prompt`. No server is
-started: the reference is the model it begins with, its logprobs are computed as rows come. On a
-laptop, where digits in order are preferred to digits as they came:
+A row has `chosen` and `rejected`, as message lists, or as texts with a `prompt`. The run starts no
+server. The reference is the start model; its logprobs are computed for each batch. On a laptop, the
+chosen answer has the digits in order, and the rejected answer has them unsorted:
 
     python3 examples/dpo.py
 
-Watch eval/margin, how much more the policy prefers the chosen answer than the reference does (times
-beta), and eval/accuracy, the share of pairs in which that is above 0 (there, after 16 steps: 0.98).
-examples/reward_model.py learns from the same rows.
+Watch eval/margin: beta times the difference between the policy's and the reference's preference for
+the chosen answer. Watch eval/accuracy: the share of pairs with a margin above 0 (on a laptop, after
+16 steps: 0.98). examples/reward_model.py trains on the same rows.
 """
 
 import random
@@ -36,7 +36,7 @@ def laptop() -> list[str]:
 
 
 def pairs() -> list[str]:
-    """Write pairs of six digits, in order and as they came; return the options that name them."""
+    """Write pairs of six digits, sorted and unsorted; return the options with their files."""
     dice = random.Random(1)
     digits = ["".join(dice.sample("987654321", k=6)) for _ in range(1280)]
     both = [(d, "".join(sorted(d))) for d in digits]

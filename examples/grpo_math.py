@@ -2,13 +2,15 @@ r"""GRPO on mathematics, as in DeepSeekMath (arXiv 2402.03300), but asynchronous
 
     python3 examples/grpo_math.py model.path=/models/Qwen2.5-1.5B-Instruct dataset.train=gsm8k.jsonl
 
-A row has `prompt` and `ground_truth`; without dataset.train, questions of five levels are made. An
-answer in \boxed{} that equals the truth has reward 1. On a laptop, where a tiny model sorts digits:
+A row has `prompt` and `ground_truth`. Without dataset.train, questions of five levels are
+generated. An answer in \boxed{} that equals the ground truth has reward 1. On a laptop, a tiny
+model sorts digits:
 
     python3 examples/grpo_math.py
 
-Watch reward/mean and eval/reward, and staleness/max, which stays within max_staleness. Other
-algorithms are as short: config/algo/*.yaml; DAPO is --config config/async_ppo.yaml and dapo.yaml.
+Watch reward/mean, eval/reward, and staleness/max, which never exceeds max_staleness. Presets of
+other algorithms are in config/algo/. DAPO needs two files: --config config/async_ppo.yaml --config
+config/algo/dapo.yaml.
 """
 
 from _run import ONE_GPU, sorting, train
@@ -19,13 +21,13 @@ OPTIONS = [
     "dataset.train=generated",
     "dataset.eval=generated",
     f"{AGENT}.system_prompt='Reason step by step, and put your final answer into \\boxed{{}}.'",
-    # the algorithm: 8 answers a question, compared with each other; see config/algo/grpo.yaml
+    # the algorithm: compares the 8 answers to a question; see config/algo/grpo.yaml
     "trainer.ppo.collector.group_size=8",
     "trainer.ppo.advantage.type=grpo",
     "trainer.ppo.loss.reduction=seq_mean_token_mean",
     "trainer.ppo.kl.coef=0.04",
     "trainer.ppo.kl.reference=initial",
-    # the run: 64 questions a step, sampled by a policy at most two updates old
+    # the run: 64 questions per step, sampled by a policy at most two versions old
     "trainer.ppo.max_staleness=2",
     "trainer.ppo.batch_size=512",
     "trainer.ppo.total_steps=200",

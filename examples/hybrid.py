@@ -1,17 +1,17 @@
-"""Rejection sampling, then RL, in one command: learn your own best answers, then explore.
+"""Rejection sampling, SFT on the model's best answers, then RL, in one command.
 
     python3 examples/hybrid.py model.path=/models/Qwen2.5-1.5B dataset.train=tasks.jsonl
 
-1. `arealite collect`: 8 answers to each of the first 512 tasks; the best is kept, if it is right.
-2. sft on what was kept, token by token.
-3. PPO on all tasks, from that model.
+1. `arealite collect` samples 8 answers to each of the first 512 tasks, and keeps one right answer.
+2. `sft` trains on the exact tokens of these answers.
+3. PPO trains the resulting model on all tasks.
 
-Each goes on where it was stopped when the same command is given again. On a laptop:
+If the command is stopped, the same command resumes each step. On a laptop:
 
     python3 examples/hybrid.py
 
-Watch eval/reward of the last stage: at step 0 it is what rejection sampling brought (there: 0.62,
-where the model itself has 0.31).
+Watch eval/reward of the last stage: its value at step 0 is the result of rejection sampling (on a
+laptop: 0.62; the start model has 0.31).
 """
 
 import sys

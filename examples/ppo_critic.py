@@ -2,13 +2,13 @@ r"""PPO with a critic (arXiv 1707.06347): GAE instead of groups, a KL penalty in
 
     python3 examples/ppo_critic.py model.path=/models/Qwen2.5-0.5B-Instruct dataset.train=math.jsonl
 
-The critic begins as the policy with a new head, and values every token; so one answer a question is
-enough, where GRPO compares eight. On a laptop:
+The critic starts as a copy of the policy with a new head, and estimates a value for every token. So
+one answer per question is enough; GRPO compares eight. On a laptop:
 
     python3 examples/ppo_critic.py
 
-Watch critic/explained_variance: until it is above 0, the critic is no better than a mean (there, in
-60 steps: from 0.00 to 0.19, and held-out answers from 0.31 right to 0.67).
+Watch critic/explained_variance: a critic at 0 is no better than the mean return (on a laptop, in 60
+steps: from 0.00 to 0.19; right held-out answers from 0.31 to 0.67).
 """
 
 from _run import ONE_GPU, sorting, train
@@ -22,7 +22,7 @@ OPTIONS = [
     # the algorithm
     "trainer.ppo.collector.group_size=1",
     "trainer.ppo.advantage.type=gae",
-    "trainer.ppo.advantage.gae_lambda=1.0",  # a reward at the end: the critic is a baseline
+    "trainer.ppo.advantage.gae_lambda=1.0",  # reward at the end only: the critic is a baseline
     "trainer.ppo.advantage.normalize=true",
     "trainer.ppo.critic.lr=1e-5",
     "trainer.ppo.kl.place=reward",

@@ -1,16 +1,16 @@
-"""Quickstart: GRPO on mathematics, asynchronously, with everything at its default.
+"""Quickstart: asynchronous GRPO on mathematics with default options.
 
     python3 examples/quickstart.py
 
-alone makes a tiny model that sorts six digits, right three times of ten, and trains it; `reward` of
-the printed steps rises: in 60 steps, two and a half minutes of processor time, held-out answers go
-from 0.32 right to 0.66. With a model of yours, questions are generated and checked:
+This command makes a tiny model that sorts six digits, right three times of ten, and trains it. The
+printed `reward` rises. In 60 steps (two and a half minutes of CPU time) the share of right held-out
+answers rises from 0.32 to 0.66. With your own model, the questions are generated:
 
     python3 examples/quickstart.py model.path=/models/Qwen2.5-0.5B-Instruct
 
-Five kinds of process start: a server that generates, a rollout worker whose agents ask it, a
-datapipe with the ledger, a trainer that sends the server new weights, and the launcher that watches
-them all. Then: arealite audit runs/examples/quickstart-laptop
+The command starts five kinds of processes: a server that generates, a rollout worker with agents, a
+datapipe with the ledger, a trainer that sends new weights to the server, and the launcher that
+supervises them. After the run: arealite audit runs/examples/quickstart-laptop
 """
 
 from _run import sorting, train

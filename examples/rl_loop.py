@@ -1,10 +1,10 @@
-"""The whole loop of reinforcement learning on one page, in one process, with nothing hidden.
+"""The whole loop of reinforcement learning in one file and one process.
 
     python3 examples/rl_loop.py
 
 A tiny model learns to sort six digits: 30 % of its answers are right at the start, more than 70 %
-at the end, in under a minute on two CPU cores. Each part is the one that the distributed system
-uses; the system puts processes, queues and files between the parts.
+at the end, in under a minute on two CPU cores. The distributed system uses the same parts, and
+puts processes, queues and files between them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tools.demo_task import answer, draw, held_out, make_kit, question  # noqa: 
 
 SEED = 1
 STEPS, GROUPS, GROUP_SIZE, UPDATES = 60, 64, 8, 2
-"""Batches; tasks in a batch; answers to each task; optimizer steps a batch."""
+"""Number of batches; tasks per batch; answers per task; optimizer steps per batch."""
 MAX_NEW_TOKENS = 8
 
 
@@ -52,12 +52,12 @@ class Sample:
 
     digits: str
     segment: Segment
-    """The tokens of prompt and answer, and for each sampled token its logprob and its version."""
+    """Tokens of prompt and answer, with the logprob and the version of each sampled token."""
     reward: float
 
 
 class Sampler:
-    """Generates with a model of its own, as a server does; its weights have a version."""
+    """Generates with a separate copy of the model, like a server; its weights have a version."""
 
     def __init__(self, model_path: str, max_rows: int = GROUPS * GROUP_SIZE) -> None:
         self.model, self.tokenizer = load_model(model_path, dtype="float32", device="cpu")
@@ -65,14 +65,14 @@ class Sampler:
         self.version = 0
 
     def request(self, digits: str) -> Generation:
-        """Return a request for one answer; its first token is not sampled yet."""
+        """Return a request for one answer, before its first token is sampled."""
         sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
         prompt = self.tokenizer.encode(question(digits))
         stops = frozenset([self.tokenizer.eos_token_id])
         return Generation(digits, prompt, sampling, MAX_NEW_TOKENS, stops)
 
     def sample(self, tasks: list[str]) -> list[Sample]:
-        """Answer each task: prompts in one forward pass, then one token of every answer a pass."""
+        """Answer each task: one forward pass over the prompts, then one pass per further token."""
         requests = [self.request(digits) for digits in tasks]
         waiting = deque(requests)
         with torch.inference_mode():
@@ -86,7 +86,7 @@ class Sampler:
         return [self.score(request) for request in requests]
 
     def score(self, request: Generation) -> Sample:
-        """Compare an answer with the right one, and keep exactly the tokens that were sampled."""
+        """Compare an answer with the right one; return the reward and the exact sampled tokens."""
         versions = [int(v) for v, start, end in request.spans for _ in range(start, end)]
         response = LLMResponse(request.output, request.logprobs, versions, "stop", 0)
         turn = Turn(request.prompt, response, request.sampling.temperature)
@@ -99,7 +99,7 @@ class Sampler:
         return self.sample(draw_tasks(rng))
 
     def load(self, engine: FSDPEngine, version: int) -> None:
-        """Copy the trained weights into the sampler, and drop keys and values of the old ones."""
+        """Copy the trained weights into the sampler; drop keys and values of the old weights."""
         weights = self.model.state_dict()
         for name, tensor in engine.stream_weights():
             weights[name].copy_(tensor)
@@ -137,7 +137,7 @@ def train(engine: FSDPEngine, samples: list[Sample]) -> dict[str, float]:
     """Apply the optimizer steps of one batch; return the statistics of the last step."""
     loss = make_policy_loss(LossConfig(eps_high=0.28))
     rows = make_rows(samples)
-    # The ratio that the loss clips compares with the weights before the first update.
+    # The loss clips the ratio to the probabilities before the first update.
     logprobs = engine.forward(rows, [[len(row.tokens) for row in rows]])["logprobs"]
     stats: dict[str, float] = {}
     for part in range(UPDATES):
@@ -152,7 +152,7 @@ def train(engine: FSDPEngine, samples: list[Sample]) -> dict[str, float]:
 
 
 def describe(samples: list[Sample], step: int) -> str:
-    """Return the mean reward, the age of the oldest token in versions, and the answers of two."""
+    """Return mean reward, age of the oldest token, and number of answers with two versions."""
     versions = [np.frombuffer(sample.segment.versions, np.int32) for sample in samples]
     sampled = [set(each[each >= 0].tolist()) for each in versions]
     reward = sum(sample.reward for sample in samples) / len(samples)
@@ -168,7 +168,7 @@ def accuracy(sampler: Sampler) -> float:
 
 
 def draw_tasks(rng: random.Random) -> list[str]:
-    """Draw the tasks of one batch: each one GROUP_SIZE times."""
+    """Draw the tasks of one batch; each task occurs GROUP_SIZE times."""
     return [d for d in draw(rng, GROUPS, without=held_out(SEED)) for _ in range(GROUP_SIZE)]
 
 
@@ -176,7 +176,7 @@ def main(make_sampler: type[Sampler] = Sampler) -> float:
     """Train; return the share of right answers after training."""
     about = sys.modules["__main__"].__doc__
     ArgumentParser(description=about, formatter_class=RawTextHelpFormatter).parse_args()
-    torch.set_num_threads(1)  # more threads wait for each other, on a model as small as this
+    torch.set_num_threads(1)  # this model is too small: more threads are slower
     model_path = str(make_kit(Path("runs/examples/kits/sorting"), SEED) / "model")
     sampler, engine, rng = make_sampler(model_path), make_engine(model_path), random.Random(SEED)
     print(f"right answers before training: {accuracy(sampler):.3f}")

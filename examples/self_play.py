@@ -1,9 +1,9 @@
-"""Self-play: the policy plays tic-tac-toe against itself, and is tested against chance.
+"""Self-play: the policy plays tic-tac-toe against itself; held-out games are against a random seat.
 
     python3 examples/self_play.py model.path=/models/Qwen2.5-0.5B-Instruct
 
-Three environments in a run: `self`, where both seats are the policy, and two in which the other
-seat plays at random, for held-out games as x and as o. On a laptop (tools/lessons/tic_tac_toe.py):
+The run has three environments. In `self` both seats are the policy. In `as_x` and `as_o` the other
+seat plays at random; they are for held-out games. On a laptop (tools/lessons/tic_tac_toe.py):
 
     python3 examples/self_play.py
 
@@ -21,7 +21,7 @@ def against_chance(name: str, chance: str) -> list[str]:
         f"{ENVS}.{name}.env.type=tic_tac_toe",
         f"{ENVS}.{name}.seats.{chance}.type=scripted",
         f"{ENVS}.{name}.seats.{chance}.scripted.policy=random",
-        f"{ENVS}.{name}.weight=0.02",  # it is there for its evaluation
+        f"{ENVS}.{name}.weight=0.02",  # mainly for evaluation
         f"{ENVS}.{name}.eval=generated",
     ]
 
@@ -29,7 +29,7 @@ def against_chance(name: str, chance: str) -> list[str]:
 OPTIONS = [
     *ONE_GPU,
     f"{ENVS}.self.env.type=tic_tac_toe",
-    f"{ENVS}.self.env.tic_tac_toe.opening_moves=4",  # else all games are alike
+    f"{ENVS}.self.env.tic_tac_toe.opening_moves=4",  # random moves: otherwise all games are alike
     *against_chance("as_x", chance="o"),
     *against_chance("as_o", chance="x"),
     "trainer.ppo.batch_size=256",

@@ -1,15 +1,16 @@
-"""Several environments in a run: sums in one answer, and sums with a calculator, two to one.
+"""Several environments in a run: sums without and with a calculator, in a ratio of two to one.
 
     python3 examples/several_environments.py model.path=/models/Qwen2.5-1.5B-Instruct
 
-Each part has tasks, seats and a weight of its own; metrics are told by part. A curriculum draws
-more of the parts in which some episodes succeed and some fail. On a laptop, with the model of
-tools/lessons/calculator.py:
+Each environment has its own tasks, seats and weight; metrics are reported for each. A curriculum
+draws more tasks of an environment in which some episodes succeed and some fail. On a laptop, with
+the model of tools/lessons/calculator.py:
 
     python3 examples/several_environments.py
 
-Watch reward/sums/mean beside reward/calls/mean, and curriculum/<part>/share: calls are soon right,
-and then drawn less (there, in 36 steps: right from 0.5 to 0.9, share from 0.36 to 0.26).
+Watch reward/sums/mean, reward/calls/mean, and curriculum/<class>/share: `calls` soon succeeds, and
+is then drawn less often (on a laptop, in 36 steps: right answers from 0.5 to 0.9, share from 0.36
+to 0.26).
 """
 
 import random

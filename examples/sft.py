@@ -1,15 +1,15 @@
-"""Supervised fine-tuning on chats, prompts with completions, or what a run collected.
+"""Supervised fine-tuning on chats, on prompts with completions, or on the samples of a run.
 
     python3 examples/sft.py model.path=/models/Qwen2.5-1.5B dataset.train=chats.jsonl
 
-A row is {"messages": [{"role": …, "content": …}, …]}, or prompt and completion; or dataset.train is
-a run's folder, and its very tokens are learned. Only what the assistant wrote has a loss. On a
-laptop, where a tiny model is shown digits with their order:
+A row is {"messages": [{"role": …, "content": …}, …]}, or has prompt and completion. If
+dataset.train is a run's folder, training uses the exact tokens of its answers. Only messages of the
+assistant have a loss. On a laptop, a tiny model learns to sort digits from examples:
 
     python3 examples/sft.py
 
-Watch eval/loss, before and after (there: 0.199 and 0.042). The result is a Hugging Face folder,
-RUN/export.
+Watch eval/loss, before and after (on a laptop: 0.199 and 0.042). The result is a Hugging Face
+folder, RUN/export.
 """
 
 import random

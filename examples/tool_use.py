@@ -2,10 +2,10 @@
 
     python3 examples/tool_use.py model.path=/models/Qwen2.5-1.5B-Instruct
 
-The model is told the tools by its chat template and writes Hermes calls; the calls of a turn run
-side by side, their answers are the next observation, and the conversation is one training sample
-with a mask over what was sampled. On a laptop, where a tiny model learns when a calculator is worth
-its while (tools/lessons/calculator.py):
+The chat template lists the tools in the prompt, and the model writes Hermes calls. The calls of a
+turn run concurrently; their answers are the next observation. The conversation is one training
+sample with a mask over the sampled tokens. On a laptop, a tiny model learns when to call a
+calculator (tools/lessons/calculator.py):
 
     python3 examples/tool_use.py
 
@@ -27,7 +27,7 @@ OPTIONS = [
     f"{COLLECTOR}.env.type=tools",
     f"{ENV}.tools=[calculator,python]",
     f"{ENV}.max_turns=6",
-    f"{ENV}.weights.efficiency=0.1",  # of two right answers, the one with fewer calls is better
+    f"{ENV}.weights.efficiency=0.1",  # a right answer with fewer calls gets a higher reward
     f"{ENV}.arithmetic.operands=3",
     f"{ENV}.arithmetic.easy=0.2",
     f"{ENV}.arithmetic.prompt='What is {{}}? Write only the number as your answer.'",

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Run a command again until it ends well:  relaunch.sh python3 train.py CONFIG [key=value ...]
 #
-# It is not run again after exit codes 2 (wrong input), 3 (a broken promise, such as a ledger that
-# cannot be written) and 130 (stopped by a person), nor after SIGTERM or SIGINT to this script.
+# It is not run again after exit codes 2 (wrong input), 3 (a broken invariant, for example a
+# ledger that cannot be written) and 130 (stopped by a person), nor after SIGTERM or SIGINT to this script.
 # RELAUNCHES: how often it is run again at most (10). PAUSE_S: seconds between two runs (5).
 left=${RELAUNCHES:-10}
 child= # the command's process, while there is one

@@ -14,7 +14,9 @@ import inspect
 import io
 import itertools
 import os
+import re
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -45,6 +47,9 @@ ROOTS: list[tuple[str, type, type | None]] = [
 ]
 """Command that reads a config, schema of the config, and the config that it extends."""
 WIDTH = "100"
+"""Columns of a terminal that prints a command's help."""
+COLUMNS, GAP = 100, "\0"
+"""Longest line of a paragraph, and what replaces a space that must not end a line."""
 Places = dict[type, tuple[str, str]]
 
 
@@ -73,8 +78,15 @@ def pages() -> dict[str, str]:
     }
 
 
+def wrap(text: str) -> str:
+    """Return a paragraph in lines of at most COLUMNS characters. Code stays in one line."""
+    unbroken = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", GAP), text)
+    lines = textwrap.wrap(unbroken, COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace(GAP, " ") + "\n"
+
+
 def read(file: Path) -> str:
-    """Return a file's text; "" where there is none."""
+    """Return the text of a file, or "" if it does not exist."""
     return file.read_text("utf-8") if file.exists() else ""
 
 
@@ -84,13 +96,14 @@ def read(file: Path) -> str:
 def config_page() -> str:
     """List every key of every root config, by section; a repeated class is a link."""
     head = (
-        "# Config keys\n\n"
-        "A run is told by YAML files and `key=value` words; later ones win, words win over files: "
-        "`train.py --config config/ppo.yaml trainer.ppo.lr=1e-6`. A key that does not exist and a "
-        "value of another type or out of range are refused. `null` is no value, NAME a name of "
-        "your choice. Parts of your own add keys under the name they are registered by.\n"
+        "YAML files and `key=value` arguments configure a run: `train.py --config config/ppo.yaml "
+        "trainer.ppo.lr=1e-6`. A later file overrides an earlier one, and an argument overrides "
+        "every file. An unknown key, a value of another type and a value out of range are refused. "
+        "`null` means no value. `NAME` stands for a name of your choice. A class that you register "
+        "adds its keys under its registered name."
     )
-    return "\n".join([head, *(root_page(*root, places()) for root in ROOTS)])
+    sections = (root_page(*root, places()) for root in ROOTS)
+    return "\n".join(["# Config keys\n", wrap(head), *sections])
 
 
 def places() -> Places:
@@ -107,12 +120,12 @@ def places() -> Places:
 
 
 def root_page(title: str, schema: type, added_to: type | None, seen: Places) -> str:
-    """Describe one root: a table for each of its sections."""
+    """Describe one root config: a table for each of its sections."""
     known = [(key, default) for key, default, _ in base_config.keys(added_to)] if added_to else []
-    told = zip(base_config.keys(schema), base_config.leaves(schema), strict=True)
+    listed = zip(base_config.keys(schema), base_config.leaves(schema), strict=True)
     sections: dict[str, list[str]] = {}
     elsewhere: dict[str, str] = {}
-    for (path, default, _), (_, item, held) in told:
+    for (path, default, _), (_, item, held) in listed:
         if (path, default) in known:
             continue
         parent = path.rpartition(".")[0]
@@ -123,7 +136,7 @@ def root_page(title: str, schema: type, added_to: type | None, seen: Places) -> 
             sections.setdefault(parent, []).extend(key_lines(path, item, held, default, seen))
     lines = [f"## {title}\n"]
     if added_to:
-        lines.append("All keys of train.py, and these, or these defaults:\n")
+        lines.append("All keys of train.py, and these keys or other defaults:\n")
     for section, rows in sections.items():
         if section:
             lines.append(f"### {section}\n")
@@ -131,7 +144,7 @@ def root_page(title: str, schema: type, added_to: type | None, seen: Places) -> 
             lines.append(f"The keys of {elsewhere[section]}.\n")
             continue
         if section:
-            lines.append(f"{about(class_at(schema, section))}\n")
+            lines.append(wrap(about(class_at(schema, section))))
         lines += ["| key | type | default | |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines)
 
@@ -156,7 +169,7 @@ def class_at(schema: type, path: str) -> type:
 
 
 def about(held: type) -> str:
-    """Return a class's first words."""
+    """Return the first paragraph of a class's docstring."""
     return (inspect.getdoc(held) or "").split("\n\n")[0].replace("\n", " ")
 
 
@@ -215,11 +228,11 @@ def shown(value: Any) -> str:
 
 
 def commands_page() -> str:
-    """Show each command's help, and what exit codes mean."""
+    """Show the help of each command, and the meaning of the exit codes."""
     lines = [
         "# Commands\n",
-        "`train.py` is `arealite train`; `arealite/launch_llm_server.py` is `arealite serve-llm`. "
-        "Keys that a command takes are in [config keys](config.md).\n",
+        "`train.py` is `arealite train`, and `arealite/launch_llm_server.py` is `arealite "
+        "serve-llm`.\nThe keys of each command are in [config keys](config.md).\n",
         "| command | |",
         "|---|---|",
         *(line(f"[`{name}`](#{name})", text) for name, (_, text) in cli.COMMANDS.items()),
@@ -245,13 +258,15 @@ def help_of(name: str) -> str:
 def exit_codes() -> str:
     """List the exit codes, from the error classes."""
     kinds = (errors.UserError, errors.InvariantError, errors.RoleError)
-    told = {
-        0: "it ended as planned",
-        1: "what was asked does not hold (audit, replay); or a bug, with its traceback",
+    meanings = {
+        0: "success",
+        1: "the checked property does not hold (audit, replay), or a bug with its traceback",
     }
-    told |= {kind.exit_code: (kind.__doc__ or "").partition("\n")[0].rstrip(".") for kind in kinds}
-    told |= {130: "stopped by Ctrl-C", 141: "nobody read its output on, as after `| head`"}
-    rows = [line(f"{code}", text) for code, text in sorted(told.items())]
+    meanings |= {
+        kind.exit_code: (kind.__doc__ or "").partition("\n")[0].rstrip(".") for kind in kinds
+    }
+    meanings |= {130: "stopped by Ctrl-C", 141: "its output was closed, as after `| head`"}
+    rows = [line(f"{code}", text) for code, text in sorted(meanings.items())]
     return "\n".join(["## Exit codes\n", "| code | |", "|---|---|", *rows, ""])
 
 
@@ -261,12 +276,12 @@ def exit_codes() -> str:
 def metrics_page() -> str:
     """List the metrics by group, and the loggers."""
     head = (
-        "# Metrics\n\n"
-        "What stands in `metrics.jsonl` and in each of `logger.types`, one line a step and one an "
-        "evaluation. `{a,b}` is one of them, `<x>` a name of yours. Names end in `_s` for "
-        "seconds, `_frac` for a share from 0 to 1, `_max` for the largest.\n"
+        "`metrics.jsonl` and each logger of `logger.types` get these metrics once per step and "
+        "once per evaluation. `{a,b}` stands for one of the words, and `<x>` for a "
+        "name that you chose. "
+        "Suffixes: `_s` is seconds, `_frac` is a share from 0 to 1, `_max` is the largest value."
     )
-    lines = [head]
+    lines = ["# Metrics\n", wrap(head)]
     groups = itertools.groupby(catalogue().items(), key=lambda pair: pair[0].split("/")[0])
     for group, own in groups:
         lines += [f"## {group}\n", "| name | |", "|---|---|"]
@@ -275,14 +290,16 @@ def metrics_page() -> str:
 
 
 def loggers_section() -> str:
-    """Describe each logger: by its class if a package has to be installed, else by its module."""
-    told = (
-        "## Loggers\n\n"
-        "`metrics.jsonl` is always written. `logger.types` names others, as in "
-        "`'logger.types=[tensorboard,wandb]'`; one that fails or is late is left out, with one "
-        "warning in the trainer's log, and never holds training.\n"
+    """Describe each logger.
+
+    The text is the docstring of the class if the logger needs a package, else of the module.
+    """
+    head = (
+        "`metrics.jsonl` is always written. `logger.types` adds others: "
+        "`'logger.types=[tensorboard,wandb]'`. A logger that fails or blocks is disabled with one "
+        "warning in the trainer's log. It never stops training."
     )
-    lines = [told]
+    lines = ["## Loggers\n", wrap(head)]
     for name in loggers.names():
         kind: Any = loggers.get(name)
         if not kind.__module__.startswith("arealite."):  # a test's
@@ -292,7 +309,7 @@ def loggers_section() -> str:
             (inspect.getdoc(kind if package else inspect.getmodule(kind)) or "").split()
         )
         how = f" `pip install {extra_requirement(package)}`." if package else ""
-        lines.append(f"**{name}**: {text}{how}\n")
+        lines.append(wrap(f"**{name}**: {text}{how}"))
     return "\n".join(lines)
 
 

@@ -33,7 +33,7 @@ def token_logprobs(
     Returns:
         (logprobs, entropies), float32 [N] each. Logits are converted to float32.
     """
-    apply: Callable[..., Any] = _TokenLogprobs.apply  # pyright: ignore
+    apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TokenLogprobs.apply  # pyright: ignore
     return apply(hidden_NH, weight_VH, targets_N, temperature_N, chunk)
 
 
@@ -67,7 +67,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         # With z the scaled logits, ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p (log p + entropy).
         hidden, weight, targets, temperature, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from arealite.api.episode import Action
 from arealite.base.errors import UserError
 
 
-def checked(act: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Action]]:
+def checked(act: Callable[[object], Awaitable[object]]) -> Callable[[object], Awaitable[Action]]:
     """Wrap `act` so that it raises UserError if it returns anything but an Action."""
 
-    async def checked_act(observation: Any) -> Action:
+    async def checked_act(observation: object) -> Action:
         action = await act(observation)
         if isinstance(action, Action):
             return action

@@ -9,28 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from arealite.api.engine_config import OptimizerConfig
+from arealite.api.engine_config import Head, Training
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-
-Head = Literal["lm", "value"]
-"""Output per token: logprob and entropy (lm), or one number (value: critics, reward models)."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """Optimizer and schedule of an engine. An engine without them is frozen (reference policy)."""
-
-    optimizer: OptimizerConfig
-    lr: float
-    total_updates: int
-    """Optimizer updates after which the schedule ends."""
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -68,6 +55,15 @@ micro-batches and ranks sum to the global loss. Stats are sums with the same wei
 
 class TrainEngine(ABC):
     """A model, its shards and its optimizer. All ranks call the same methods in the same order."""
+
+    whole_module: PreTrainedModel | None = None
+    """The model whose parameters are trained in place; None if its parameters are sharded."""
+
+    @abstractmethod
+    def __init__(
+        self, config: object, *, model_path: str, seed: int, training: Training | None, head: Head
+    ) -> None:
+        """Load a Hugging Face folder; `config` has the options of this type of engine."""
 
     @abstractmethod
     def without_adapter(self) -> TrainEngine:
@@ -113,7 +109,7 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+    def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write model, optimizer, schedule and `extra` to `folder`; each rank writes its shards."""
 
     @abstractmethod

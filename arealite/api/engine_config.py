@@ -7,6 +7,9 @@ from typing import Literal
 
 from arealite.api.fields import opt, sub
 
+Head = Literal["lm", "value"]
+"""Output per token: logprob and entropy (lm), or one number (value: critics, reward models)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -26,6 +29,16 @@ class OptimizerConfig:
     max_skipped_updates: int = opt(
         5, "consecutive updates with non-finite gradients that stop the run; 0: none", at_least=0
     )
+
+
+@dataclass(frozen=True)
+class Training:
+    """Optimizer and schedule of an engine. An engine without them is frozen (reference policy)."""
+
+    optimizer: OptimizerConfig
+    lr: float
+    total_updates: int
+    """Optimizer updates after which the schedule ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

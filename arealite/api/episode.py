@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
 
 import msgspec
 
@@ -61,8 +60,9 @@ class StoredTurn(msgspec.Struct, frozen=True):
 
     def response(self) -> LLMResponse:
         """Return the sampled tokens as a response."""
-        lists = _list("i", self.output_ids), _list("f", self.logprobs), _list("i", self.versions)
-        return LLMResponse(*lists, self.stop_reason, self.interruptions)
+        ids, versions = array("i", self.output_ids).tolist(), array("i", self.versions).tolist()
+        logprobs = array("f", self.logprobs).tolist()
+        return LLMResponse(ids, logprobs, versions, self.stop_reason, self.interruptions)
 
 
 class Record(msgspec.Struct):
@@ -132,10 +132,6 @@ def encode_turn(turn: Turn) -> bytes:
 
 
 decode_turn = msgspec.msgpack.Decoder(StoredTurn).decode
-
-
-def _list(kind: str, raw: bytes) -> list[Any]:
-    return array(kind, raw).tolist()
 
 
 def finite(value: float, parts: dict[str, float]) -> tuple[float, dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from arealite.api.algorithm import (
     AdvantageConfig,
@@ -14,7 +14,7 @@ from arealite.api.algorithm import (
     ShapingConfig,
 )
 from arealite.api.collector import CollectorConfig, EvalConfig
-from arealite.api.engine_config import CheckpointConfig, OptimizerConfig, TrainEngineConfig
+from arealite.api.engine_config import CheckpointConfig, Head, OptimizerConfig, TrainEngineConfig
 from arealite.api.fields import Constraints, opt, sub
 from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.api.publisher_config import PublisherConfig
@@ -71,8 +71,7 @@ class PPOConfig:
     def constraints(self) -> Constraints:
         """Yield the constraints between sizes, advantage, filters and critic."""
         size, group, sampling = self.batch_size, self.collector.group_size, self.collector.sampling
-        groups, buffer = -(-size // group), self.reward.overlong_buffer
-        kind, gamma = f"advantage.type={self.advantage.type}", self.advantage.gamma
+        groups, kind = -(-size // group), f"advantage.type={self.advantage.type}"
         yield (
             size % group == 0,
             f"collector.group_size {group} does not divide batch_size {size}: a batch holds whole "
@@ -84,8 +83,8 @@ class PPOConfig:
             f"(batch_size {size} / group_size {group}). Use a divisor of {groups}.",
         )
         yield (
-            buffer <= sampling.max_new_tokens,
-            f"reward.overlong_buffer={buffer} must be at most "
+            self.reward.overlong_buffer <= sampling.max_new_tokens,
+            f"reward.overlong_buffer={self.reward.overlong_buffer} must be at most "
             f"collector.sampling.max_new_tokens={sampling.max_new_tokens}.",
         )
         yield (
@@ -99,9 +98,9 @@ class PPOConfig:
             "trainer.ppo.filter_zero_variance=false, or a larger group.",
         )
         yield (
-            gamma == 1 or not self.advantage.is_relative,
-            f"advantage.gamma={gamma} has no effect with {kind}, which gives an episode one "
-            "advantage. Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae.",
+            self.advantage.gamma == 1 or not self.advantage.is_relative,
+            f"advantage.gamma={self.advantage.gamma} has no effect with {kind}, which gives an "
+            "episode one advantage. Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae.",
         )
         yield (
             self.critic.path is None or self.advantage.type == "gae",
@@ -127,6 +126,8 @@ class TrainerConfig:
 
 class Trainer(ABC):
     """The training loop of one rank."""
+
+    head: ClassVar[Head] = "lm"  # of the trained model
 
     @abstractmethod
     def __init__(self, config: ExperimentConfig) -> None:

@@ -76,7 +76,7 @@ def load(
     return config
 
 
-def convert_saved(layer: Any, schema: Any) -> None:
+def convert_saved(layer: object, schema: object) -> None:
     """Remove keys from `layer` that the config class `schema` does not have; rename old values."""
     if not (isinstance(layer, DictConfig) and dataclasses.is_dataclass(schema)):
         return
@@ -94,7 +94,7 @@ def convert_saved(layer: Any, schema: Any) -> None:
 
 
 @lru_cache(maxsize=4)
-def _defaults(schema: type) -> Any:
+def _defaults(schema: type) -> DictConfig:
     """Return a schema as an OmegaConf node. Cached: this takes two thirds of the time of a load."""
     return OmegaConf.structured(schema)
 
@@ -106,13 +106,13 @@ def nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         value = getattr(config, item.name)
         inner = {"": value}
         if isinstance(value, dict):
-            inner = {f"{name}.": each for name, each in cast(dict[str, Any], value).items()}
+            inner = {f"{name}.": each for name, each in cast(dict[str, object], value).items()}
         for name, each in inner.items():
             if dataclasses.is_dataclass(each):
                 yield from nodes(each, f"{prefix}{item.name}.{name}")
 
 
-def check_ranges(config: Any) -> None:
+def check_ranges(config: object) -> None:
     """Check every number of a config tree against the range of its option.
 
     Raises:
@@ -137,7 +137,7 @@ def check_ranges(config: Any) -> None:
             raise UserError(f"{prefix}{item.name}={value} must be {what}.")
 
 
-def check_constraints(config: Any, prefix: str) -> None:
+def check_constraints(config: object, prefix: str) -> None:
     """Check the constraints between options of the config tree below the key `prefix`.
 
     A config class defines them in its method `constraints`, which yields pairs of (whether the
@@ -152,9 +152,9 @@ def check_constraints(config: Any, prefix: str) -> None:
                 raise UserError(f"{key}{error}")
 
 
-def _numbers(value: Any) -> list[float]:
+def _numbers(value: object) -> list[float]:
     """Return every number in a value: in a number, and in nested lists and dicts."""
-    inner: Any = cast(dict[Any, Any], value).values() if isinstance(value, dict) else value
+    inner: Any = cast(dict[object, object], value).values() if isinstance(value, dict) else value
     if isinstance(value, list | dict):
         return [number for each in inner for number in _numbers(each)]
     return [value] if isinstance(value, int | float) else []
@@ -209,13 +209,13 @@ def extend(schema: type, parts: Parts) -> type:
 
     Nested config classes are extended in the same way. A class without changes is returned itself.
     """
-    fields: list[tuple[str, Any, Any]] = []
+    fields: list[tuple[str, object, object]] = []
     hints = _hints(schema)
     for item in dataclasses.fields(schema):
         held = hints[item.name]
         inner = element(held)
         if inner is not None and (grown := extend(inner, parts)) is not inner:
-            values = dataclasses.field(default_factory=dict[str, Any], metadata=item.metadata)
+            values = dataclasses.field(default_factory=dict[str, object], metadata=item.metadata)
             fields.append((item.name, dict[str, grown], values))
         if isinstance(held, type) and dataclasses.is_dataclass(held):
             grown = extend(held, parts)
@@ -232,13 +232,13 @@ def extend(schema: type, parts: Parts) -> type:
     )
 
 
-def element(held: Any) -> type | None:
+def element(held: object) -> type | None:
     """Return the config class of the values of a dict field; None for other fields."""
     value = get_args(held)[1] if get_origin(held) is dict else None
     return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
 
 
-def keys(schema: type) -> Iterator[tuple[str, Any, str]]:
+def keys(schema: type) -> Iterator[tuple[str, object, str]]:
     """Yield (dotted key, default, help and range) of every option of a config class."""
     for path, item, _ in leaves(schema):
         factory = item.default_factory
@@ -263,7 +263,7 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
     key = error.full_key or ""
     if isinstance(error, ConfigKeyError):
         return f"unknown key '{key}'.{_suggest(key, schema)}"
-    old: Any = getattr(error, "value", None)
+    old: object = getattr(error, "value", None)
     if new := next((_new_name(f, old) for path, f, _ in leaves(schema) if path == key), None):
         return f"{key}={old} is called {new} now. Write {key}={new}."
     what = str(error.msg or error).splitlines()[0]
@@ -272,13 +272,13 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
     return f"{key}: {what}." if key else f"{what}."
 
 
-def range_of(item: dataclasses.Field[Any]) -> str:
+def range_of(item: dataclasses.Field[object]) -> str:
     """Return a field's range in words, like "above 0 and at most 1"; "" without a range."""
     bounds = item.metadata.get("bounds", {}).items()
     return " and ".join(f"{word} {at}" for word, at in bounds if at > -inf)
 
 
-def _new_name(item: dataclasses.Field[Any], value: object) -> str | None:
+def _new_name(item: dataclasses.Field[object], value: object) -> str | None:
     """Return the new name of a former value of an option; None for any other value."""
     return item.metadata.get("renamed", {}).get(value) if isinstance(value, str) else None
 

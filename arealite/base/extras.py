@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 from arealite.base.errors import UserError
 
@@ -13,7 +13,7 @@ def extra_requirement(name: str) -> str:
     return f"-e '.[{name}]'"
 
 
-def import_optional(module: str, fix: str) -> Any:
+def import_optional(module: str, fix: str) -> ModuleType:
     """Import an optional module.
 
     Args:

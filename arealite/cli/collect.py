@@ -70,7 +70,7 @@ def select(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:
 
 
 def rows(
-    tasks: Sequence[Task], samples: Samples, kept: set[Key], decode: Callable[..., Any]
+    tasks: Sequence[Task], samples: Samples, kept: set[Key], decode: Callable[..., object]
 ) -> Iterator[Row]:
     """Yield one row for each segment of the `kept` trajectories, ordered by task and sample."""
     for row, member, headers in samples.headers():
@@ -101,7 +101,7 @@ def shared_columns(task: Task, header: TrajectoryHeader) -> Row:
     }
 
 
-def columns(segment: Segment, decode: Callable[..., Any]) -> Row:
+def columns(segment: Segment, decode: Callable[..., object]) -> Row:
     """Return the columns of a segment: its tokens, and the sampled tokens as text."""
     tokens = np.frombuffer(segment.tokens, "<i4")
     mask = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)

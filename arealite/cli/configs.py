@@ -182,11 +182,11 @@ def parts() -> base_config.Parts:
     return {config: table.configs for config, table in TABLES.items()}
 
 
-def _fields(config: Any) -> Sequence[str]:
+def _fields(config: object) -> Sequence[str]:
     return [*getattr(config, "__dataclass_fields__", ())]
 
 
-def _layers(layers: options.Layers) -> list[Any]:
+def _layers(layers: options.Layers) -> list[base_config.DictConfig]:
     """Read overrides and files without a schema, highest priority first."""
     files = [base_config.read(file) for file in reversed(layers.files)]
     return [base_config.dotlist(layers.overrides), *files]

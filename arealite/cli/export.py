@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig
-from arealite.api.engine import Head, Training
+from arealite.api.engine import Training
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli import configs
@@ -60,9 +60,8 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     options = config.trainer.offline if config.trainer.is_offline else config.trainer.ppo
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     try:
-        head: Head = getattr(trainers.get(config.trainer.type), "head", "lm")
         training = Training(options.optimizer, options.lr, 1)  # the checkpoint has its state
-        engine = make_engine(config, training=training, head=head)
+        engine = make_engine(config, training=training, head=trainers.get(config.trainer.type).head)
         engine.load(source)
         engine.export(out)
     finally:

@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from arealite import __version__
 from arealite.base.errors import ArealiteError, UserError
@@ -69,7 +69,7 @@ def _main(args: Sequence[str]) -> int:
     return _call(COMMANDS[args[0]][0], args[1:])
 
 
-def _piped(call: Callable[..., int], *words: Any) -> int:
+def _piped(call: Callable[..., int], *words: object) -> int:
     """Return the exit code of `call(*words)`; 141 if stdout is a closed pipe, as after `| head`.
 
     Control characters in the output are replaced, also in tracebacks.

@@ -92,10 +92,10 @@ class Player(Agent):
     lines: Lines
     other: Agent | None = None
     total = 0.0
-    known: tuple[dict[str, Any], ...] = ()
+    known: tuple[dict[str, object], ...] = ()
     """Tools that were printed already."""
 
-    async def act(self, observation: Any) -> Action:
+    async def act(self, observation: object) -> Action:
         """Return the person's line, or the action of the other agent.
 
         A scripted agent can only choose. Without choices, the person plays its turn.
@@ -173,7 +173,7 @@ def full_key(word: str, env: str) -> str:
     return f"{COLLECTOR}env.{env}.{word}"
 
 
-def names_of(schema: Any) -> list[str]:
+def names_of(schema: object) -> list[str]:
     """Return the names of a config's options."""
     return [item.name for item in fields(schema)] if is_dataclass(schema) else []
 
@@ -246,7 +246,7 @@ async def make_players(
     return players
 
 
-def show(seen: Observation, *, known: Sequence[dict[str, Any]] = ()) -> str:
+def show(seen: Observation, *, known: Sequence[dict[str, object]] = ()) -> str:
     """Format an observation for a person, with the tools that are not in `known`."""
     content = seen.content
     if not isinstance(content, str):

@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.base import log
@@ -65,7 +64,7 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
 
 
 async def with_externals(
-    config: ExperimentConfig, work: Coroutine[Any, Any, None], *, updates: bool = True
+    config: ExperimentConfig, work: Coroutine[object, object, None], *, updates: bool = True
 ) -> None:
     """Await `work`; meanwhile keep the name entries of the external servers up to date."""
     if not config.llm_server.addresses:
@@ -81,7 +80,7 @@ async def with_externals(
         externals.cancel()
 
 
-async def until_terminated(work: Coroutine[Any, Any, None]) -> None:
+async def until_terminated(work: Coroutine[object, object, None]) -> None:
     """Await `work`; SIGTERM cancels it, so that it can remove its name entry."""
     task = asyncio.ensure_future(work)
     vitals.watch(asyncio.get_running_loop())

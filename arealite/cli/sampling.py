@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import name_dir
@@ -170,9 +170,9 @@ def facts(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> dict[
     }
 
 
-def leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+def leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
     """Yield each value of a tree with its dotted key."""
-    inner = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    inner = cast(dict[str, object], value) if isinstance(value, dict) else {}
     if not inner:
         yield key, str(cast(object, value))
     for name, each in inner.items():

@@ -8,12 +8,11 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from arealite.base import log
 
@@ -22,10 +21,8 @@ logger = log.get(__name__)
 OPEN = frozenset(("/health",))
 """Paths that need no token."""
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-def guard(token: str, *hosts: str) -> Any:
+def guard(token: str, *hosts: str) -> Middleware:
     """Return aiohttp middleware that refuses foreign requests.
 
     A web page in a browser can send requests to loopback, too. These requests have an `Origin`

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 IDLE_S = 60.0
 """A connection is closed after this long without a complete request, counted from its beginning or
@@ -40,7 +41,7 @@ class LimitedRunner(web.AppRunner):
         super().__init__(app, **options)
         app.middlewares.append(self._serve)
         self._bodies = bodies
-        self._idle_since = dict[Any, float]()
+        self._idle_since = dict[object, float]()
         """When each connection began or was last answered; infinity during an answer."""
 
     async def setup(self) -> None:
@@ -48,7 +49,7 @@ class LimitedRunner(web.AppRunner):
         self._sweep()
 
     @web.middleware
-    async def _serve(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Read the body, then answer; the connection is not idle during the answer."""
         if request.method == "POST":
             request = request.clone(client_max_size=self._bodies.get(request.path, MAX_BODY))

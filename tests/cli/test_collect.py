@@ -105,7 +105,7 @@ def test_best_of_applies_to_each_seat(collect: Command) -> None:
     [
         ([], "out is not set"),
         (["out=x.csv"], "Unknown suffix '.csv'"),
-        (["out=/nowhere/x.jsonl"], "its folder does not exist"),
+        (["out=/nowhere/x.jsonl"], "its parent folder does not exist"),
         (["out=x.jsonl", "dataset.train=''"], "dataset.train is not set"),
     ],
 )

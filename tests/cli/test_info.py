@@ -50,7 +50,9 @@ def test_missing_packages_are_shown_with_their_install_command(
     shown = table(capsys)
     assert shown["arealite"] == __version__
     assert shown["transformers"] == there("transformers")
-    assert shown["sglang"].startswith("missing: pip install sglang, or name its Python")
+    assert shown["sglang"].startswith(
+        "missing: pip install sglang, or set llm_server.sglang.python=PATH"
+    )
     assert shown["slurm"] == "missing: apt-get install slurm-wlm"
     assert shown["bubblewrap"] == "missing: apt-get install bubblewrap"
     assert shown["lora"] == "missing peft: pip install -e '.[lora]'"

@@ -47,7 +47,7 @@ def test_check_describes_a_valid_run(words: list[str], capsys: Any) -> None:
     assert told["servers"].startswith("none yet; start one: arealite serve-llm experiment_name=")
     names = next(word for word in words if word.startswith("cluster.name_root="))
     assert f" {names} " in told["servers"] and "host=" not in told["servers"]
-    assert told["staleness"].startswith("η=1: (η + 1) × batch_size = 32 trajectories")
+    assert told["staleness"].startswith("η=1: at most (η + 1) × batch_size = 32 trajectories")
     assert told["staleness"].endswith("a batch takes 2 rounds: raise concurrency")
     assert "WARNING" not in told
     assert "ok:" in told
@@ -77,7 +77,7 @@ def test_check_output_wraps_between_words_on_a_terminal(
 @pytest.mark.parametrize(
     ("more", "what", "text"),
     [
-        (["trainer.ppo.collector.concurrency=64"], "staleness", "32 stay empty"),
+        (["trainer.ppo.collector.concurrency=64"], "staleness", "32 slots stay empty"),
         (["trainer.ppo.publisher.type=shared"], "servers", "the trainer itself"),
         (["launcher.llm_servers=2"], "servers", "started with the run"),
         (["cluster.host=auto"], "servers", " cluster.host=auto llm_server.host=0.0.0.0 "),

@@ -123,12 +123,12 @@ def test_resume_option_of_an_offline_run_is_checked(tmp_path, model):
         preflight(replace(config, resume="step-000003"))
     with pytest.raises(UserError, match=r"started with seed=1, now it is 2\. Use 1"):
         preflight(replace(config, seed=2))
-    with pytest.raises(UserError, match=r"begun with batch_size=4, now it is 5"):
+    with pytest.raises(UserError, match=r"started with batch_size=4, now it is 5"):
         offline = replace(config.trainer.offline, batch_size=5)
         preflight(replace(config, trainer=replace(config.trainer, offline=offline)))
-    with pytest.raises(UserError, match=r"begun with trainer\.type=sft, now it is dpo"):
+    with pytest.raises(UserError, match=r"started with trainer\.type=sft, now it is dpo"):
         preflight(replace(config, trainer=replace(config.trainer, type="dpo")))
-    with pytest.raises(UserError, match="begun with dataset_digest="):
+    with pytest.raises(UserError, match="started with dataset_digest="):
         preflight(with_rows(config, tmp_path, rows(10)[::-1]))
     back = resume.prepare_folder(replace(config, resume="step-000004"))
     assert back.resume == "auto"

@@ -92,7 +92,7 @@ async def test_rewards_go_to_the_latest_turn(name: str) -> None:
 )
 @pytest.mark.parametrize("name", sorted({*GENERATING} - {"shouting"}))
 async def test_invalid_observation_is_a_type_error(name: str, odd: object) -> None:
-    with pytest.raises(TypeError, match="a text or messages"):
+    with pytest.raises(TypeError, match="a text or chat messages"):
         await make(name).act(odd)
 
 

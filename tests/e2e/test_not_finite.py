@@ -36,6 +36,8 @@ def test_non_finite_updates_stop_the_run(site: Site, tmp_path: Path) -> None:
         *("imports=[counted]", "trainer.ppo.collector.env.math.reward.type=counted"),
         *("trainer.ppo.lr=1e9", "trainer.ppo.optimizer.warmup_steps=0", "dataset.eval=null"),
         *("trainer.ppo.optimizer.max_skipped_updates=2", "trainer.ppo.total_steps=40"),
+        # Its own server: the shared one would serve the broken weights to later tests.
+        *("launcher.llm_servers=1", f"cluster.name_root={tmp_path / 'names'}"),
         env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )
     assert done.code == 3, done.shown + done.logs()

@@ -76,9 +76,9 @@ def test_new_weights_interrupt_generations_which_then_continue(
     requests = [sampler.request(digits) for digits in ("531426", "998877")]
     for request in requests:
         request.stops = frozenset()  # each answer has MAX_NEW_TOKENS tokens
-    sampler.engine.submit(requests)
+    sampler.engine.call(sampler.engine.submit, *requests)
     assert reached.wait(SLOW_S)
-    paused = sampler.engine.pause("retract")
+    paused = sampler.engine.call(sampler.engine.pause, "retract")
     proceed.set()
     paused.result(SLOW_S)
     sampler.load(_Weights(sampler.model), version=1)

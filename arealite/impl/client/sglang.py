@@ -218,7 +218,7 @@ class SGLangClient(LLMClient):
     def _add_answer(
         self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
     ) -> str | None:
-        """Add the tokens of an answer; return the stop reason, or None if generation must go on.
+        """Add the tokens of an answer; return the stop reason, or None if generation must continue.
 
         Args:
             acknowledged: version that the server had reported before the request was sent.

@@ -24,7 +24,7 @@ class Body(msgspec.Struct):
 
     rid: str
     input_ids: list[int]
-    sampling_params: dict[str, Any]
+    sampling_params: dict[str, object]
     return_logprob: bool = True
 
 
@@ -100,7 +100,7 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
         )
 
 
-def sampling_params(config: SamplingConfig, used: int) -> dict[str, Any]:
+def sampling_params(config: SamplingConfig, used: int) -> dict[str, object]:
     """Return the parameters of a generation that has sampled `used` tokens already.
 
     Every parameter that changes the distribution is sent, because servers differ in defaults.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from arealite.base.errors import UserError
@@ -25,25 +25,25 @@ KNOWN = inspect.signature(varlen_attn).parameters
 """torch 2.11 and 2.12 have no enable_gqa."""
 
 
-def choose(layout: str, module: Any, *, device: torch.device, dtype: torch.dtype) -> str:
-    """Return `packed` or `padded` for `layout`, and set the attention of `module` accordingly.
+def choose(layout: str, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> str:
+    """Return `packed` or `padded` for `layout`, and set the attention of `model` accordingly.
 
     auto is packed in 16 bits on CUDA, where packing is fast, if the model supports it.
 
     Raises:
         UserError: packed is wanted, but tokens of the model depend on each other outside attention.
     """
-    config = module.config.get_text_config()
+    config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    can = module.is_backend_compatible() and not getattr(module, "_is_stateful", False)
+    can = model.is_backend_compatible() and not getattr(model, "_is_stateful", False)
     can = can and layers <= {"full_attention", "sliding_attention"}
     if layout == "auto":
         layout = "packed" if can and device.type == "cuda" and dtype in LOW else "padded"
     if layout == "packed":
         if not can:
-            name = type(module).__name__
+            name = type(model).__name__
             raise UserError(f"{name} cannot be packed: use engine.fsdp.layout=padded.")
-        module.set_attn_implementation(NAME)
+        model.set_attn_implementation(NAME)
     return layout
 
 

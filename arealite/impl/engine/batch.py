@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ class MicroBatch:
 
     input_ids_BW: torch.Tensor
     """int64, right-padded with 0 or packed end to end; the last token of a row is no input."""
-    attention: dict[str, Any]
+    attention: dict[str, object]
     """Further arguments of the decoder for packed rows; {} for padded ones."""
     index_N: torch.Tensor
     """int64: which of the flattened [B · W] hidden states predicts each loss token."""
@@ -64,7 +63,7 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    attention: dict[str, Any] = {}
+    attention: dict[str, object] = {}
     if layout == "packed":
         bounds = put(starts.astype(np.int32))
         attention = {"position_ids": put(column[None, is_input])}

@@ -35,7 +35,7 @@ def begin(path: Path) -> Path:
     return temp
 
 
-def commit(path: Path, facts: dict[str, Any]) -> None:
+def commit(path: Path, facts: dict[str, object]) -> None:
     """Write the manifest, with `facts`, into the temporary folder of `path`; sync and rename it.
 
     A checkpoint already at `path` is replaced; `list_good` restores it after a crash in between.
@@ -96,7 +96,7 @@ def prune(root: Path, keep: int) -> None:
         log.info("checkpoint pruned", path=str(path))
 
 
-def require(path: Path) -> dict[str, Any]:
+def require(path: Path) -> dict[str, object]:
     """Return the manifest of the checkpoint at `path`.
 
     Raises:

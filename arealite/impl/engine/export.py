@@ -32,6 +32,6 @@ def export(engine: FSDPEngine, path: Path) -> None:
         folder = temp / "adapter" if temp else None
         lora.write(engine.module, engine.full, engine.adapter, folder, base=engine.source)
     if temp:
-        checkpoint.commit(path, {"world_size": dist.get_world_size()} | checkpoint.versions())
+        checkpoint.commit(path, {"world_size": dist.get_world_size(), **checkpoint.versions()})
         logger.info("model exported", path=str(path))
     dist.barrier()

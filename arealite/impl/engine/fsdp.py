@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +86,7 @@ class FSDPEngine(TrainEngine):
         mesh = make_mesh(self.device, config.shard_size)
         if not plain:
             shard(self._model, mesh, dtype=self.dtype, offload=config.cpu_offload)
+        self.whole_module = self.module if plain else None
         loading.load_weights(
             self.module, self.source, self.device, offload=config.cpu_offload, seed=seed
         )
@@ -173,11 +173,11 @@ class FSDPEngine(TrainEngine):
             log.warning("update skipped", reason="gradient norm not finite")
         return _sum_over_ranks(counted) | outcome
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+    def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write this rank's shards; see TrainEngine."""
         shards.save(folder, self.module, self.optimizer, extra)
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path) -> dict[str, object]:
         """Read this rank's shards; see TrainEngine."""
         reshard(self._model)
         return shards.load(folder, self.module, self.optimizer)

@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -29,7 +28,7 @@ def copy_small_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def write_config(folder: Path, module: Any, *, dtype: str, head: Head) -> None:
+def write_config(folder: Path, module: object, *, dtype: str, head: Head) -> None:
     """Set the dtype and the head of `module` in the copied config.json of `folder`."""
     file = folder / "config.json"
     config = json.loads(file.read_text())

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.modeling_utils import PreTrainedModel as Model
 
 from arealite.api.engine import Head
 from arealite.base.errors import UserError
@@ -29,7 +30,7 @@ SCORE = "score.weight"
 FIX = "Weights and config.json are of different models: download the folder again."
 
 
-def empty_model(path: Path, head: Head = "lm") -> Any:
+def empty_model(path: Path, head: Head = "lm") -> Model:
     """Build the model of a Hugging Face folder, parameters on the meta device, in eval mode.
 
     Head value: the folder's decoder as a sequence classifier of one label.
@@ -70,7 +71,7 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def load_weights(
-    model: Any, path: Path, device: torch.device, *, offload: bool = False, seed: int = 0
+    model: Model, path: Path, device: torch.device, *, offload: bool = False, seed: int = 0
 ) -> None:
     """Materialise `model` and fill it from the folder's safetensors: buffers on `device`, its
     parameters, whole or shards, there too or with `offload` on the CPU.
@@ -109,7 +110,7 @@ def load_weights(
                 tensor.copy_(full)
 
 
-def _reader(model: Any, path: Path) -> Callable[[str], torch.Tensor | None]:
+def _reader(model: Model, path: Path) -> Callable[[str], torch.Tensor | None]:
     """Return a function from a name to the full tensor; it may load the whole model.
 
     The function returns None only for adapters and a fresh value head.
@@ -131,17 +132,17 @@ def _reader(model: Any, path: Path) -> Callable[[str], torch.Tensor | None]:
         tied = {file_name(name) for name in model.state_dict()}
         _check_names(model, path, set(), where.keys() - tied)
         return read
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    load: Any = type(model).from_pretrained  # with output_loading_info it returns a pair
     try:
-        loaded, info = type(model).from_pretrained(path, config=model.config, **options)
+        whole, info = load(path, config=model.config, dtype=torch.float32, output_loading_info=True)
     except (OSError, RuntimeError) as error:
         raise UserError(f"'{path}' cannot be loaded: {str(error).splitlines()[0]}") from error
     _check_names(model, path, set(info["missing_keys"]), set(info["unexpected_keys"]))
-    state: dict[str, torch.Tensor] = loaded.state_dict()
+    state: dict[str, torch.Tensor] = whole.state_dict()
     return {name: state[name] for name in wanted - set(info["missing_keys"])}.get
 
 
-def _check_names(model: Any, path: Path, missing: set[str], unexpected: set[str]) -> None:
+def _check_names(model: Model, path: Path, missing: set[str], unexpected: set[str]) -> None:
     """Raise UserError unless the folder holds exactly the tensors of `model`."""
     unused = [*(model._keys_to_ignore_on_load_unexpected or []), r"\.inv_freq$"]
     if SCORE in model.state_dict():

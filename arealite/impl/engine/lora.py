@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
@@ -67,7 +68,7 @@ def file_name(name: str) -> str:
     return name.replace(BASE, ".")
 
 
-def held_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model's files: parameters, tied ones once, and persistent buffers."""
     seen = set[int]()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -86,7 +87,7 @@ def first_value(name: str, shape: torch.Size, generator: torch.Generator) -> tor
     return torch.empty(shape).uniform_(-1, 1, generator=generator) / math.sqrt(shape[-1])
 
 
-def merged(module: Any, full: Full, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def merged(module: nn.Module, full: Full, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name in files and the full tensor of each parameter, W + alpha/rank · B·A where it
     has an adapter: added in float32, then rounded to `dtype`. Buffers keep their own dtype."""
     for name, param in held_tensors(module):
@@ -94,16 +95,16 @@ def merged(module: Any, full: Full, dtype: torch.dtype) -> Iterator[tuple[str, t
         if ADAPTER in name:
             continue
         if not owner or leaf != "weight":
-            kept = dtype if isinstance(param, torch.nn.Parameter) else param.dtype
+            kept = dtype if isinstance(param, nn.Parameter) else param.dtype
             yield file_name(name), full(param.detach().to(kept))
             continue
-        layer = module.get_submodule(owner)
+        layer: Any = module.get_submodule(owner)
         up, down = (full(part[NAME].weight.detach()) for part in (layer.lora_B, layer.lora_A))
         weight = full(param.detach()).float()
         yield file_name(name), weight.addmm(up, down, alpha=layer.scaling[NAME]).to(dtype)
 
 
-def write(module: Any, full: Full, config: Any, folder: Path | None, *, base: Path) -> None:
+def write(module: nn.Module, full: Full, config: Any, folder: Path | None, *, base: Path) -> None:
     """Write the trained parameters as an adapter of `base` for peft; None: only gather them."""
     tensors = {
         f"base_model.model.{name.replace(f'.{NAME}.', '.')}": full(param.detach()).cpu()
@@ -118,9 +119,9 @@ def write(module: Any, full: Full, config: Any, folder: Path | None, *, base: Pa
 
 
 @contextmanager
-def switched_off(module: Any) -> Iterator[None]:
+def switched_off(module: nn.Module) -> Iterator[None]:
     """Disable the adapters of `module` within the context."""
-    layers = [layer for layer in module.modules() if hasattr(layer, "lora_A")]
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "lora_A")]
     scaling = [layer.scaling[NAME] for layer in layers]
     for layer in layers:
         layer.scaling[NAME] = 0.0

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from arealite.algo.logprobs import token_logprobs
 from arealite.base.errors import UserError
@@ -62,7 +63,7 @@ class ValueModel(nn.Module):
         return {"values": self.module.score(_hidden(self.module, batch).float()).sum(-1)}
 
 
-def _hidden(module: Any, batch: MicroBatch) -> torch.Tensor:
+def _hidden(module: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     """Return the last hidden states [N, H] that predict the loss tokens."""
     # Padded rows need no mask and no position ids: padding is on the right, so under causal
     # attention no real token sees it and positions count from 0; SDPA takes its causal fast path.
@@ -71,7 +72,7 @@ def _hidden(module: Any, batch: MicroBatch) -> torch.Tensor:
     return output.last_hidden_state.flatten(0, 1)[batch.index_N]
 
 
-def layers_of(module: Any) -> nn.ModuleList:
+def layers_of(module: PreTrainedModel) -> nn.ModuleList:
     """Return the transformer layers of a Hugging Face model; UserError where it has none."""
     layers = getattr(module.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -79,13 +80,13 @@ def layers_of(module: Any) -> nn.ModuleList:
     return layers
 
 
-def recompute(module: Any) -> None:
+def recompute(module: PreTrainedModel) -> None:
     """Enable gradient checkpointing: the backward pass computes each layer again."""
     for layer in layers_of(module):
         layer.forward = partial(_recomputed, layer.forward)
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _recomputed(forward: Callable[..., object], *args: object, **options: Any) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **options)
     return checkpoint(forward, *args, use_reentrant=False, **options)

@@ -6,7 +6,6 @@ The norm is reduced over all ranks first, so every rank takes the same decision.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ class Optimizer:
         # Weight decay is applied here: torch's SGD would add it to the momentum.
         self._matrices = [p for p in params if p.ndim > 1]
         if config.type == "sgd":
-            self._torch: Any = torch.optim.SGD(
+            self._torch: torch.optim.Optimizer = torch.optim.SGD(
                 params, lr=training.lr, momentum=config.beta1, foreach=True
             )
             moments = ["momentum_buffer"] if config.beta1 else []
@@ -90,7 +89,7 @@ class Optimizer:
             )
         return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, torch.Tensor]:
         """Return moments and step counts by `<parameter>.<key>`; loading writes into them."""
         return {
             f"{name}.{key}": tensor

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
@@ -17,7 +17,7 @@ from arealite.impl.engine.lora import held_tensors
 from arealite.impl.engine.optimizer import Optimizer
 
 
-def save(folder: Path, module: Any, optimizer: Optimizer, extra: dict[str, Any]) -> None:
+def save(folder: Path, module: nn.Module, optimizer: Optimizer, extra: dict[str, object]) -> None:
     """Write what training changes, and `extra`, into `folder`."""
     save_state(_live_state(module, optimizer), checkpoint_id=folder / "state")
     if dist.get_rank() == 0:
@@ -25,7 +25,7 @@ def save(folder: Path, module: Any, optimizer: Optimizer, extra: dict[str, Any])
         (folder / "extra.json").write_text(json.dumps(inside))
 
 
-def load(folder: Path, module: Any, optimizer: Optimizer) -> dict[str, Any]:
+def load(folder: Path, module: nn.Module, optimizer: Optimizer) -> dict[str, object]:
     """Read what `save` wrote, at any number of ranks; return `extra`.
 
     Raises:
@@ -36,8 +36,8 @@ def load(folder: Path, module: Any, optimizer: Optimizer) -> dict[str, Any]:
     names = (f"{part}.{name}" for part, tensors in state.items() for name in tensors)
     if absent := next((name for name in names if name not in stored), None):
         raise UserError(
-            f"Checkpoint '{folder}' has no '{absent}': go on with the model, engine.fsdp.lora "
-            "and optimizer.type it was written with, or begin anew with resume=never."
+            f"Checkpoint '{folder}' has no '{absent}': use the model, engine.fsdp.lora "
+            "and optimizer.type that it was written with, or start a new run with resume=never."
         )
     load_state(state, checkpoint_id=folder / "state")
     inside = json.loads((folder / "extra.json").read_text())
@@ -45,11 +45,11 @@ def load(folder: Path, module: Any, optimizer: Optimizer) -> dict[str, Any]:
     return inside["extra"]
 
 
-def _live_state(module: Any, optimizer: Optimizer) -> dict[str, Any]:
+def _live_state(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors that training changes, to be read, or filled in place."""
     model = {
         name: tensor.detach()
         for name, tensor in held_tensors(module)
-        if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
     }
     return {"model": model, "optimizer": optimizer.state()}

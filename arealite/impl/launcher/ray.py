@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from arealite.api.config import ExperimentConfig
@@ -110,7 +111,7 @@ class RayLauncher(LocalLauncher):
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
         self.bundles = bundles(config)
-        self.group: Any = None
+        self.group: object = None
 
     def run(self) -> int:
         """Run to the end, once Ray has a place for every role."""
@@ -185,7 +186,7 @@ def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:
     }
 
 
-def library() -> Any:
+def library() -> ModuleType:
     """Import Ray, which is an extra.
 
     Raises:
@@ -199,7 +200,7 @@ def library() -> Any:
         ) from error
 
 
-def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> Any:
+def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> object:
     """Connect to the cluster and reserve a bundle for every process.
 
     Raises:

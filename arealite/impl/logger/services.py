@@ -36,7 +36,7 @@ def run_id(run_root: Path) -> str:
     return file.read_text()
 
 
-def config_of(run_root: Path) -> dict[str, Any]:
+def config_of(run_root: Path) -> dict[str, object]:
     """Return the run's resolved config; {} if it is not written yet."""
     file = RunPaths(run_root).config
     return yaml.safe_load(file.read_text("utf-8")) if file.exists() else {}
@@ -58,7 +58,7 @@ class ServiceLogger(MetricLogger):
         import_optional(cls.package, extra_requirement(cls.package))
 
     @abstractmethod
-    def begin(self, **shared: Any) -> Any:
+    def begin(self, **shared: object) -> object:
         """Begin a run of the service with the arguments that all services share; return it."""
 
     def get_run(self) -> Any:
@@ -83,7 +83,7 @@ class TrackioLogger(ServiceLogger):
 
     package = "trackio"
 
-    def begin(self, **shared: Any) -> Any:
+    def begin(self, **shared: object) -> object:
         """Begin a run without trackio's page and without metrics of the host."""
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         return self.service.init(name=run_id(self.root), **quiet, **shared)
@@ -112,7 +112,7 @@ class WandbLogger(ServiceLogger):
         if not any(map(os.environ.get, CHOICES)) and not any(files):
             raise UserError("no key for W&B. Set WANDB_API_KEY, or WANDB_MODE=offline.")
 
-    def begin(self, **shared: Any) -> Any:
+    def begin(self, **shared: object) -> object:
         """Begin or resume the run, with time limits for uploads."""
         limits = {"init_timeout": UPLOAD_S, "finish_timeout": UPLOAD_S}
         shared["settings"] = self.service.Settings(**SETTINGS, **limits)

@@ -41,7 +41,7 @@ class Capabilities:
             info: Answer of /server_info.
             meta: `meta_info` of a generation.
         """
-        paths: Mapping[str, Any] = spec.get("paths") or {}
+        paths: Mapping[str, object] = spec.get("paths") or {}
         schemas: Mapping[str, Any] = (spec.get("components") or {}).get("schemas") or {}
 
         def enum(schema: str, field: str) -> list[str] | None:

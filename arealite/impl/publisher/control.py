@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -172,7 +172,7 @@ class ServerControl:
             await self.request_ok("/end_weight_update", {})
         self.broken = False
 
-    async def update(self, path: str, body: dict[str, Any], *, version: int | None) -> None:
+    async def update(self, path: str, body: Mapping[str, object], *, version: int | None) -> None:
         """Post new weights or a part of them.
 
         Args:
@@ -182,7 +182,7 @@ class ServerControl:
         """
         label = None if version is None else str(version)
         flush = self.flush and version is not None
-        body = body | {"weight_version": label, "flush_cache": flush, "abort_all_requests": False}
+        body = {**body, "weight_version": label, "flush_cache": flush, "abort_all_requests": False}
         status, text = await self.request(path, body)
         if status == 400 and "not flushed" in text:
             # The server has new weights with the old version and prefix cache.
@@ -278,7 +278,7 @@ class ServerControl:
                 return
         raise RoleError(f"{self.address} has new weights, but does not flush its old cache")
 
-    async def request_ok(self, path: str, body: dict[str, Any] | None = None) -> str:
+    async def request_ok(self, path: str, body: Mapping[str, object] | None = None) -> str:
         """Send a request that must succeed; return the text of the answer.
 
         Raises:
@@ -286,7 +286,7 @@ class ServerControl:
         """
         return self._check(path, *await self.request(path, body))
 
-    async def request(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    async def request(self, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
         replies_soon = "weights" not in path and path != "/generate"
         with Wait(

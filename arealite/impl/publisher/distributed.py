@@ -147,7 +147,7 @@ class GroupSender:
         self,
         config: PublisherConfig,
         host: str,
-        submit: Callable[[Coroutine[Any, Any, None]], Future[None]],
+        submit: Callable[[Coroutine[object, object, None]], Future[None]],
     ) -> None:
         """Initialize without a group.
 
@@ -183,7 +183,7 @@ class GroupSender:
         listener, seconds = self._listen(), self._config.timeout_s
         ranks = list(itertools.accumulate((server.can.tp for server in servers), initial=1))
         offsets = dict(zip(servers, ranks, strict=False))
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "master_address": self._host,
             "master_port": listener.getsockname()[1],
             "world_size": ranks[-1],
@@ -197,12 +197,13 @@ class GroupSender:
 
         posted = self._submit(on_all(join))
         joined = _in_thread(
-            lambda: groups.join(
+            partial(
+                groups.join,
                 listener,
-                body["group_name"],
+                self.name,
                 rank=0,
                 world_size=ranks[-1],
-                backend=body["backend"],
+                backend=self._backend,
                 seconds=seconds,
             )
         )
@@ -278,9 +279,9 @@ class GroupSender:
             ) from error
 
 
-def _in_thread(job: Callable[[], Any]) -> Future[Any]:
+def _in_thread(job: Callable[[], object]) -> Future[Any]:
     """Run a job that may block for long in a daemon thread, which the process does not wait for."""
-    future: Future[Any] = Future()
+    future: Future[object] = Future()
 
     def run() -> None:
         try:

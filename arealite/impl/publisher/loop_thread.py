@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
 
 from arealite.system.health.vitals import watch
 
@@ -16,7 +15,7 @@ from arealite.system.health.vitals import watch
 class LoopThread:
     """A daemon thread that runs one coroutine in an event loop."""
 
-    def __init__(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, name: str, main: Callable[[], Coroutine[object, object, None]]) -> None:
         self.loop = asyncio.new_event_loop()
         self.ended: Future[None] = Future()
         """Resolves when the coroutine has ended, with the coroutine's error if it failed."""
@@ -31,7 +30,7 @@ class LoopThread:
             self.loop.call_soon_threadsafe(stop)
         self._thread.join(seconds)
 
-    def _run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _run(self, main: Callable[[], Coroutine[object, object, None]]) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 watch(self.loop)

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import torch
@@ -43,7 +43,7 @@ finish the step."""
 
 T = TypeVar("T")
 Action = Callable[[ServerControl], Awaitable[None]]
-OnAll = Callable[[Action], Coroutine[Any, Any, None]]
+OnAll = Callable[[Action], Coroutine[object, object, None]]
 """Runs an action for all servers of an update concurrently."""
 
 
@@ -64,7 +64,7 @@ class ServersPublisher(WeightPublisher):
         self.shapes: Shapes = {}
         """Shapes of the tensors that are sent; {} before the first version."""
         self.num_bytes, self.stage_s = 0, 0.0
-        self._servers: dict[tuple[str, Any], ServerControl] = {}
+        self._servers: dict[tuple[str, object], ServerControl] = {}
         self._stop = asyncio.Event()
         self._closed, self._closing = False, threading.Lock()
         self._ready: Future[None] = Future()
@@ -105,11 +105,11 @@ class ServersPublisher(WeightPublisher):
             RoleError, OSError, aiohttp.ClientError: This publisher cannot update the server.
         """
 
-    def call(self, job: Coroutine[Any, Any, T]) -> T:
+    def call(self, job: Coroutine[object, object, T]) -> T:
         """Run a coroutine in the publisher's thread; return its result."""
         return self.submit(job).result()
 
-    def submit(self, job: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, job: Coroutine[object, object, T]) -> Future[T]:
         """Start a coroutine in the publisher's thread."""
         with self._closing:
             ended = self._thread.ended

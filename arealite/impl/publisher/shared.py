@@ -14,10 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from arealite.api.config import ExperimentConfig, ServerConfig
@@ -42,8 +40,8 @@ class SharedPublisher(WeightPublisher):
         Raises:
             UserError: The engine's parameters, the model or the port cannot be used.
         """
-        module: Any = getattr(engine, "module", None)
-        if module is None or any(isinstance(p, DTensor) for p in module.parameters()):
+        module = engine.whole_module
+        if module is None:
             raise UserError(
                 "trainer.ppo.publisher.type=shared generates from the trained parameters, so they "
                 "must not be sharded, and must have the dtype of the forward pass: use one trainer "

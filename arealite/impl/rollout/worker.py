@@ -78,6 +78,7 @@ class RolloutWorker:
         return {**own, **client, "running": float(len(self._running))}
 
     async def _serve(self) -> None:
+        """Run the link and the leased episodes; drain at the end of the run or after SIGTERM."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.link.run(), name="worker link")
@@ -110,6 +111,7 @@ class RolloutWorker:
                 task.add_done_callback(lambda _, key=key: self._running.pop(key))
 
     async def _run_member(self, lease: Lease, member: int, turns: list[bytes]) -> None:
+        """Run one episode, and submit its result; the link resends it until it is acknowledged."""
         episode, payloads = await self._collector.run(lease, member, turns)
         self.link.submit(episode, payloads)
         self._count_episode(episode, lease.task.source)

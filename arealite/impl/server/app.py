@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 import arealite
 from arealite.base import log
@@ -48,7 +49,7 @@ class App:
     """Builds the aiohttp application: routes and their handlers."""
 
     def __init__(
-        self, engine: Engine, model: ServedModel, *, is_shared: bool = False, check: Any = None
+        self, engine: Engine, model: ServedModel, *, is_shared: bool, check: Middleware
     ) -> None:
         """Serve `model` with `engine`.
 
@@ -56,18 +57,18 @@ class App:
             engine: Generates.
             model: Describes the model to clients.
             is_shared: Whether only the engine's owner pauses it and changes the model, no request.
-            check: Middleware that refuses requests; None refuses none.
+            check: Middleware that refuses requests.
         """
         self.engine = engine
         self.model = model
         self.tensors = engine.decoder.model.state_dict(keep_vars=True)
-        self._is_shared, self._checks = is_shared, [check] if check else []
+        self._is_shared, self._checks = is_shared, [check]
         self._groups: dict[str, GroupMember] = {}
 
     def make(self) -> web.Application:
         """Return the aiohttp application."""
         app = web.Application(middlewares=[*self._checks, _refusals])
-        gets: dict[str, Callable[[], Any]] = {
+        gets: dict[str, Callable[[], object]] = {
             "/health": web.Response,
             "/ready": lambda: web.Response(status=503 if self.engine.paused else 200),
             "/model_info": self.describe,
@@ -96,7 +97,7 @@ class App:
             "/update_weights_from_distributed": MAX_BODY + 2 * len(encode(layout)),
         }
 
-    async def _call(self, command: Callable[..., T], *args: Any) -> T:
+    async def _call(self, command: Callable[..., T], *args: object) -> T:
         """Run a method of the engine in the engine's thread."""
         return await asyncio.wrap_future(self.engine.call(command, *args))
 
@@ -123,11 +124,11 @@ class App:
             self.engine.call(self.engine.abort, lambda each: each.rid.startswith(prefix))
         return web.Response()  # also for an unknown id
 
-    async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> dict[str, Any]:
+    async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> dict[str, object]:
         await self._call(self.engine.pause, body.mode)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
-    async def _continue_generation(self, body: Empty) -> dict[str, Any]:
+    async def _continue_generation(self, body: Empty) -> dict[str, object]:
         await self._call(self.engine.resume)
         return {"message": "Generation continued successfully.", "status": "ok"}
 
@@ -165,7 +166,7 @@ class App:
         for member in self._groups.values():
             member.leave()
 
-    async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> dict[str, Any]:
+    async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> dict[str, object]:
         path = body.model_path
         told = await self._update(body, lambda: stage_weights(self.tensors, path))
         logger.info("weights updated", version=self.engine.version, path=path)
@@ -173,7 +174,7 @@ class App:
 
     async def _from_distributed(
         self, body: protocol.UpdateWeightsFromDistributedReqInput
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         layout = Layout(body.names, body.dtypes, body.shapes)
         member = self._groups.get(body.group_name)
         if member is None:
@@ -201,7 +202,7 @@ class App:
         self.model.relabel(version)
         return f" Weight version updated to {version}."
 
-    async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> dict[str, Any]:
+    async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> dict[str, object]:
         failed, name = "Failed to initialize custom process group: ", body.group_name
         if name in self._groups:
             raise Refusal(failed + NAME_TAKEN)
@@ -220,14 +221,14 @@ class App:
 
     async def _destroy_group(
         self, body: protocol.DestroyWeightsUpdateGroupReqInput
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         member = self._groups.pop(body.group_name, None)
         if member is None:
             raise Refusal("The group to be destroyed does not exist.")
         await asyncio.wrap_future(member.leave())
         return _done("Succeeded to destroy custom process group.")
 
-    async def _relabel(self, body: protocol.UpdateWeightVersionReqInput) -> dict[str, Any]:
+    async def _relabel(self, body: protocol.UpdateWeightVersionReqInput) -> dict[str, object]:
         version = body.new_version
         if body.abort_all_requests:
             self.engine.call(self.engine.abort, lambda generation: True)
@@ -237,7 +238,7 @@ class App:
 
     # ------------------------------------------------------------ descriptions
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Return the answer of /model_info."""
         model = self.model
         return {
@@ -250,7 +251,7 @@ class App:
             "paused_s": self.engine.paused_s,
         }
 
-    def _server_info(self) -> dict[str, Any]:
+    def _server_info(self) -> dict[str, object]:
         return self.describe() | {
             "version": arealite.__version__,
             "backend": "arealite-embedded",
@@ -265,7 +266,7 @@ class App:
         decoder, waiting = self.engine.decoder, len(self.engine.waiting)
         return {"running": len(decoder.running), "waiting": waiting, "capacity": decoder.max_rows}
 
-    def _loads(self) -> dict[str, Any]:
+    def _loads(self) -> dict[str, object]:
         now = self.load()
         load = {
             "num_running_reqs": now["running"],
@@ -274,12 +275,12 @@ class App:
         }
         return {"loads": [load]}
 
-    def _models(self) -> dict[str, Any]:
+    def _models(self) -> dict[str, object]:
         model = {"id": self.model.folder, "max_model_len": self.model.context_length}
         return {"object": "list", "data": [model]}
 
 
-def _get(path: str, tell: Callable[[], Any]) -> web.RouteDef:
+def _get(path: str, tell: Callable[[], object]) -> web.RouteDef:
     """Return a GET route whose answer is the result of `tell`."""
 
     async def handle(request: web.Request) -> web.Response:
@@ -297,18 +298,18 @@ def _post(path: str, kind: type[msgspec.Struct], handler: protocol.Handler) -> w
     return web.post(path, handle)
 
 
-def _done(message: str) -> dict[str, Any]:
+def _done(message: str) -> dict[str, object]:
     return {"success": True, "message": message}
 
 
-def _as_json(value: Any, status: int = 200) -> web.Response:
+def _as_json(value: object, status: int = 200) -> web.Response:
     if isinstance(value, web.Response):
         return value
     return web.Response(body=encode(value), status=status, content_type="application/json")
 
 
 @web.middleware
-async def _refusals(request: web.Request, handler: Any) -> web.StreamResponse:
+async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer a refusal in SGLang's two forms: of /generate, and of the weight routes."""
     try:
         return await handler(request)

@@ -12,10 +12,9 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from transformers import Cache, DynamicLayer
+from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.sampler import Settings, ban_stops, draw, settings_of
@@ -28,9 +27,12 @@ WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
 BLOCK = 64
 """The cache holds a multiple of this many rows and positions, so that it rarely grows."""
+Index = tuple[slice | torch.Tensor, slice | torch.Tensor]
+"""Rows and positions of the cache."""
+Mask = torch.Tensor | dict[str, torch.Tensor]
 
 
-def window_of(model: Any) -> int | None:
+def window_of(model: PreTrainedModel) -> int | None:
     """Return the size of the attention window in sliding layers, in tokens, the query included.
 
     None: no layer slides. Without `layer_types`, all layers slide if the model's code supports it.
@@ -55,7 +57,7 @@ class SlotCache(Cache):
         self._held_STHD: list[torch.Tensor] = []
         """Keys and values of layer 0, of layer 1, …"""
         self._shape = (0, 0)
-        self._index: Any = None
+        self._index: Index = (slice(0), slice(0))
         self._width: int | None = None
 
     def reserve(self, rows: int, length: int) -> None:
@@ -72,7 +74,7 @@ class SlotCache(Cache):
             new[:held_rows, :held_length] = old
             self._held_STHD[place] = new
 
-    def start(self, index: Any, *, width: int | None = None) -> None:
+    def start(self, index: Index, *, width: int | None = None) -> None:
         """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
 
         Attention reads the first `width` positions of the rows; None: only what this pass writes.
@@ -80,7 +82,7 @@ class SlotCache(Cache):
         self._index, self._width = index, width
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's new keys and values [rows, H, L, D]; return what attention reads."""
         read = [key_states, value_states]
@@ -109,7 +111,7 @@ class SlotCache(Cache):
 class Decoder:
     """Runs a model for the requests that occupy the rows of its cache."""
 
-    def __init__(self, model: Any, *, max_rows: int, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, max_rows: int, seed: int) -> None:
         config = model.config.get_text_config()
         self.model = model
         self.max_rows = max_rows
@@ -176,7 +178,7 @@ class Decoder:
         self._longest += 1
         self._sample(self.running, logits[:, -1], settings)
 
-    def _mask(self, positions_BL: torch.Tensor, width: int) -> Any:
+    def _mask(self, positions_BL: torch.Tensor, width: int) -> Mask:
         """Return the attention mask [B, 1, L, width] for queries at `positions_BL`, `width` keys;
         a dict with a mask for each kind of layer if the model has `layer_types`."""
 

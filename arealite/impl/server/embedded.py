@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
+from transformers import PreTrainedModel
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ServerConfig
@@ -44,7 +45,7 @@ SHUTDOWN_S = 2.0
 class EmbeddedServer(LLMServer):
     """A server with one model, one engine thread and one HTTP port."""
 
-    def __init__(self, args: ServerConfig, *, shared: Any = None) -> None:
+    def __init__(self, args: ServerConfig, *, shared: PreTrainedModel | None = None) -> None:
         """Load nothing yet.
 
         Args:
@@ -109,7 +110,7 @@ class EmbeddedServer(LLMServer):
             self._stopped.get_loop().call_soon_threadsafe(self._model.relabel, version)
         return self.engine.call(self.engine.resume)
 
-    def _load(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[PreTrainedModel, Any]:
         config = self.config
         if self._shared is not None:
             check_layers(self._shared.config.to_dict(), config.model.path)
@@ -139,7 +140,7 @@ class EmbeddedServer(LLMServer):
         if error is not None:
             raise RoleError(f"llm_server {self.address}: the engine crashed: {error}")
 
-    def _make_engine(self, model: Any, loop: asyncio.AbstractEventLoop) -> Engine:
+    def _make_engine(self, model: PreTrainedModel, loop: asyncio.AbstractEventLoop) -> Engine:
         def tell(call: Callable[[Any], None], news: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed: no request is left
                 loop.call_soon_threadsafe(call, news)
@@ -152,7 +153,7 @@ class EmbeddedServer(LLMServer):
             on_crash=partial(tell, self.stop),
         )
 
-    def _describe(self, model: Any, tokenizer: Any) -> ServedModel:
+    def _describe(self, model: PreTrainedModel, tokenizer: Any) -> ServedModel:
         config = model.config.get_text_config()
         told = config.to_dict()
         own = exact_length(told) or told.get("max_position_embeddings") or 2**20
@@ -178,7 +179,7 @@ class EmbeddedServer(LLMServer):
             decode=decode,
         )
 
-    def _entry(self, app: App) -> dict[str, Any]:
+    def _entry(self, app: App) -> dict[str, object]:
         """Return the server's entry for the name registry."""
         about = app.describe()
         names = ("model_type", "architectures", "vocab_size", "context_length", "paused_s")

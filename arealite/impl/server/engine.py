@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -77,13 +77,13 @@ class Engine:
         self._post(closing)
         self._thread.join(timeout=CLOSE_S)
 
-    def call(self, command: Callable[..., T], *args: Any) -> Future[T]:
+    def call(self, command: Callable[..., T], *args: object) -> Future[T]:
         """Run a method of this class in the engine's thread."""
         future = Future[T]()
         self._post(partial(resolve, future, partial(command, *args)))
         return future
 
-    def call_between_requests(self, command: Callable[..., T], *args: Any) -> Future[T]:
+    def call_between_requests(self, command: Callable[..., T], *args: object) -> Future[T]:
         """Run a method in the engine's thread when paused, or when no request is running."""
         future = Future[T]()
         job = partial(resolve, future, partial(command, *args))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -57,7 +57,7 @@ class Generation:
     """(weight version, start, end) over `output`; all of it at the end."""
     retractions: int = 0
     cached_tokens: int = 0
-    finish: dict[str, Any] | None = None
+    finish: dict[str, str | int] | None = None
     error: str | None = None
     """The error for which the request is answered with status 500."""
 

@@ -38,7 +38,7 @@ class GroupMember:
         self.name = name
         self.backend = backend
         self.device = device if backend == "nccl" else torch.device("cpu")
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._main, name=f"group {name}", daemon=True).start()
 

@@ -103,12 +103,12 @@ class Empty(msgspec.Struct, frozen=True):
     """A POST without options."""
 
 
-Handler = Callable[[Any], Awaitable[Any]]
+Handler = Callable[[Any], Awaitable[object]]
 """Takes a parsed body; returns the answer, as a response or as what becomes JSON."""
 Post = tuple[type[msgspec.Struct], Handler]
 
 
-def openapi(gets: Iterable[str], posts: Mapping[str, Post]) -> dict[str, Any]:
+def openapi(gets: Iterable[str], posts: Mapping[str, Post]) -> dict[str, object]:
     """Describe the routes and the fields of the bodies."""
     _, schemas = msgspec.json.schema_components([kind for kind, _ in posts.values()])
     paths = {path: {"get": {}} for path in gets} | {path: {"post": {}} for path in posts}
@@ -218,7 +218,7 @@ def _generation(
     )
 
 
-def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str, Any]:
+def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str, object]:
     """Make SGLang's answer from a generation that ended.
 
     Args:
@@ -227,7 +227,7 @@ def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str,
         logprobs: Whether to add log-probabilities.
     """
     output, spans = generation.output, generation.spans
-    meta: dict[str, Any] = {
+    meta: dict[str, object] = {
         "id": generation.rid,
         "finish_reason": generation.finish,
         "prompt_tokens": len(generation.prompt),

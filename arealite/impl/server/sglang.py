@@ -12,7 +12,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -157,7 +156,7 @@ def check_ports(config: ServerConfig) -> None:
         raise UserError(f"llm_server.port={port}: ports {port} to {last} do not exist.")
 
 
-def describe(config: ServerConfig) -> dict[str, Any]:
+def describe(config: ServerConfig) -> dict[str, object]:
     """Return the description of the model in the servers' names, from its config.json.
 
     Raises:
@@ -262,7 +261,7 @@ def environment(devices: str | None) -> dict[str, str]:
 def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int) -> list[str]:
     """Return the command line of a server. If an argument is given twice, SGLang uses the last."""
     server, options = config.llm_server, config.llm_server.sglang
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "--model-path": Path(config.model.path).expanduser().absolute(),
         "--dtype": config.model.dtype,
         "--device": "cpu" if cpu else "cuda",

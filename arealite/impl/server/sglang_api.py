@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import msgspec
 
@@ -59,7 +59,7 @@ class Loads(msgspec.Struct):
         }
 
 
-def note_load(entry: dict[str, Any], loads: Loads | None) -> None:
+def note_load(entry: dict[str, object], loads: Loads | None) -> None:
     """Write the load into the content of a server's name; None: the load is unknown."""
     entry.pop("load", None)
     if loads is not None:
@@ -67,7 +67,7 @@ def note_load(entry: dict[str, Any], loads: Loads | None) -> None:
 
 
 async def follow(
-    entry: dict[str, Any],
+    entry: dict[str, object],
     changed: asyncio.Event,
     *,
     version: Callable[[], Awaitable[str | int | None]],

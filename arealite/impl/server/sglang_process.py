@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -62,7 +62,7 @@ class Launch:
     environment: dict[str, str]
     port: int
     logs: Path
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     """The constant part of the name's content."""
 
 
@@ -79,7 +79,7 @@ class SGLangProcess(Supervisor):
         self.port = launch.port
         self._session = session
         self._registry = NameRegistry.of(config)
-        self._entry: dict[str, Any] = {}
+        self._entry: dict[str, object] = {}
         name = f"llm_server-{self.entry_id}"
         budget = Budget(self.options.max_restarts, name, PAUSES_S, steady_s=math.inf)
         self.roles = [Role((name,), budget, grace_s=0.0)]
@@ -241,7 +241,7 @@ class SGLangProcess(Supervisor):
             self._entry, self._changed, version=self._version, load=load, heartbeat_s=beat_s
         )
 
-    def _value(self) -> dict[str, Any] | None:
+    def _value(self) -> dict[str, object] | None:
         """Return the content of the name; None after `ttl_s` without a reply.
 
         The name then dies, so no client uses the server. The server is killed after `silence_s`.
@@ -259,14 +259,14 @@ class SGLangProcess(Supervisor):
     async def _load(self, seconds: float) -> Loads | None:
         return await self._get("/v1/loads?include=core", Loads, seconds)
 
-    async def _answer(self, path: str, kind: type[T], body: Any = None) -> T:
+    async def _answer(self, path: str, kind: type[T], body: object = None) -> T:
         """Repeat a request until the server replies."""
         seconds = self.options.silence_s / 3
         while (found := await self._get(path, kind, seconds, body)) is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         return found
 
-    async def _get(self, path: str, kind: type[T], seconds: float, body: Any = None) -> T | None:
+    async def _get(self, path: str, kind: type[T], seconds: float, body: object = None) -> T | None:
         """Return the reply to a GET, or to a POST if there is a body; None if there is no valid
         reply."""
         url, method = self.address + path, "POST" if body else "GET"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_layers, read_model
@@ -127,7 +128,7 @@ def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
         raise Refusal(f"Failed to get weights iterator: {file}: {error}") from error
 
 
-def load_model(path: str, *, dtype: str, device: str) -> tuple[Any, Any]:
+def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, Any]:
     """Return (model in evaluation mode, tokenizer) of a Hugging Face folder.
 
     Raises:

@@ -18,7 +18,7 @@ from arealite.base import log
 from arealite.base.signals import STOP
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import checkpoints
-from arealite.impl.trainer.components import TrainerComponents, build_components
+from arealite.impl.trainer.components import Engines, TrainerComponents, build_components
 from arealite.impl.trainer.metrics import Stopwatch
 
 logger = log.get(__name__)
@@ -34,7 +34,7 @@ class BaseTrainer(Trainer):
         self,
         config: ExperimentConfig,
         components: TrainerComponents | None,
-        load_engines: Callable[[ExperimentConfig], dict[str, Any]],
+        load_engines: Callable[[ExperimentConfig], Engines],
     ) -> None:
         """Initialize the rank.
 
@@ -63,7 +63,7 @@ class BaseTrainer(Trainer):
 
     @property
     @abstractmethod
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, object]:
         """State that a checkpoint holds beside the models and the step."""
 
     @property

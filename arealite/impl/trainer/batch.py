@@ -183,7 +183,7 @@ def make_rows(
         return made
     if groups:
         link.report(messages.Unusable(batch.step, groups))
-    world.barrier()  # no rank requests the batch again before all ranks have told the datapipe
+    world.barrier()  # all ranks report to the datapipe before any rank requests the batch again
     return None
 
 

@@ -17,7 +17,7 @@ logger = log.get(__name__)
 
 
 def save(
-    path: Path, engines: Mapping[str, TrainEngine], extra: dict[str, Any], world: World
+    path: Path, engines: Mapping[str, TrainEngine], extra: dict[str, object], world: World
 ) -> None:
     """Write a checkpoint; `path` appears once all ranks have written all of it.
 
@@ -32,7 +32,7 @@ def save(
         engine.save(checkpoint.temporary(path) / folder, extra)
     world.barrier()
     if world.is_rank0:
-        facts = {"step": extra.get("step", 0), "world_size": world.size}
+        facts: dict[str, object] = {"step": extra.get("step", 0), "world_size": world.size}
         checkpoint.commit(path, facts | checkpoint.versions())
         logger.info("checkpoint written", path=str(path))
     world.barrier()
@@ -48,8 +48,8 @@ def load(path: Path, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
     for folder in engines:
         if not (path / folder).is_dir():
             raise UserError(
-                f"checkpoint {path} has no {folder}. Use the advantage.type that the run was begun "
-                "with, another trial_name, or resume=never to start over."
+                f"checkpoint {path} has no {folder}. Use the advantage.type that the run was "
+                "started with, another trial_name, or resume=never to start over."
             )
     found = [engine.load(path / folder) for folder, engine in engines.items()]
     return found[0]

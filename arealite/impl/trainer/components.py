@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import Head, TrainEngine, Training, engines
@@ -38,8 +38,16 @@ class TrainerComponents:
     """None if the advantages need no critic."""
 
 
+class Engines(TypedDict):
+    """The engines of a trainer, by their names in TrainerComponents."""
+
+    engine: TrainEngine
+    reference: NotRequired[TrainEngine]
+    critic: NotRequired[TrainEngine]
+
+
 def build_components(
-    config: ExperimentConfig, load_engines: Callable[[ExperimentConfig], dict[str, Any]]
+    config: ExperimentConfig, load_engines: Callable[[ExperimentConfig], Engines]
 ) -> TrainerComponents:
     """Join the other ranks, load the engines, and open publisher and loggers on rank 0."""
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
@@ -74,11 +82,11 @@ def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
     return [loggers.get("jsonl")(root), *others]
 
 
-def load_ppo_engines(config: ExperimentConfig) -> dict[str, Any]:
-    """Load this rank's shards of the models that PPO needs, by their names in TrainerComponents."""
+def load_ppo_engines(config: ExperimentConfig) -> Engines:
+    """Load this rank's shards of the models that PPO needs."""
     ppo, kl, critic = config.trainer.ppo, config.trainer.ppo.kl, config.trainer.ppo.critic
     updates = ppo.total_steps * ppo.updates * ppo.epochs
-    made = {"engine": make_engine(config, training=Training(ppo.optimizer, ppo.lr, updates))}
+    made = Engines(engine=make_engine(config, training=Training(ppo.optimizer, ppo.lr, updates)))
     if kl.coef > 0:
         path = kl.reference if kl.reference != "initial" else None
         made["reference"] = make_reference(config, made["engine"], path)
@@ -112,8 +120,7 @@ def make_engine(
 ) -> TrainEngine:
     """Load the model at `path` (None: at model.path); without `training` it is frozen."""
     options = _options(config)
-    engine: Any = engines.get(options.type)
-    return engine(
+    return engines.get(options.type)(
         getattr(options, options.type, options.fsdp),
         model_path=path or config.model.path,
         seed=config.seed,

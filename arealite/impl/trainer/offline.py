@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,12 @@ import torch
 from arealite.algo.partition import balance
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
-from arealite.api.engine import Head, LossFn, LossInput, Sequence, Training
+from arealite.api.engine import LossFn, LossInput, Sequence, Training
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.impl.engine.batch import collate
 from arealite.impl.trainer.base import BaseTrainer
-from arealite.impl.trainer.components import TrainerComponents, make_engine
+from arealite.impl.trainer.components import Engines, TrainerComponents, make_engine
 from arealite.impl.trainer.metrics import ENGINE
 from arealite.system.data.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
 from arealite.system.data.dataset import permutation
@@ -50,7 +49,6 @@ class Rows:
 class OfflineTrainer(BaseTrainer):
     """One rank of a supervised run; subclasses make the rows and the loss."""
 
-    head: Head = "lm"
     rows_per_example = 1
     stats: tuple[str, ...]
     """Names of the loss function's stats: means over the tokens or pairs of a batch."""
@@ -74,10 +72,10 @@ class OfflineTrainer(BaseTrainer):
         self.train_rows, self.held_out_rows = read_dataset(self.config)
         self.total_steps = count_steps(self.config, len(self.train_rows))
 
-    def load_engines(self, config: ExperimentConfig) -> dict[str, Any]:
+    def load_engines(self, config: ExperimentConfig) -> Engines:
         """Load the model that is trained."""
         training = Training(self.offline.optimizer, self.offline.lr, self.total_steps)
-        return {"engine": make_engine(config, training=training, head=self.head)}
+        return Engines(engine=make_engine(config, training=training, head=self.head))
 
     @abstractmethod
     def make_loss(self) -> LossFn:
@@ -182,10 +180,10 @@ class OfflineTrainer(BaseTrainer):
     def begin(self) -> int:
         """Resume or start; return the step."""
         step, progress = self.load_checkpoint()
-        if progress and (begun := progress.get("identity")) != self.identity:
+        if progress and (before := progress.get("identity")) != self.identity:
             raise UserError(
-                f"{self.paths.checkpoints} was begun with {begun}, now it is {self.identity}: put "
-                "that back, or choose another trial_name."
+                f"{self.paths.checkpoints} was started with {before}, now it is {self.identity}: "
+                "restore that, or choose another trial_name."
             )
         self.rewind_metrics(step)
         if self.is_evaluation_due(step):
@@ -205,7 +203,7 @@ class OfflineTrainer(BaseTrainer):
         logger.info("training ends", step=step, finished=finished)
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, object]:
         """The settings that must not change within a trial."""
         return {"identity": self.identity}
 

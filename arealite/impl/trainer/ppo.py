@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from arealite.algo.losses import make_policy_loss
 from arealite.algo.value_loss import make_value_loss
@@ -305,7 +305,7 @@ class PPOTrainer(BaseTrainer):
         return report
 
     def join_publish(self) -> None:
-        """Wait for a publish that runs beside the loop; no-op in synchronous training."""
+        """Wait for a publish that runs in another thread; no-op in synchronous training."""
 
     @property
     def needs_republish(self) -> bool:
@@ -321,7 +321,7 @@ class PPOTrainer(BaseTrainer):
     # ------------------------------------------------------------ files and links
 
     @property
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, object]:
         """Return the counters that a checkpoint holds."""
         return {"interruptions": self.interruptions}
 
@@ -338,10 +338,10 @@ class PPOTrainer(BaseTrainer):
 
 
 class AsyncPPOTrainer(PPOTrainer):
-    """PPO with publishing and fetching beside training.
+    """PPO that publishes weights and fetches batches concurrently with training.
 
-    Batches are requested one step ahead. Weights are pushed in a thread with its own link. Rollout
-    generates with weights up to `max_staleness` versions old meanwhile.
+    Batches are requested one step ahead. Weights are pushed in a thread with its own link.
+    Meanwhile workers generate with weights that are at most `max_staleness` versions old.
     """
 
     def __init__(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from arealite.algo.preference import bradley_terry, make_dpo_loss
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import LossFn, Sequence
-from arealite.impl.trainer.components import make_reference
+from arealite.impl.trainer.components import Engines, make_reference
 from arealite.impl.trainer.offline import OfflineTrainer, Rows, Unit
 from arealite.system.data.chats import ASSISTANT, Example
 
@@ -21,7 +19,7 @@ class DPOTrainer(OfflineTrainer):
 
     rows_per_example, stats = 2, PAIR_STATS
 
-    def load_engines(self, config: ExperimentConfig) -> dict[str, Any]:
+    def load_engines(self, config: ExperimentConfig) -> Engines:
         made, dpo = super().load_engines(config), config.trainer.dpo
         if not dpo.reference_free:
             made["reference"] = make_reference(config, made["engine"], dpo.reference)

@@ -51,7 +51,7 @@ class LedgerLink:
         """Ignore the request: a replay rolls nothing back."""
         return TrainerReady(step, 0)
 
-    def next_batch(self, step: int, **_: Any) -> tuple[Batch, list[bytes]] | None:
+    def next_batch(self, step: int, **_: object) -> tuple[Batch, list[bytes]] | None:
         """Return this rank's shard of the batch that the run trained as `step`."""
         if step >= self._stop:
             return None

@@ -23,10 +23,10 @@ def open_store(
 
     Without a listener, torch would listen on every interface.
     """
-    options: dict[str, Any] = {"world_size": world_size, "timeout": timeout}
-    if listener is not None:
-        options |= {"is_master": True, "master_listen_fd": listener.detach()}
-    return TCPStore(host, port, **options)
+    if listener is None:
+        return TCPStore(host, port, world_size, timeout=timeout)
+    descriptor = listener.detach()
+    return TCPStore(host, port, world_size, True, timeout=timeout, master_listen_fd=descriptor)
 
 
 def join(

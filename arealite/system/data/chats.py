@@ -33,7 +33,7 @@ COLUMNS = (
 )
 CONTEXT, ASSISTANT, NEXT_STATE = 0, 1, 2
 """Kinds of tokens: before the first trained answer; in an answer; between and after answers."""
-Row = tuple[str, dict[str, Any]]
+Row = tuple[str, dict[str, object]]
 """The place of a row, such as "data.jsonl, line 3", and its columns."""
 Messages = list[dict[str, str]]
 
@@ -53,7 +53,7 @@ class Example:
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]]) -> list[int]:
+def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[object]) -> list[int]:
     """Tokenize a prompt: a text, or chat messages through the chat template.
 
     The result is cached, because the episodes of a group have the same prompt. The caller must not
@@ -81,9 +81,9 @@ _short, _long = lru_cache(maxsize=16384)(_tokenize), lru_cache(maxsize=2048)(_to
 
 def render(
     tokenizer: Any,
-    messages: Sequence[Any],
+    messages: Sequence[object],
     *,
-    tools: Sequence[Any] = (),
+    tools: Sequence[object] = (),
     add_generation_prompt: bool = True,
 ) -> str:
     """Render chat messages as text with the tokenizer's chat template.
@@ -116,13 +116,13 @@ def render(
         ) from error
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Tokenize the output of `render`, which contains the special tokens already."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _render(
-    tokenizer: Any, messages: list[Any], *, add_generation_prompt: bool = True
+    tokenizer: Any, messages: Sequence[object], *, add_generation_prompt: bool = True
 ) -> list[int]:
     text = render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     return encode(tokenizer, text)
@@ -195,7 +195,7 @@ def identity_of_rows(config: ExperimentConfig, rows: list[Row]) -> dict[str, str
 
 
 def check_examples(
-    config: ExperimentConfig, model: dict[str, Any]
+    config: ExperimentConfig, model: dict[str, object]
 ) -> tuple[dict[str, str], list[str]]:
     """Check that the rows of an offline trainer can be used.
 
@@ -276,7 +276,7 @@ def _unknown(row: Row, wanted: str) -> UserError:
     return UserError(f"{where}: a row needs the columns {wanted}; it has {has}.")
 
 
-def _collected_example(columns: dict[str, Any], where: str, limit: int) -> Example:
+def _collected_example(columns: dict[str, object], where: str, limit: int) -> Example:
     tokens, mask = columns["tokens"], columns.get("loss_mask")
     if isinstance(tokens, bytes) and isinstance(mask, bytes):
         tokens, mask = np.frombuffer(tokens, "<i4"), np.frombuffer(mask, np.uint8)
@@ -366,7 +366,7 @@ def _example(tokens: Any, kinds: Any, limit: int) -> Example:
     return Example(np.asarray(tokens[:limit], np.int32), np.asarray(kinds[:limit], np.uint8))
 
 
-def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Return the length of the longest common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

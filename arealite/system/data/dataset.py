@@ -49,7 +49,7 @@ def load_tasks(path: str, split: str) -> list[Task]:
 
 def read_rows(
     path: str, split: str, columns: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the rows of a JSONL or Parquet file.
 
     Args:
@@ -76,7 +76,7 @@ def read_rows(
     yield from jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file, columns)
 
 
-def identity(config: ExperimentConfig, rows: Sequence[Any]) -> dict[str, str]:
+def identity(config: ExperimentConfig, rows: Sequence[object]) -> dict[str, str]:
     """Return the names and values that must not change within a trial.
 
     They determine the task of each group, or for an offline trainer the rows of each step.
@@ -97,7 +97,7 @@ def identity(config: ExperimentConfig, rows: Sequence[Any]) -> dict[str, str]:
     }
 
 
-def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the place and columns of each row; skip blank lines.
 
     Raises:
@@ -119,23 +119,23 @@ def jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, row
 
 
-def _depth(value: Any) -> int:
-    inner: Any = cast(dict[str, Any], value).values() if isinstance(value, dict) else value
+def _depth(value: object) -> int:
+    inner: Any = cast(dict[str, object], value).values() if isinstance(value, dict) else value
     return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
 
 
-def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the place and columns of each row; rows are counted from 0."""
-    # Any, because pyarrow has no types. It is imported only for Parquet files.
-    pyarrow: Any = importlib.import_module("pyarrow")
-    parquet: Any = importlib.import_module("pyarrow.parquet")
+    # Imported only for Parquet files.
+    pyarrow = importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
     try:
         names: list[str] = parquet.read_schema(file).names
         table = parquet.read_table(file, columns=[n for n in columns if n in names] or None)
     except (pyarrow.ArrowException, OSError) as error:
         line = " ".join(str(error).split())
         raise UserError(f"dataset file {file} is not readable Parquet: {line}") from error
-    rows = cast(list[dict[str, Any]], table.to_pylist())
+    rows = cast(list[dict[str, object]], table.to_pylist())
     for number, row in enumerate(rows):
         yield f"{file}, row {number}", row
 
@@ -148,7 +148,7 @@ def _require_prompt(names: Sequence[str], where: str) -> None:
     raise UserError(f"{where}: no column `prompt`, only {', '.join(names) or 'none'}.{hint}")
 
 
-def make_task(row: dict[str, Any], task_id: str, where: str) -> Task:
+def make_task(row: dict[str, object], task_id: str, where: str) -> Task:
     """Build a task from a row.
 
     Args:
@@ -168,10 +168,10 @@ def make_task(row: dict[str, Any], task_id: str, where: str) -> Task:
     if extra is not None and not isinstance(extra, dict):
         what = f"`extra_info` is {type(extra).__name__}, must be an object of named values"
         raise UserError(f'{where}: {what}. Write it as {{"name": value}}, or leave it out.')
-    return Task(task_id, prompt, truth, cast(dict[str, Any], extra or {}))
+    return Task(task_id, prompt, truth, cast(dict[str, object], extra or {}))
 
 
-def check_prompt(prompt: Any, where: str, column: str = "prompt") -> str | list[dict[str, str]]:
+def check_prompt(prompt: object, where: str, column: str = "prompt") -> str | list[dict[str, str]]:
     """Return the value of a column if it is a text or a list of messages.
 
     Raises:
@@ -179,7 +179,7 @@ def check_prompt(prompt: Any, where: str, column: str = "prompt") -> str | list[
     """
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(map(_is_message, cast(list[Any], prompt))):
+    if isinstance(prompt, list) and prompt and all(map(_is_message, cast(list[object], prompt))):
         return cast(list[dict[str, str]], prompt)
     raise UserError(
         f"{where}: `{column}` must be a text that is not empty, or a list of messages. "
@@ -187,9 +187,9 @@ def check_prompt(prompt: Any, where: str, column: str = "prompt") -> str | list[
     )
 
 
-def _is_message(message: Any) -> bool:
+def _is_message(message: object) -> bool:
     return isinstance(message, dict) and all(
-        isinstance(cast(dict[str, Any], message).get(key), str) for key in ("role", "content")
+        isinstance(cast(dict[str, object], message).get(key), str) for key in ("role", "content")
     )
 
 

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-Row = dict[str, Any]
+Row = dict[str, object]
 ROWS_AT_A_TIME = 1024
 SUFFIXES = (".parquet", ".jsonl")
 
@@ -41,9 +40,8 @@ def _jsonl(file: Path, rows: Iterator[Row]) -> int:
 
 
 def _parquet(file: Path, rows: Iterator[Row]) -> int:
-    # Any, because pyarrow has no types.
-    pa: Any = importlib.import_module("pyarrow")
-    parquet: Any = importlib.import_module("pyarrow.parquet")
+    pa = importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
     text, message = pa.string(), pa.struct([("role", pa.string()), ("content", pa.string())])
     kinds = {
         **dict.fromkeys(("task_id", "source", "seat"), text),

@@ -53,7 +53,7 @@ class Samples:
                 short = max(len(before), len(now)) <= SHOWN
                 what = f"with {key}={before}, now it is {now}" if short else f"with another {key}"
                 raise UserError(
-                    f"{self.file.parent} was begun {what}. Restore it, or choose another name=…"
+                    f"{self.file.parent} was started {what}. Restore it, or choose another name=…"
                 )
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", identity.items())
 

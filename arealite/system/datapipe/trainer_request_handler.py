@@ -336,7 +336,7 @@ class TrainerRequestHandler:
         return (
             f"the trainer begins at step {step}, but the checkpoint of step {saved} was "
             "durable: it is missing or broken. Put it back; or start the same trial again with "
-            f"resume=step-{step:06d} to go back, or resume=never to begin anew"
+            f"resume=step-{step:06d} to go back, or resume=never to start a new run"
         )
 
     def _filter_groups(self, route: bytes, request: messages.Unusable) -> None:

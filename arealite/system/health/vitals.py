@@ -20,7 +20,6 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 
@@ -314,10 +313,10 @@ def stacks() -> str:
     return "".join(f"{len(n)} x {kind} {n[0]}: {path}\n" for (kind, path), n in ordered)
 
 
-def _task_path(task: asyncio.Task[Any]) -> str:
+def _task_path(task: asyncio.Task[object]) -> str:
     """Return the stack of a task, which begins at its innermost await."""
     places: list[str] = []
-    awaited: Any = task.get_coro()
+    awaited: object = task.get_coro()
     while awaited is not None:
         kind = next((k for k in ("cr", "gi", "ag") if hasattr(awaited, f"{k}_frame")), None)
         if kind is None or (frame := getattr(awaited, f"{kind}_frame")) is None:

@@ -73,7 +73,7 @@ class Wait:
         self.expired = self.abandoned = False
         self.deadline = math.inf
         """The deadline on the event loop's clock."""
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[object] | None = None
         self._timer: _Timer | None = None
 
     def note_sign(self, detail: str = "") -> None:
@@ -121,7 +121,7 @@ class Wait:
             self._task.cancel()
 
     @types.coroutine
-    def run(self, work: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
+    def run(self, work: Coroutine[object, object, None]) -> Generator[object, object, None]:
         """Await a coroutine in the body of this wait.
 
         Args:

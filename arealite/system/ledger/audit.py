@@ -258,7 +258,7 @@ class Audit:
                 name = str(row[0] + 1 if table == "steps" else row[0])
                 self.problems["broken"][f"{table} differ from their checksum"].append(name)
 
-    def _check(self, state: str, row: Row, step: int | None, *kept: Any) -> None:
+    def _check(self, state: str, row: Row, step: int | None, *kept: object) -> None:
         """Compare columns and payload of a trajectory with its header, and count its tokens."""
         name, is_closed = str(row[0]), state in CLOSED
         is_unusable, found, payload = kept

@@ -71,7 +71,7 @@ class Ledger:
         self._queue: list[Statement] = []
         self._groups: dict[int, Group] = {}
         """By seq: groups that changed since the last transaction."""
-        self._trajectories: list[tuple[Any, ...]] = []
+        self._trajectories: list[tuple[object, ...]] = []
         self._log_limit, self._transactions = LOG_BYTES, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class Ledger:
         for key, value in expected.items():
             if held.get(key) != value:
                 raise UserError(
-                    f"The ledger {self.path} was begun with {key}={held.get(key)}, now it is "
+                    f"The ledger {self.path} was started with {key}={held.get(key)}, now it is "
                     f"{value}. Restore the value, or choose another trial_name."
                 )
         db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")
@@ -137,7 +137,7 @@ class Ledger:
 
     # ------------------------------------------------------------ writing
 
-    def _put(self, sql: str, *values: Any) -> None:
+    def _put(self, sql: str, *values: object) -> None:
         self._queue.append((sql, values))
 
     def set_meta(self, key: str, value: str) -> None:
@@ -227,7 +227,7 @@ class Ledger:
         """Clear step and place of rolled-back groups, because the batch size was changed."""
         self._change("state = 'complete' AND step NOTNULL", step="NULL", place="NULL")
 
-    def _change(self, where: str, *values: Any, **columns: str) -> None:
+    def _change(self, where: str, *values: object, **columns: str) -> None:
         """Set columns of groups to SQL expressions, and update their checksums."""
         new = ", ".join(columns.get(name, name) for name in schema.COVERED["groups"].split(", "))
         changes = ", ".join(f"{name} = {value}" for name, value in columns.items())
@@ -298,7 +298,7 @@ class Ledger:
         self.connection.close()
 
 
-def columns(header: TrajectoryHeader) -> tuple[Any, ...]:
+def columns(header: TrajectoryHeader) -> tuple[object, ...]:
     """Return the columns of the table `trajectories` that repeat fields of a header."""
     h = header
     reward = h.reward + 0.0  # as SQLite stores it: a float, and never -0.0
@@ -306,14 +306,14 @@ def columns(header: TrajectoryHeader) -> tuple[Any, ...]:
     return (*first, h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
 
 
-def _row(group: Group) -> tuple[Any, ...]:
+def _row(group: Group) -> tuple[object, ...]:
     leases = [(key, group.owners[key], x.members, x.version) for key, x in group.leases.items()]
     fixed = (group.group_id, group.seq, group.task.task_id, group.row, group.epoch)
     covered = (*fixed, group.state, group.reason, group.step, group.place)
     return (*covered, json.dumps(leases), schema.checksum(*covered))
 
 
-def _many(sql: str, rows: Sequence[tuple[Any, ...]]) -> Iterator[Statement]:
+def _many(sql: str, rows: Sequence[tuple[object, ...]]) -> Iterator[Statement]:
     for first in range(0, len(rows), ROWS):
         some = rows[first : first + ROWS]
         row = f"({', '.join('?' * len(some[0]))})"

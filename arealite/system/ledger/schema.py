@@ -74,7 +74,7 @@ UPDATE trajectories SET payload = NULL WHERE group_id IN (
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def checksum(*values: object, payload: Any = b"") -> int:
+def checksum(*values: object, payload: bytes = b"") -> int:
     """Return 62 bits of the SHA-256 of a row's values followed by a payload.
 
     It detects corruption and careless edits. It does not detect forgery: without a key, anyone can
@@ -90,7 +90,7 @@ def with_checksum(*row: object) -> tuple[object, ...]:
     return (*row, checksum(*row))
 
 
-def with_payload_checksum(*row: Any) -> tuple[Any, ...]:
+def with_payload_checksum(*row: Any) -> tuple[object, ...]:
     """Return a trajectory's columns and payload, followed by the checksums of payload and row."""
     return (*row, checksum(row[0], payload=row[-1]), checksum(*row[:-1]))
 

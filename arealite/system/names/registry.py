@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -120,7 +120,7 @@ class NameRegistry:
                         "cluster.security=off, or AReaLite 0.1.0. Stop it, or set trial_name."
                     )
 
-    def put(self, role: str, entry_id: str, value: dict[str, Any]) -> None:
+    def put(self, role: str, entry_id: str, value: Mapping[str, object]) -> None:
         """Write or renew a name, atomically.
 
         Raises:
@@ -158,7 +158,7 @@ class NameRegistry:
                 continue  # removed in the meantime, or a foreign file
             age = self._age(path, written, folder_now)
             if age <= self.ttl_s and isinstance(value, dict):
-                found.append(Entry(role, path.stem, cast(dict[str, Any], value), age))
+                found.append(Entry(role, path.stem, cast(dict[str, object], value), age))
         return found
 
     def _age(self, path: Path, written: float, folder_now: Callable[[], float]) -> float:
@@ -190,7 +190,7 @@ class NameRegistry:
 
     @asynccontextmanager
     async def registered(
-        self, role: str, entry_id: str, value: Callable[[], dict[str, Any] | None], *,
+        self, role: str, entry_id: str, value: Callable[[], Mapping[str, object] | None], *,
         heartbeat_s: float = 1.0, changed: asyncio.Event | None = None,
     ) -> AsyncGenerator[None, None]:  # fmt: skip
         """Write a name, renew it during the body, and remove it at the end.

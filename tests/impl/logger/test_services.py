@@ -120,7 +120,7 @@ def test_missing_package_of_a_logger_is_a_user_error(
 
 
 def test_wandb_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arealite.impl.logger.services.extra", lambda *_: None)
+    monkeypatch.setattr("arealite.impl.logger.services.import_optional", lambda *_: None)
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -107,7 +107,7 @@ async def test_hanging_server_is_quarantined_and_updated_later(site: Site) -> No
         slow.fail_next("hang", path="/update_weights_from_disk", count=1000)
         report = await site.publish(1)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
-        assert 50.0 < (site.expirer.ended[0] or 0.0) <= 60.0, "publisher.timeout_s"
+        assert 50.0 < (site.expirer.expired[0] or 0.0) <= 60.0, "publisher.timeout_s"
         slow.recover()
         await eventually(lambda: slow.version == "1" and slow.paused is None)
 

@@ -59,7 +59,7 @@ async def test_server_that_hangs_on_a_probe_is_quarantined_and_updated_later(
         )  # whichever of push and watch sends the first request
         report = await site.publish(1)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
-        assert site.expirer.ended[0] == 60.0
+        assert site.expirer.expired[0] == 60.0
         silent.recover()
         await eventually(lambda: silent.version == "1" and silent.paused is None)
 
@@ -140,5 +140,5 @@ async def test_pause_of_a_running_update_is_not_ended(site: Site) -> None:
         other.paused = "retract"
         await eventually(lambda: other.paused is None, "the watch to come round")
         assert (slow.paused, slow.version) == ("retract", "1")
-        site.expirer.end("llm_server-s0")
+        site.expirer.expire("llm_server-s0")
         assert (await pushing).version == 2

@@ -164,7 +164,7 @@ async def test_check_of_a_checker_without_cpu_time_is_repeated(reward, monkeypat
 
 async def test_episode_fails_if_checkers_get_no_cpu_time(reward):
     reward.pool.patience_s = 0.0
-    with pytest.raises(RewardTimeout, match=r"did nothing for 0\.0 s, 3 times") as caught:
+    with pytest.raises(RewardTimeout, match=r"a check got no CPU for 0\.0 s, 3 times") as caught:
         await reward.score("$9^{9^{9^{9}}}$", ROOT)
     assert failure_class(caught.value) == "reward_timeout"
 

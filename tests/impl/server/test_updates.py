@@ -61,7 +61,7 @@ async def join(trainer: Trainer, server: Backend) -> None:
         ({"dtypes": ["add"]}, "has no dtype of torch: 'add'"),
         (
             {"names": ["model.norm.weight"] * 2, "dtypes": ["float32"] * 2, "shapes": [[32]] * 2},
-            "twice",
+            "a name is repeated",
         ),
         ({"shapes": []}, "names, dtypes and shapes differ in length"),
         ({"shapes": [["a"]]}, "Expected `int`"),

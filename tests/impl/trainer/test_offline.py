@@ -264,7 +264,7 @@ def test_stopped_run_saves_a_checkpoint_and_resumes_from_it(tmp_path, model):
     whole.train()
     config = settings(tmp_path, model)
     first = faked(config)
-    engine_of(first).after = lambda count: setattr(first.stop, "asked", count == 2)
+    engine_of(first).after = lambda count: setattr(first.stop, "requested", count == 2)
     first.train()
     assert engine_of(first).saved == [2] and engine_of(first).exported == 0
     second = faked(config)

@@ -170,7 +170,7 @@ def test_content_of_the_page(paths: RunPaths, opened: Open) -> None:
         assert "Lost: nothing" in balance
         page.locator("#metrics summary", has_text="Reward").click()
         title = page.locator("#metrics figcaption", has_text="reward/mean")
-        assert "as the environment gave it" in (title.get_attribute("title") or "")
+        assert "before shaping" in (title.get_attribute("title") or "")
         assert "max_staleness" in page.inner_text("#config pre")
 
 
@@ -253,7 +253,7 @@ def test_hostile_text_is_not_executed(paths: RunPaths, opened: Open) -> None:
         shown = page.locator("#detail .words").evaluate_all("all => all.map(e => e.textContent)")
         assert "".join(shown) == "user" + HOSTILE + ODD + "<tool_call>{never closed" + "\ufffd"
         assert page.locator("#detail img").count() == 0
-        assert page.title() == "test_hostile_text_is_text0/run · AReaLite report"
+        assert page.title() == f"{paths.root.parent.name}/run · AReaLite report"
         assert "cannot be read" in (texts(page, "#detail .call"))[0]
 
 

@@ -50,9 +50,9 @@ async def test_failures_are_counted_with_the_first_detail(samples: Samples) -> N
 def test_samples_of_another_identity_are_refused(samples: Samples) -> None:
     samples.begin({"model": "a", "weights": "x" * 100})
     samples.begin({"model": "a", "weights": "x" * 100, "new": "key"})
-    with pytest.raises(UserError, match=r"begun with model=a, now it is b\. Restore it"):
+    with pytest.raises(UserError, match=r"started with model=a, now it is b\. Restore it"):
         samples.begin({"model": "b"})
-    with pytest.raises(UserError, match="begun with another weights"):
+    with pytest.raises(UserError, match="started with another weights"):
         samples.begin({"model": "a", "weights": "y" * 100})
 
 
