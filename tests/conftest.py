@@ -1,16 +1,16 @@
-"""What holds for all tests, and fixtures that any may use: the session's real SGLang server.
+"""Settings of all tests, and shared fixtures: the session's real SGLang server.
 
-Mark the test (or the module: `pytestmark = pytest.mark.sglang`) and ask for `sglang_server`:
+Mark the test (or the module: `pytestmark = pytest.mark.sglang`) and request `sglang_server`:
 
     @pytest.mark.sglang
     async def test_pause(sglang_server: SharedServer) -> None:
         async with aiohttp.ClientSession(sglang_server.address) as session: ...
 
-The server starts with the first test that asks (20 s); before each one it is reset: running, idle,
-no open update session, weights of `folders[0]` (`folders[1]` and `[2]` are others of the same
-shape) under the version "default", an empty cache. A test that kills, freezes or starves a server
-starts its own with tests.sglang.real.real_sglang; groups made by init_weights_update_group need
-fresh names, as they survive a reset.
+The server starts with the first test that requests it (20 s). Before each test it is reset: it is
+idle, has no open update session, the weights of `folders[0]` (`folders[1]` and `[2]` have others of
+the same shape) with the version "default", an empty cache. A test that kills, stops or starves a
+server starts its own with tests.sglang.real.real_sglang. Groups of init_weights_update_group need
+new names, because they survive a reset.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hypothesis import HealthCheck, settings
 from tests.sglang.shared import SharedServer, shared_server
 from tests.skip_report import pytest_terminal_summary as pytest_terminal_summary
 
-# How long an example takes is the machine's matter, and every machine tries the same ones.
-# Others: pytest --hypothesis-profile=explore.
+# The duration of an example depends on the machine; all machines run the same examples.
+# Other examples: pytest --hypothesis-profile=explore.
 ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", ANY_SPEED)
 settings.register_profile("same", ANY_SPEED, derandomize=True)
@@ -33,7 +33,7 @@ settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give a test time for the start of two servers on a loaded machine."""
+    """Increase the timeout of a test for the start of two servers on a loaded machine."""
     for item in items:
         if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1000))
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def log_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo a test's settings of structlog; a logger that kept them could not be captured later."""
+    """Reset structlog after each test; a logger with cached settings cannot be captured."""
     before, configure = structlog.get_config(), structlog.configure
     never = {"cache_logger_on_first_use": False}
     monkeypatch.setattr(structlog, "configure", lambda **given: configure(**given | never))
@@ -51,7 +51,7 @@ def log_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def sglang_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
-    """Hold the one server of a session; tests take `sglang_server`."""
+    """Provide the server of a session; tests use `sglang_server`."""
     with shared_server(tmp_path_factory.mktemp("sglang")) as server:
         yield server
 
@@ -60,7 +60,7 @@ def sglang_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedS
 def sglang_server(
     request: pytest.FixtureRequest, sglang_session: SharedServer
 ) -> Iterator[SharedServer]:
-    """Give a reset server; fail the test that killed it."""
+    """Return a reset server; fail a test that killed it."""
     assert request.node.get_closest_marker("sglang"), "mark the test: pytest.mark.sglang"
     sglang_session.reset()
     yield sglang_session

@@ -1,4 +1,4 @@
-"""Tiny random models with a character tokenizer, made in a fraction of a second, for tests.
+"""Tiny random models with a character tokenizer for tests, created in a fraction of a second.
 
 `tiny_model(path, seed=0)` writes a Hugging Face folder: config, tokenizer, safetensors.
 """
@@ -69,7 +69,7 @@ def tiny_tokenizer(vocab: int = 64) -> Any:
     """Return a character tokenizer of exactly `vocab` ids; pad 0, bos 1, eos 2.
 
     A byte-level BPE without merges, in Qwen2's class: transformers reads every Qwen2 folder with
-    that class, whatever its tokenizer_config says.
+    that class, independent of its tokenizer_config.
     """
     from transformers import Qwen2Tokenizer
 

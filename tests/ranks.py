@@ -1,6 +1,6 @@
-"""Several ranks of one job for tests, forked from one process that has imported what they need.
+"""Several ranks of one job for tests, forked from a process that has imported their modules.
 
-Because importing torch and the engine is most of what a small rank does.
+Imports of torch and the engine take most of the time of a small rank.
 """
 
 from __future__ import annotations

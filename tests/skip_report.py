@@ -1,4 +1,4 @@
-"""A file of what was skipped, for tools/skips.py: the environment variable SKIPS names it."""
+"""A report of skipped tests for tools/skips.py; the environment variable SKIPS names its file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write each skipped test, or module, and its reason; nothing where no file is named."""
+    """Write each skipped test or module with its reason, if SKIPS is set."""
     if not (file := os.environ.get("SKIPS")):
         return
     skipped = terminalreporter.stats.get("skipped", [])

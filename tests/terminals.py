@@ -1,4 +1,4 @@
-"""A real terminal for a test's child process, and what a person would see in it."""
+"""A pseudo-terminal for a test's child process, and the screen that a user sees."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from contextlib import contextmanager
 TOKENS = re.compile(r"\x1b\[(\??)(\d*)(?:;\d+)*([A-Za-z])|\x1b.|[\r\n\x07]|[^\x1b\r\n\x07]+")
 NOT_OURS = ("CI", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
 LAST = b"\0that is all\0"
-"""Written to a terminal when its process has ended: what comes before it is the process's."""
+"""Marker written to a terminal after its process has exited; output before it is complete."""
 
 
 class Screen:
-    """Lines as a terminal of `columns` × `rows` shows them, with what has scrolled out of it."""
+    """Lines that a terminal of `columns` × `rows` shows, including those scrolled out."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self.columns, self.rows = columns, rows
@@ -63,26 +63,25 @@ class Screen:
 
 
 class Terminal:
-    """A process with a terminal of its own, which it controls as a shell's child does."""
+    """A process with its own controlling terminal, like a shell's child."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], mine: int, its: int, first_mode: int
     ) -> None:
         self.process, self.mine, self.its = process, mine, its
         self.first_mode = first_mode
-        """What `mode` was before the process began."""
+        """The value of `mode` before the process started."""
         self.written = b""
 
     def read(self, seconds: float = 0.0) -> str:
-        """Return all that was written so far; wait some seconds for more where there is nothing
-        new."""
+        """Return all output so far; wait up to `seconds` for new output."""
         while select.select([self.mine], [], [], seconds)[0]:
             self.written += os.read(self.mine, 65536)
             seconds = 0.0
         return self.written.decode(errors="replace")
 
     def until(self, words: str, *, then: str = "", seconds: float = 60.0) -> None:
-        """Wait until some words were written, and others after them."""
+        """Wait until `words` and, after them, `then` were written."""
         end, is_over = time.monotonic() + seconds, False
         wanted = re.compile(f"{re.escape(words)}.*{re.escape(then)}", re.DOTALL)
         while not wanted.search(self.read(0.05)):
@@ -96,9 +95,9 @@ class Terminal:
         fcntl.ioctl(self.mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def end(self) -> int:
-        """Wait for the process's end, reading on; return its exit code.
+        """Read output until the process exits; return its exit code.
 
-        The kernel brings what was written when it comes to it, but in order.
+        The kernel delivers output late, but in order.
         """
         end = time.monotonic() + 60.0
         while self.process.poll() is None and time.monotonic() < end:
@@ -112,12 +111,12 @@ class Terminal:
 
     @property
     def mode(self) -> int:
-        """What the terminal does with keys: echoes them, waits for a whole line."""
+        """The terminal's input mode: echo, and line buffering."""
         return mode(self.its)
 
     def screen(self, columns: int = 80, rows: int = 40, *, upto: str = "") -> Screen:
-        """Show all that was written; or all up to where some words stand last, of a process that
-        may be in the middle of a picture."""
+        """Return the screen of all output, or of the output up to the last `upto`, because the
+        process may be drawing."""
         screen, text = Screen(columns, rows), self.read()
         screen.feed(text[: text.rindex(upto) + len(upto)])
         return screen
@@ -132,15 +131,15 @@ def mode(its: int) -> int:
 def terminal(
     command: Sequence[str], *, columns: int = 80, rows: int = 40, **environment: str
 ) -> Iterator[Terminal]:
-    """Run a command of this Python in a terminal of its own for the body's time."""
+    """Run a command of this Python in its own terminal until the body ends."""
     mine, its = pty.openpty()
     known = {k: v for k, v in os.environ.items() if k not in NOT_OURS} | {"TERM": "xterm"}
-    # Who leads a session gets the terminal that it opens first.
+    # A session leader gets the first terminal that it opens as its controlling terminal.
     shell = ["sh", "-c", 'exec "$@" 0<>"$0" 1>&0 2>&0', os.ttyname(its), sys.executable, *command]
     try:
         fcntl.ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         attributes = termios.tcgetattr(its)
-        attributes[3] |= termios.NOFLSH  # a ^C drops nothing of what is on its way to us
+        attributes[3] |= termios.NOFLSH  # a ^C must not discard pending output
         termios.tcsetattr(its, termios.TCSANOW, attributes)
         before = mode(its)
         with subprocess.Popen(shell, start_new_session=True, env=known | environment) as process:

@@ -1,8 +1,7 @@
-"""Waiting with a deadline for what another process does and no event of this one can tell, and the
-other side of a wait.
+"""Wait with a deadline for conditions of other processes that have no event in this process.
 
-A test's deadline is a safety net: it ends a test that hangs, on a machine however busy, and never
-says how fast something must be. So it is a minute, and what is fast is measured by a benchmark.
+A deadline ends a test that hangs, even on a busy machine. It does not assert how fast an operation
+is; benchmarks measure that. So the default is one minute.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ import pytest
 def until(
     condition: Callable[[], object], *, what: str | Callable[[], str], seconds: float = 60.0
 ) -> None:
-    """Return as soon as `condition()` is true; fail the test when it does not come true in time.
+    """Return as soon as `condition()` is true; fail the test at the deadline.
 
-    `what` may be a function, for words that are known only at the end.
+    `what` may be a function, for a text that is known only at the end.
     """
     end, is_over = time.monotonic() + seconds, False
     while not condition():
         if is_over:
             pytest.fail(f"waited {seconds} s for {what() if callable(what) else what}")
         time.sleep(0.01)
-        is_over = time.monotonic() >= end  # it has one more look: we may have been held
+        is_over = time.monotonic() >= end  # check once more: this process may have been stopped
 
 
 async def eventually(
     condition: Callable[[], object], what: str = "what must come", *, seconds: float = 60.0
 ) -> Any:
-    """Return what `condition` gives as soon as it is true; the loop runs on meanwhile."""
+    """Return the value of `condition` as soon as it is true, without blocking the event loop."""
     end, is_over = time.monotonic() + seconds, False
     while not (found := condition()):
         if is_over:
@@ -51,12 +50,12 @@ async def eventually(
 def has_exited(process: int | psutil.Process, *, seconds: float = 0.0) -> bool:
     """Return whether a process, given by its id or by psutil, exits within `seconds`.
 
-    A process that nobody has reaped yet has exited: its id still takes signals, psutil still finds
-    it, and where process 1 reaps nothing that stays so. The kernel's event for an exit is true of
-    it, and of a process only when all of its threads have ended.
+    A zombie has exited: its id still accepts signals, and psutil still finds it, possibly for as
+    long as the test runs. A pidfd is readable for a zombie, and for a process only after all of
+    its threads have exited.
     """
     if isinstance(process, psutil.Process):
-        if not process.is_running():  # its id may be another's by now
+        if not process.is_running():  # the id may belong to another process now
             return True
         process = process.pid
     try:
@@ -70,7 +69,7 @@ def has_exited(process: int | psutil.Process, *, seconds: float = 0.0) -> bool:
 
 
 def until_exited(*processes: int | psutil.Process, seconds: float = 60.0) -> None:
-    """Return as soon as every process has exited; fail the test when one does not in time."""
+    """Return as soon as every process has exited; fail the test at the deadline."""
     end = time.monotonic() + seconds
     for process in processes:
         if not has_exited(process, seconds=max(0.0, end - time.monotonic())):
@@ -78,7 +77,7 @@ def until_exited(*processes: int | psutil.Process, seconds: float = 60.0) -> Non
 
 
 def settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-    """Give a future what its job returned or raised, unless nobody waits any more."""
+    """Set the result or error of a future, unless it is done."""
     if future.done():
         return
     if error is not None:
@@ -91,7 +90,7 @@ def settle(future: asyncio.Future[Any], value: Any, error: BaseException | None)
 def spawned(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a command for the body's time, its words in `stdout`; it is killed at the end."""
+    """Run a command until the body ends, then kill it; its output is in `stdout`."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:

@@ -1,6 +1,6 @@
-"""The losses once more, token by token in float64, straight from the papers' formulas.
+"""Naive losses, token by token in float64, from the papers' formulas.
 
-Slow on purpose, and without a line in common with `arealite/algo`: what hypothesis compares with.
+Slow and independent of `arealite/algo`; hypothesis tests compare both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Token:
 
 
 def policy_loss(config: LossConfig, kl: KLConfig, tokens: list[Token]) -> Scalar:
-    """Return the loss; a scalar in float64 with its graph."""
+    """Return the loss as a float64 scalar with its graph."""
     total = torch.zeros((), dtype=torch.float64)
     for token in tokens:
         mates = [mate for mate in tokens if mate.row == token.row]

@@ -1,4 +1,4 @@
-"""Advantages: hand-computed values, naive second implementations, and freedom from order."""
+"""Advantages: values by hand, naive implementations, and independence of order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from arealite.api.algorithm import CriticConfig, ShapingConfig
 from arealite.api.engine import LossInput
 
 
-def test_values_by_hand() -> None:
+def test_group_advantages_match_values_by_hand() -> None:
     rewards, groups = [1.0, 5.0, 0.0, 2.0], ["a", "b", "a", "a"]
     assert group_advantages(rewards, groups, kind="dr_grpo", eps=0.0) == [0.0, 0.0, -1.0, 1.0]
     assert group_advantages(rewards, groups, kind="grpo", eps=1.0) == [0.0, 0.0, -0.5, 0.5]
@@ -33,7 +33,7 @@ def test_values_by_hand() -> None:
     assert group_advantages(rewards, groups, kind="rloo", eps=0.0) == [0.0, 0.0, -1.5, 1.5]
 
 
-def test_seats_of_one_group_are_apart() -> None:
+def test_seats_of_one_group_have_separate_baselines() -> None:
     groups = [("a", "x"), ("a", "y"), ("a", "x"), ("a", "y")]
     got = group_advantages([1.0, 9.0, 3.0, 9.0], groups, kind="dr_grpo", eps=0.0)
     assert got == [-1.0, 0.0, 1.0, 0.0]
@@ -59,7 +59,7 @@ drawn_rewards = st.lists(
 @given(
     drawn_rewards, st.sampled_from(["grpo", "dr_grpo", "rloo"]), st.randoms(use_true_random=False)
 )
-def test_order_does_not_matter_and_groups_sum_to_zero(
+def test_advantages_are_independent_of_order_and_sum_to_zero_per_group(
     drawn: list[tuple[str, float]], kind: str, rng: random.Random
 ) -> None:
     def of(members: list[int]) -> list[float]:
@@ -76,7 +76,7 @@ def test_order_does_not_matter_and_groups_sum_to_zero(
 
 
 @given(drawn_rewards)
-def test_leave_one_out_is_the_reward_less_the_others_mean(drawn: list[tuple[str, float]]) -> None:
+def test_rloo_is_the_reward_minus_the_mean_of_the_others(drawn: list[tuple[str, float]]) -> None:
     rewards, groups = [r for _, r in drawn], [g for g, _ in drawn]
     got = group_advantages(rewards, groups, kind="rloo", eps=0.0)
     for i, (group, reward) in enumerate(drawn):
@@ -88,7 +88,7 @@ def test_leave_one_out_is_the_reward_less_the_others_mean(drawn: list[tuple[str,
 # ---------------------------------------------------------------- rewards
 
 
-def test_shaping_scales_then_clips_then_adds_the_bias_to_the_last() -> None:
+def test_shaping_scales_then_clips_then_adds_the_bias_to_the_last_reward() -> None:
     rewards_N = np.array([0.0, 3.0, -1.0, 0.5])
     assert shape_rewards(rewards_N, ShapingConfig()).tolist() == [0.0, 3.0, -1.0, 0.5]
     shaping = ShapingConfig(scale=2.0, clip=1.5, bias=-0.25)
@@ -104,20 +104,20 @@ def test_overlong_penalty_grows_over_the_buffer(length: int, penalty: float) -> 
     assert overlong_penalty(length, limit=100, buffer=20, penalty=2.0) == penalty
 
 
-def test_no_buffer_no_penalty() -> None:
+def test_overlong_penalty_is_zero_without_a_buffer() -> None:
     assert overlong_penalty(500, limit=100, buffer=0, penalty=2.0) == 0.0
 
 
 # ---------------------------------------------------------------- discounted, and with a critic
 
 
-def test_returns_by_hand() -> None:
+def test_discounted_returns_match_values_by_hand() -> None:
     got = discounted_returns(np.array([1.0, 0.0, 4.0]), gamma=0.5)
     assert got.tolist() == [2.0, 2.0, 4.0]
     assert discounted_returns(np.zeros(0), gamma=0.5).tolist() == []
 
 
-def test_gae_by_hand() -> None:
+def test_gae_matches_values_by_hand() -> None:
     # δ = [0 + 0.5·2 − 1, 1 + 0.5·4 − 2, 2 + 0.5·8 − 4] = [0, 1, 2], and γλ = 0.25.
     advantages_N, returns_N = gae(
         np.array([0.0, 1.0, 2.0]), np.array([1.0, 2.0, 4.0]), bootstrap=8.0, gamma=0.5, lam=0.5
@@ -141,7 +141,7 @@ def test_gae_is_the_weighted_mean_of_n_step_advantages(
     )
     count = len(rewards)
     for t in range(count):
-        # The estimator of n steps weighs (1 − λ)·λ^(n−1); the longest takes what is left.
+        # The n-step estimator has weight (1 − λ)·λ^(n−1); the longest has the remaining weight.
         expected, horizon = 0.0, count - t
         for n in range(1, horizon + 1):
             gain = sum(gamma**k * rewards[t + k] for k in range(n)) + gamma**n * states[t + n]
@@ -152,7 +152,7 @@ def test_gae_is_the_weighted_mean_of_n_step_advantages(
 
 
 @given(trajectories, factors)
-def test_lambda_one_is_the_return_less_the_value(
+def test_gae_with_lambda_1_is_the_return_minus_the_value(
     steps: list[tuple[float, float]], gamma: float
 ) -> None:
     rewards_N, values_N = np.array(steps).T
@@ -162,7 +162,7 @@ def test_lambda_one_is_the_return_less_the_value(
 
 
 def walk(rng: random.Random) -> tuple[list[int], bool]:
-    """Walk from the middle of five states until an end is passed; return the path, and if right."""
+    """Walk from the middle of five states to an end; return the path and if it ended right."""
     at, path = 2, list[int]()
     while 0 <= at <= 4:
         path.append(at)
@@ -170,7 +170,7 @@ def walk(rng: random.Random) -> tuple[list[int], bool]:
     return path, at > 4
 
 
-def test_a_critic_learns_the_known_values_of_a_random_walk() -> None:
+def test_critic_learns_the_known_values_of_a_random_walk() -> None:
     """State i of five ends on the right with a chance of (i + 1) / 6."""
     rng, table = random.Random(0), torch.zeros(5, requires_grad=True)
     loss_fn = make_value_loss(CriticConfig(value_clip=0.2))
@@ -204,22 +204,26 @@ def test_a_critic_learns_the_known_values_of_a_random_walk() -> None:
     [
         ([], 0.1, math.inf),
         ([0.0, 0.0], 0.1, math.inf),
-        ([0.3, 0.1, 0.2], 0.2, math.inf),  # their mean is the threshold
+        ([0.3, 0.1, 0.2], 0.2, math.inf),  # the mean is the threshold
         ([9.0, 0.1, 0.2], 0.2, 0.2),
         ([9.0, 0.1, 8.0, 0.2], 0.2, 0.2),
         ([1.0, 2.0], 0.5, -math.inf),
-        ([0.0, 1.0, 1.0], 0.5, 0.0),  # one of two equal ones would fit: both go
+        ([0.0, 1.0, 1.0], 0.5, 0.0),  # equal values are dropped together
     ],
 )
-def test_m2_by_hand(squares: list[float], threshold: float, bound: float) -> None:
+def test_m2_threshold_matches_values_by_hand(
+    squares: list[float], threshold: float, bound: float
+) -> None:
     assert m2_threshold(np.array(squares), threshold) == bound
 
 
 @given(st.lists(st.sampled_from([0.0, 0.01, 0.03, 0.2, 1.0, 5.0]), max_size=12), factors)
-def test_m2_keeps_the_most_that_fit(squares: list[float], threshold: float) -> None:
+def test_m2_threshold_keeps_as_many_tokens_as_possible(
+    squares: list[float], threshold: float
+) -> None:
     kept = [s for s in squares if s <= m2_threshold(np.array(squares), threshold)]
     assert sum(kept) <= threshold * len(kept) + 1e-9
-    # Taking back the next smaller value, however often it is there, would be too much.
+    # Keeping the smallest dropped value, with all its duplicates, would exceed the threshold.
     left = [s for s in squares if s not in kept]
     if left:
         more = [*kept, *[s for s in left if s == min(left)]]

@@ -1,4 +1,4 @@
-"""Concurrency settles where servers are busy, follows the environment, and stays within bounds."""
+"""Concurrency settles at the target utilisation, follows the environment, and is bounded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PERIOD_S = 5.0
 
 
 class World:
-    """A server with room for `room` requests, and episodes that take turns with an environment.
+    """A simulated server with `room` slots, and episodes that alternate with an environment.
 
-    `room` may be less than the `capacity` that it tells.
+    `room` may be less than the reported `capacity`.
     """
 
     def __init__(self, *, capacity: int, generate_s: float, think_s: float, room: int = 0) -> None:
@@ -34,7 +34,7 @@ class World:
         return len(self.queue) + len(self.running) + len(self.thinking)
 
     def advance(self, target: int) -> Reading:
-        """Pass DT seconds; return how it was."""
+        """Advance by DT seconds; return the reading."""
         around = self.rng.uniform
         for _ in range(target - self.in_flight):
             self.queue.append(self.generate_s * around(0.5, 1.5))
@@ -46,7 +46,7 @@ class World:
         self.running = [left for left in self.running if left > 0]
         self.thinking = [left for left in self.thinking if left > 0]
         self.thinking += [self.think_s * around(0.5, 1.5) for _ in range(done)]
-        for _ in range(back):  # an episode ends, or has another turn, where it is still wanted
+        for _ in range(back):  # an episode ends, or starts another turn if it is still wanted
             if self.in_flight < target:
                 self.queue.append(self.generate_s * around(0.5, 1.5))
         self.admit()
@@ -73,7 +73,7 @@ def spread(targets: list[int]) -> float:
 
 
 def busy(world: World, target: int, periods: int = 10) -> float:
-    """Return which share of its room a server uses, on average."""
+    """Return the mean share of `room` that the server uses."""
     readings = [world.advance(target) for _ in range(int(periods * PERIOD_S / DT))]
     return sum(r.running for r in readings) / len(readings) / world.room
 
@@ -85,7 +85,7 @@ def busy(world: World, target: int, periods: int = 10) -> float:
     ratio=st.floats(0.7, 5.0),
     start=st.integers(1, 500),
 )
-def test_it_settles_where_servers_are_busy(
+def test_concurrency_settles_at_the_target_utilisation(
     capacity: int, generate_s: float, ratio: float, start: int
 ) -> None:
     world = World(capacity=capacity, generate_s=generate_s, think_s=generate_s * ratio)
@@ -97,7 +97,7 @@ def test_it_settles_where_servers_are_busy(
     assert busy(world, scaler.target) > 0.7
 
 
-def test_it_follows_a_slow_and_then_a_fast_environment() -> None:
+def test_concurrency_follows_a_slow_and_then_a_fast_environment() -> None:
     world = World(capacity=32, generate_s=2.0, think_s=0.2)
     scaler = Autoscaler(utilisation=0.9, target=8)
     fast = play(scaler, world, 20)[-1]
@@ -111,7 +111,7 @@ def test_it_follows_a_slow_and_then_a_fast_environment() -> None:
     assert slow[9] > 3 * fast, "within ten periods"
 
 
-def test_servers_that_take_less_than_they_tell_get_no_long_queue() -> None:
+def test_servers_with_overstated_capacity_get_no_long_queue() -> None:
     world = World(capacity=256, generate_s=2.0, think_s=1.0, room=20)
     scaler = Autoscaler(utilisation=0.9, target=64)
     play(scaler, world, 20)
@@ -120,7 +120,7 @@ def test_servers_that_take_less_than_they_tell_get_no_long_queue() -> None:
     assert busy(world, scaler.target) > 0.8
 
 
-def test_servers_that_do_not_tell_their_capacity_are_filled_until_they_queue() -> None:
+def test_servers_without_a_reported_capacity_are_filled_until_requests_queue() -> None:
     world = World(capacity=0, generate_s=2.0, think_s=1.0, room=20)
     scaler = Autoscaler(utilisation=0.9, target=2)
     play(scaler, world, 20)
@@ -129,7 +129,7 @@ def test_servers_that_do_not_tell_their_capacity_are_filled_until_they_queue() -
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 500)] * 4), max_size=30), st.integers(1, 50))
-def test_it_stays_within_bounds_whatever_it_reads(
+def test_concurrency_stays_within_its_bounds_for_any_readings(
     found: list[tuple[int, int, int, int]], least: int
 ) -> None:
     scaler = Autoscaler(utilisation=0.9, target=least)
@@ -138,7 +138,7 @@ def test_it_stays_within_bounds_whatever_it_reads(
         assert least <= scaler.decide([Reading(*each)], least=least, most=least + 99) <= least + 99
 
 
-def test_a_pause_for_weights_and_idle_workers_tell_nothing() -> None:
+def test_paused_servers_and_idle_workers_do_not_change_concurrency() -> None:
     scaler = Autoscaler(utilisation=0.9, target=40)
     for reading in (Reading(0, 30, 32, 40), Reading(0, 0, 32, 0)):
         assert scaler.decide([reading] * 5, least=1, most=100) == 40
@@ -146,10 +146,10 @@ def test_a_pause_for_weights_and_idle_workers_tell_nothing() -> None:
 
 @pytest.mark.parametrize("surplus_rate", [1.3, 3.0, 10.0])
 @pytest.mark.parametrize("num_groups", [2, 16])
-def test_rollouts_that_outrun_the_trainer_are_held_back_in_a_band(
+def test_damping_keeps_the_surplus_of_rollouts_in_a_band(
     surplus_rate: float, num_groups: int
 ) -> None:
-    """Each batch's time brings `surplus_rate` batches at full concurrency."""
+    """At full concurrency, `surplus_rate` batches are generated per trained batch."""
     scaler, eta, buffer, dampings, surpluses = Autoscaler(utilisation=0.9, target=9), 4, 0.0, [], []
     for _ in range(200):
         made = surplus_rate * scaler.damping * num_groups
@@ -164,14 +164,14 @@ def test_rollouts_that_outrun_the_trainer_are_held_back_in_a_band(
     assert sum(s == 0 for s in surpluses[-60:]) < 30, "seldom empty"
 
 
-def test_a_synchronous_trainer_is_never_held_back() -> None:
+def test_synchronous_trainer_is_never_damped() -> None:
     scaler = Autoscaler(utilisation=0.9, target=9)
     for _ in range(10):
         scaler.adjust_damping(0, allowed=0)
     assert scaler.damping == 1.0
 
 
-def test_a_long_surplus_is_soon_forgotten() -> None:
+def test_damping_recovers_soon_after_a_long_surplus() -> None:
     world = World(capacity=100, generate_s=2.0, think_s=2.0)
     scaler = Autoscaler(utilisation=0.9, target=100)
     full = play(scaler, world, 20)[-1]

@@ -1,4 +1,4 @@
-"""Classes are weighed by what is left to learn in them."""
+"""Weights of task classes by their learnability."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARES = st.lists(st.floats(0, 1), max_size=50)
 
 
 @given(SHARES)
-def test_a_rate_is_never_certain_and_unknown_at_one_half(shares: list[float]) -> None:
+def test_success_rate_is_between_0_and_1_and_one_half_without_data(shares: list[float]) -> None:
     assert 0 < success_rate(shares) < 1
     assert success_rate([]) == 0.5
     assert success_rate([1.0, 0.0]) == 0.5
@@ -20,13 +20,13 @@ def test_a_rate_is_never_certain_and_unknown_at_one_half(shares: list[float]) ->
 
 
 @given(st.floats(0, 1), st.floats(0.01, 1))
-def test_weights_are_within_floor_and_one_and_symmetric(rate: float, floor: float) -> None:
+def test_learnability_is_between_floor_and_1_and_symmetric(rate: float, floor: float) -> None:
     got = learnability(rate, floor=floor)
     assert floor - 1e-9 <= got <= 1 + 1e-9
     assert got == pytest.approx(learnability(1 - rate, floor=floor))
 
 
-def test_weights_by_hand() -> None:
+def test_learnability_matches_values_by_hand() -> None:
     assert learnability(0.5, floor=0.1) == 1.0
     assert learnability(1.0, floor=0.1) == pytest.approx(0.1)
     assert learnability(0.75, floor=0.2) == pytest.approx(0.2 + 0.8 * 0.75)

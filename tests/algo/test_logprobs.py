@@ -1,4 +1,4 @@
-"""Chunked logprobs and entropies against plain autograd, in values, gradients and memory."""
+"""Compare chunked logprobs and entropies with plain autograd: values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def naive(
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
 @pytest.mark.parametrize("which", ["logprobs", "entropy", "both"])
-def test_values_and_gradients(chunk: int, which: str) -> None:
+def test_chunked_logprobs_and_gradients_match_autograd(chunk: int, which: str) -> None:
     hidden, weight, targets, temperature = inputs(33, 16, 50)
     mix = torch.randn(2, 33, generator=torch.Generator().manual_seed(1))
 
@@ -46,7 +46,7 @@ def test_values_and_gradients(chunk: int, which: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-6)
 
 
-def test_bf16_stays_close_and_results_are_float32() -> None:
+def test_bf16_inputs_give_close_float32_results() -> None:
     hidden, weight, targets, temperature = inputs(20, 16, 50)
     low = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
     ours = token_logprobs(low[0], low[1], targets, temperature_N=temperature, chunk=6)
@@ -58,7 +58,7 @@ def test_bf16_stays_close_and_results_are_float32() -> None:
     assert low[0].grad.dtype == torch.bfloat16
 
 
-def test_no_tokens() -> None:
+def test_logprobs_of_no_tokens_have_zero_gradient() -> None:
     hidden, weight, targets, temperature = inputs(0, 16, 50)
     logprobs, entropy = token_logprobs(hidden, weight, targets, temperature_N=temperature, chunk=4)
     (logprobs.sum() + entropy.sum()).backward()
@@ -66,7 +66,7 @@ def test_no_tokens() -> None:
     assert float(weight.grad.abs().sum()) == 0.0
 
 
-def test_nothing_of_vocabulary_width_is_saved_or_made_beyond_a_chunk() -> None:
+def test_no_saved_tensor_is_larger_than_a_chunk_of_logits() -> None:
     n, v, chunk = 64, 5000, 8
     hidden, weight, targets, temperature = inputs(n, 4, v)
     saved: list[int] = []
@@ -87,7 +87,7 @@ def test_nothing_of_vocabulary_width_is_saved_or_made_beyond_a_chunk() -> None:
 
 
 class LargestOutput(torch.utils._python_dispatch.TorchDispatchMode):
-    """Note the largest tensor that any operation returns."""
+    """Record the size of the largest tensor that an operation returns."""
 
     numel = 0
 
@@ -99,7 +99,7 @@ class LargestOutput(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def test_a_frozen_head() -> None:
+def test_frozen_head_still_gives_hidden_gradients() -> None:
     hidden, weight, targets, temperature = inputs(20, 16, 50)
     expected = token_logprobs(hidden, weight, targets, temperature_N=temperature, chunk=6)
     (wanted,) = torch.autograd.grad(expected[0].sum(), [hidden])

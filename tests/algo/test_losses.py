@@ -1,4 +1,4 @@
-"""The losses: tables worked out by hand, a naive second implementation, and invariances."""
+"""The losses: tables by hand, a naive implementation, and invariances."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(
     weight: float = 1.0,
     keep: list[float] | None = None,
 ) -> tuple[float, dict[str, float], list[float]]:
-    """Tokens are (logprob, prox, behav, advantage[, ref]); return loss, stats, ∂loss/∂logprobs."""
+    """Return loss, stats and ∂loss/∂logprobs of (logprob, prox, behav, advantage[, ref]) tokens."""
     columns = torch.tensor([(*t, 0.0)[:5] for t in tokens], dtype=torch.float32).reshape(-1, 5).T
     logprobs = columns[0].clone().requires_grad_()
     names = ("prox_logprobs", "behav_logprobs", "advantages", "ref_logprobs")
@@ -67,7 +67,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("u", "w", "advantage", "loss", "grad"), TABLE)
-def test_clipped_ratio(u: float, w: float, advantage: float, loss: float, grad: float) -> None:
+def test_ppo_loss_matches_the_table(
+    u: float, w: float, advantage: float, loss: float, grad: float
+) -> None:
     prox = -1.0
     got, stats, gradient = run(PPO, [(prox + LOG(u), prox, prox - LOG(w), advantage)])
     assert got == pytest.approx(loss, abs=1e-6)
@@ -81,7 +83,7 @@ def test_clipped_ratio(u: float, w: float, advantage: float, loss: float, grad: 
 # objective, (u, A) → loss, ∂loss/∂logprob at log π = −2, eps 0.2/0.3, taus 1 and 2
 OTHERS = [
     ("cispo", 1.1, 1.0, 2.2, -1.1),  # −u·A·log π, and −u·A
-    ("cispo", 9.0, 1.0, 2.6, -1.3),  # its weight is clipped, its gradient stays
+    ("cispo", 9.0, 1.0, 2.6, -1.3),  # the weight is clipped, the gradient is kept
     ("cispo", 0.1, -1.0, -1.6, 0.8),
     ("reinforce", 9.0, 3.0, 6.0, -3.0),
     ("reinforce", 0.1, -1.0, -2.0, 1.0),
@@ -92,7 +94,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("objective", "u", "advantage", "loss", "grad"), OTHERS)
-def test_other_objectives(
+def test_other_objectives_match_the_table(
     objective: str, u: float, advantage: float, loss: float, grad: float
 ) -> None:
     config = replace(PPO, objective=objective, dual_clip=None, sapo_tau=1.0, sapo_tau_neg=2.0)
@@ -104,7 +106,7 @@ def test_other_objectives(
 
 
 def test_sequence_ratio_is_the_rows_geometric_mean_and_shares_its_gradient() -> None:
-    # Row 0: ratios 2 and 0.5 make 1; row 1: 4 and 1 make 2, clipped for A > 0; row 2: alone.
+    # Row 0: ratios 2 and 0.5 make 1; row 1: 4 and 1 make 2, clipped for A > 0; row 2: one token.
     tokens = [(LOG(r), 0.0, 0.0, a) for r, a in [(2, 1), (0.5, 1), (4, 1), (1, 1), (1.1, -1)]]
     config = LossConfig(ratio="sequence", eps_low=0.2, eps_high=0.3)
     loss, stats, grad = run(config, tokens, rows=[0, 0, 3, 3, 4])
@@ -118,20 +120,20 @@ def test_sequence_ratio_is_the_rows_geometric_mean_and_shares_its_gradient() -> 
     ("level", "weights", "masked"),
     [("token", [0.0, 0.5, 2.0, 1.0], 1), ("sequence", [0.0, 0.0, 2**0.5, 2**0.5], 2)],
 )
-def test_masking_takes_tokens_out(level: str, weights: list[float], masked: int) -> None:
+def test_masked_tokens_have_no_loss(level: str, weights: list[float], masked: int) -> None:
     # w of row 0: 16 and 0.5, mean √8; of row 1: 2 and 1, mean √2; cap 2.1.
     tokens = [(0.0, 0.0, -LOG(w), 1.0, -1.0) for w in (16.0, 0.5, 2.0, 1.0)]
     config = LossConfig(behav_weight="mask", behav_weight_level=level, behav_weight_cap=2.1)
     config = replace(config, entropy_coef=0.1)
     loss, stats, _ = run(config, tokens, rows=[0, 0, 1, 1], kl=KLConfig(coef=2.0, estimator="k1"))
-    left = 4 - masked  # the entropy bonus and the KL of 1 go with the token, too
+    left = 4 - masked  # masking removes the entropy bonus and the KL of 1, too
     assert loss == pytest.approx(-sum(weights) - 0.1 * 0.5 * left + 2.0 * left, rel=1e-5)
     assert stats["behav_masked_frac"] == masked
     assert stats["behav_weight"] == pytest.approx(sum(weights), rel=1e-5)
     assert "behav_capped_frac" not in stats
 
 
-def test_a_token_that_is_not_kept_has_no_loss() -> None:
+def test_token_with_keep_0_has_no_loss() -> None:
     tokens = [(-1.0, -1.0, -1.0, 2.0), (-1.0, -1.0, -1.0, 3.0)]
     loss, stats, grad = run(LossConfig(entropy_coef=1.0), tokens, keep=[1.0, 0.0], weight=0.5)
     assert (loss, grad) == (-1.25, [-1.0, 0.0])
@@ -142,7 +144,9 @@ def test_a_token_that_is_not_kept_has_no_loss() -> None:
     ("estimator", "value", "slope"),
     [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))],
 )
-def test_kl_in_the_loss(estimator: str, value: float, slope: float) -> None:
+def test_kl_in_the_loss_has_the_value_and_slope_of_its_estimator(
+    estimator: str, value: float, slope: float
+) -> None:
     kl = KLConfig(coef=2.0, estimator=estimator)
     loss, stats, grad = run(LossConfig(), [(-1.0, -1.0, -1.0, 0.0, -1.5)], kl=kl)
     assert loss == pytest.approx(2.0 * value, rel=1e-5)
@@ -150,7 +154,7 @@ def test_kl_in_the_loss(estimator: str, value: float, slope: float) -> None:
     assert stats["kl_ref"] == pytest.approx(value, rel=1e-5)
 
 
-def test_kl_in_the_reward_is_no_part_of_the_loss() -> None:
+def test_kl_in_the_reward_is_not_part_of_the_loss() -> None:
     loss, stats, _ = run(
         LossConfig(), [(-1.0, -1.0, -1.0, 0.0, -5.0)], kl=KLConfig(coef=2.0, place="reward")
     )
@@ -158,7 +162,7 @@ def test_kl_in_the_reward_is_no_part_of_the_loss() -> None:
     assert "kl_ref" not in stats
 
 
-def test_entropy_bonus_reaches_the_entropy() -> None:
+def test_entropy_bonus_has_a_gradient_to_the_entropy() -> None:
     entropy = torch.tensor([0.5, 2.0], requires_grad=True)
     fields = {name: torch.zeros(2) for name in ("prox_logprobs", "behav_logprobs", "advantages")}
     fields["loss_weight"] = torch.tensor([1.0, 3.0])
@@ -170,7 +174,7 @@ def test_entropy_bonus_reaches_the_entropy() -> None:
     assert entropy.grad.tolist() == pytest.approx([-0.1, -0.3])
 
 
-def test_coupled_uses_the_behaviour_policy_and_no_weight() -> None:
+def test_coupled_loss_uses_the_behaviour_policy_without_a_behaviour_weight() -> None:
     config = LossConfig(decoupled=False, eps_low=0.2, eps_high=0.2)
     loss, stats, _ = run(config, [(-1.0, -7.0, -1.0 - LOG(1.1), 1.0)])
     assert loss == pytest.approx(-1.1, rel=1e-5)
@@ -216,14 +220,14 @@ def test_extreme_ratios_give_finite_gradients(objective: str, ratio: str) -> Non
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_no_tokens_is_a_zero_that_can_be_differentiated(ratio: str) -> None:
+def test_loss_of_no_tokens_is_a_differentiable_zero(ratio: str) -> None:
     loss, stats, grad = run(LossConfig(ratio=ratio), [], kl=KLConfig(coef=1.0))
     assert loss == 0.0
     assert grad == []
     assert set(stats.values()) == {0.0}
 
 
-# ---------------------------------------------------------------- against the naive one
+# ---------------------------------------------------------------- against the naive implementation
 
 units = st.integers(-400, 0).map(lambda n: n / 100)
 drawn_tokens = st.lists(
@@ -236,7 +240,7 @@ configs = st.builds(
     LossConfig,
     objective=st.sampled_from(["ppo", "cispo", "sapo", "reinforce"]),
     ratio=st.sampled_from(["token", "sequence"]),
-    # Odd digits, so that no drawn ratio lies on an edge, where gradients differ by convention.
+    # Odd digits avoid ratios at a clip bound, where the gradient is not unique.
     eps_low=st.sampled_from([0.053, 0.217, 0.511]),
     eps_high=st.sampled_from([0.053, 0.217, 0.511]),
     dual_clip=st.sampled_from([None, 1.513, 3.017]),
@@ -255,7 +259,7 @@ kls = st.builds(
 
 
 def both(config: LossConfig, kl: KLConfig, drawn: list, keep: list[float]) -> tuple:
-    """Return (loss, ∂logprobs, ∂entropies) of ours in float64, and of the naive one."""
+    """Return (loss, ∂logprobs, ∂entropies) of the library in float64, and of the naive version."""
     count = len(drawn)
     weights = [0.1 + 0.05 * i for i in range(count)]
     columns = torch.tensor(drawn, dtype=torch.float64).reshape(-1, 6).T
@@ -295,7 +299,7 @@ def gradients(loss: torch.Tensor, leaves: list[torch.Tensor]) -> list[float]:
 @given(
     configs, kls, drawn_tokens, st.lists(st.sampled_from([1.0, 1.0, 0.0]), min_size=8, max_size=8)
 )
-def test_agrees_with_the_naive_one(
+def test_loss_agrees_with_the_naive_implementation(
     config: LossConfig, kl: KLConfig, drawn: list, keep: list[float]
 ) -> None:
     ours, theirs = both(config, kl, drawn, keep)
@@ -303,7 +307,7 @@ def test_agrees_with_the_naive_one(
 
 
 @given(configs, kls, drawn_tokens, st.randoms(use_true_random=False))
-def test_micro_batches_and_the_order_of_rows_do_not_matter(
+def test_loss_is_independent_of_micro_batches_and_row_order(
     config: LossConfig, kl: KLConfig, drawn: list, rng: object
 ) -> None:
     whole, _ = both(config, kl, drawn, [1.0] * 8)
@@ -329,7 +333,7 @@ def test_micro_batches_and_the_order_of_rows_do_not_matter(
 def critic(
     config: CriticConfig, tokens: list[tuple[float, float, float]], weight: float = 1.0
 ) -> tuple[float, dict[str, float], list[float]]:
-    """Tokens are (value, old value, return)."""
+    """Return loss, stats and ∂loss/∂values of (value, old value, return) tokens."""
     columns = torch.tensor(tokens, dtype=torch.float64).T
     values = columns[0].clone().requires_grad_()
     fields = {"values": columns[1], "returns": columns[2]}
@@ -343,13 +347,15 @@ def critic(
 @pytest.mark.parametrize(
     ("value", "old", "wanted", "loss", "grad"),
     [
-        (1.1, 1.0, 2.0, 0.405, -0.9),  # within the clip: a plain square
-        (1.5, 1.0, 2.0, 0.32, 0.0),  # moved far enough towards the return: (1.2 − 2)²
-        (0.5, 1.0, 2.0, 1.125, -1.5),  # moved away: (0.5 − 2)² is larger and pulls back
+        (1.1, 1.0, 2.0, 0.405, -0.9),  # within the clip: a squared error
+        (1.5, 1.0, 2.0, 0.32, 0.0),  # clipped towards the return: (1.2 − 2)²
+        (0.5, 1.0, 2.0, 1.125, -1.5),  # moved away: (0.5 − 2)² is larger and has a gradient
         (3.0, 1.0, 1.1, 1.805, 1.9),  # overshot
     ],
 )
-def test_value_clip(value: float, old: float, wanted: float, loss: float, grad: float) -> None:
+def test_value_loss_clips_changes_of_the_value(
+    value: float, old: float, wanted: float, loss: float, grad: float
+) -> None:
     got, stats, gradient = critic(CriticConfig(value_clip=0.2), [(value, old, wanted)])
     assert got == pytest.approx(loss)
     assert gradient[0] == pytest.approx(grad)
@@ -366,7 +372,7 @@ numbers = st.integers(-50, 50).map(lambda n: n / 10)
     st.sampled_from([None, 0.217, 1.013]),
     st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=8),
 )
-def test_value_loss_agrees_with_the_naive_one(
+def test_value_loss_agrees_with_the_naive_implementation(
     bound: float | None, tokens: list[tuple[float, float, float]]
 ) -> None:
     config = CriticConfig(value_clip=bound)
@@ -376,7 +382,7 @@ def test_value_loss_agrees_with_the_naive_one(
     assert [loss, *grad] == pytest.approx(gradients(theirs, leaves), abs=1e-9)
 
 
-def test_explained_variance() -> None:
+def test_explained_variance_matches_values_by_hand() -> None:
     # Returns 0, 2, 4 have variance 8/3; errors of the old values 1, 0, 1 have 2/9.
     _, stats, _ = critic(CriticConfig(), [(0, -1, 0), (0, 2, 2), (0, 3, 4)], weight=0.25)
     assert explained_variance(stats) == pytest.approx(1 - (2 / 9) / (8 / 3))

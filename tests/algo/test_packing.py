@@ -1,4 +1,4 @@
-"""Micro-batch plans: nothing lost, nothing twice, never above the budget, the same on every
+"""Micro-batch plans contain each row once, stay within the budget, and agree on every
 rank."""
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def test_plan_has_every_row_once_within_budget_and_keeps_examples_whole(
 
 
 @given(lengths_of, budgets)
-def test_padded_rows_fall_and_a_cut_has_a_reason(lengths: list[int], budget: int) -> None:
+def test_padded_rows_are_sorted_and_each_split_exceeds_budget_or_padding(
+    lengths: list[int], budget: int
+) -> None:
     plan = [rows for rows in microbatches(lengths, budget) if rows]
     for rows, after in pairwise(plan):
         assert lengths[rows[-1]] >= lengths[after[0]]
@@ -63,17 +65,19 @@ def test_padded_rows_fall_and_a_cut_has_a_reason(lengths: list[int], budget: int
 
 
 @given(lengths_of, budgets)
-def test_packed_needs_few(lengths: list[int], budget: int) -> None:
+def test_packed_plan_has_few_micro_batches(lengths: list[int], budget: int) -> None:
     plan = microbatches(lengths, budget, layout="packed")
     loads = sorted(sum(lengths[i] for i in rows) for rows in plan)
-    # Best fit leaves no two that would fit in one; one more may stand for balance.
+    # Best fit leaves no two micro-batches that fit into one; balancing may add one more.
     assert len(plan) <= max(1, 2 * sum(lengths) / budget + 2)
     if lengths and max(lengths) <= budget:
         assert loads[-1] <= budget
 
 
 @given(st.lists(lengths_of, min_size=1, max_size=4), budgets, layouts)
-def test_ranks_agree_on_the_number(all_lengths: list[list[int]], budget: int, layout: str) -> None:
+def test_all_ranks_have_the_same_number_of_micro_batches(
+    all_lengths: list[list[int]], budget: int, layout: str
+) -> None:
     options = {"layout": layout, "all_lengths": all_lengths}
     plans = [microbatches(lengths, budget, **options) for lengths in all_lengths]
     alone = [microbatches(lengths, budget, layout=layout) for lengths in all_lengths]
@@ -82,7 +86,7 @@ def test_ranks_agree_on_the_number(all_lengths: list[list[int]], budget: int, la
         assert [rows for rows in plan if rows] == [rows for rows in own if rows]
 
 
-def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_match_examples_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [3, 9, 4, 4, 20]
     assert microbatches(lengths, 12) == [[4], [1], [2, 3, 0]]
     assert microbatches(lengths, 12, layout="packed") == [[4], [1], [0, 2, 3]]
@@ -96,7 +100,7 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def least_cost(lengths: list[int], budget: int) -> float:
-    """Find the least computed tokens + OVERHEAD a micro-batch over all cuts of sorted rows."""
+    """Return the least computed tokens plus OVERHEAD per micro-batch over splits of sorted rows."""
     sizes = np.array(sorted(lengths, reverse=True))
     cost = np.zeros(len(sizes) + 1)
     for end in range(1, len(sizes) + 1):
@@ -108,7 +112,7 @@ def least_cost(lengths: list[int], budget: int) -> float:
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("count", [512, 4096])
-def test_log_normal_mixes(mix: str, count: int) -> None:
+def test_padding_is_below_5_percent_for_log_normal_lengths(mix: str, count: int) -> None:
     for seed in range(3):
         lengths = draw(mix, count, seed)
         plan = microbatches(lengths, BUDGET)
@@ -127,8 +131,8 @@ def test_log_normal_mixes(mix: str, count: int) -> None:
         assert min(ranks) >= 0.97 * max(ranks)
 
 
-def test_rows_just_over_half_the_budget_do_not_take_long() -> None:
-    """Once of a few times: a host that takes a core away is often counted as work."""
+def test_packing_rows_just_over_half_the_budget_is_fast() -> None:
+    """One of several attempts must be fast, because steal time counts as CPU time."""
     lengths = [BUDGET // 2 + 1] * 2000 + [BUDGET // 3] * 2000
 
     def seconds() -> float:

@@ -1,4 +1,4 @@
-"""Groups stay whole, ranks get equal work, and everyone computes the same."""
+"""Partitions keep groups whole, balance ranks, and are deterministic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ batches = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 500)), min_size=4
 
 
 @given(batches, st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(0, 99))
-def test_partition(
+def test_partition_keeps_groups_whole_and_is_deterministic(
     shape: list[tuple[int, int]], updates: int, ranks: int, seed: int | None
 ) -> None:
     group_ids = [f"g{i}" for i, (size, _) in enumerate(shape) for _ in range(size)]
@@ -37,9 +37,9 @@ def test_partition(
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 5))
 @example([1] * 6, 5)
-def test_balance_is_near_the_optimum(tokens: list[int], ranks: int) -> None:
-    """The fullest rank has one row, or its last row was none of the longest `ranks` ones and went
-    to a rank that held no more than the mean of all other rows."""
+def test_balance_is_close_to_the_optimum(tokens: list[int], ranks: int) -> None:
+    """The largest load is one row, or at most the mean of all other rows plus a row that is not
+    among the `ranks` longest."""
     loads = Counter({rank: 0 for rank in range(ranks)})
     for count, rank in zip(tokens, balance(tokens, ranks=ranks), strict=True):
         loads[rank] += count
@@ -48,12 +48,12 @@ def test_balance_is_near_the_optimum(tokens: list[int], ranks: int) -> None:
     assert max(loads.values()) <= bound + 1e-9
 
 
-def test_order_without_a_seed_and_another_with_it() -> None:
+def test_groups_keep_their_order_without_a_seed_and_are_shuffled_with_one() -> None:
     ids = [f"g{i}" for i in range(16)]
     assert deal_groups(ids, updates=2, seed=None) == [0] * 8 + [1] * 8
     assert deal_groups(ids, updates=2, seed=1) != deal_groups(ids, updates=2, seed=2)
 
 
-def test_too_few_groups() -> None:
+def test_too_few_groups_raise_an_error() -> None:
     with pytest.raises(ValueError, match="2 groups cannot fill 3 updates"):
         deal_groups(["a", "b"], updates=3, seed=None)

@@ -1,4 +1,4 @@
-"""DPO and its variants, Bradley–Terry and cross entropy: hand-made numbers, and a naive version."""
+"""DPO variants, Bradley–Terry and cross entropy: values by hand, and a naive implementation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = ("sigmoid", "hinge", "ipo")
         ({"loss": "ipo", "beta": 0.25, "label_smoothing": 0.25}, 2.0, 4.0),
     ],
 )
-def test_terms_against_hand_made_numbers(
+def test_dpo_terms_match_values_by_hand(
     settings: dict[str, Any], margin: float, expected: float
 ) -> None:
     # σ: −(1−ε) log σ(x) − ε log σ(−x) = log(1 + e⁻ˣ) + εx.
@@ -40,7 +40,7 @@ def test_terms_against_hand_made_numbers(
     assert found.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_huge_margin_is_neither_inf_nor_nan() -> None:
+def test_dpo_terms_are_finite_for_huge_margins() -> None:
     margins = torch.tensor([-1e5, 1e5], requires_grad=True)
     dpo_terms(margins, DPOConfig(beta=1.0)).sum().backward()
     assert margins.grad is not None and margins.grad.tolist() == [-1.0, 0.0]
@@ -70,7 +70,7 @@ def naive_pair(
 def flat(
     answers: list[list[tuple[float, float]]], weights: list[float], name: str = "logprobs"
 ) -> tuple[LossInput, torch.Tensor]:
-    """Lay answers out as a micro-batch, and return its logprobs, which want a gradient."""
+    """Return answers as a micro-batch, and its logprobs with requires_grad."""
     tokens = [token for answer in answers for token in answer]
     rows = [row for row, answer in enumerate(answers) for _ in answer]
     values = torch.tensor([p for p, _ in tokens], dtype=torch.float64, requires_grad=True)
@@ -93,7 +93,7 @@ PAIRS = st.lists(st.tuples(ANSWER, ANSWER), min_size=1, max_size=4)
     smoothing=st.sampled_from([0.0, 0.2]),
     free=st.booleans(),
 )
-def test_dpo_against_a_naive_version(
+def test_dpo_loss_agrees_with_the_naive_implementation(
     pairs: list[Any], kind: Any, smoothing: float, free: bool
 ) -> None:
     config = DPOConfig(beta=0.3, loss=kind, label_smoothing=smoothing, reference_free=free)
@@ -104,7 +104,7 @@ def test_dpo_against_a_naive_version(
     expected = sum(w * value for w, value in zip(weights[::2], naive, strict=True))
     assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert stats["loss"].item() == loss.item()
-    # The gradient, against a difference quotient of the naive version, at the first token.
+    # Compare the gradient at the first token with a difference quotient of the naive version.
     loss.backward()
     (chosen, rejected), h = pairs[0], 1e-6
     moved = [
@@ -117,18 +117,18 @@ def test_dpo_against_a_naive_version(
         assert logprobs.grad[0].item() == pytest.approx(slope, rel=1e-4, abs=1e-6)
 
 
-def test_stats_of_pairs() -> None:
+def test_dpo_stats_match_values_by_hand() -> None:
     answers = [[(-1.0, -2.0)], [(-3.0, -2.0)], [(-2.0, -1.0), (-2.0, -1.0)], [(-1.0, -1.0)]]
     batch, _ = flat(answers, [0.5] * 4)
     _, stats = make_dpo_loss(DPOConfig(beta=0.5))(batch)
     found = {name: value.item() for name, value in stats.items()}
-    # h = 2 and −2: half of the pairs are right; rewards are β times the log-ratios.
+    # Margins 2 and −2: half of the pairs are right; rewards are β times the log-ratios.
     assert found["accuracy"] == 0.5 and found["margin"] == 0.0
     assert found["chosen"] == pytest.approx(0.5 * (0.5 * 1.0 + 0.5 * -2.0))
     assert found["rejected"] == pytest.approx(0.5 * (0.5 * -1.0))
 
 
-def test_bradley_terry_against_hand_made_numbers() -> None:
+def test_bradley_terry_matches_values_by_hand() -> None:
     scores = [[(1.0, 0.0)], [(0.0, 0.0)], [(0.5, 0.0)], [(2.5, 0.0)]]
     batch, values = flat(scores, [0.25, 0.25, 0.75, 0.75], "values")
     loss, stats = bradley_terry(batch)

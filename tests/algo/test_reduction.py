@@ -1,4 +1,4 @@
-"""Token weights against the means they stand for."""
+"""Compare token weights with the reductions they implement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def weighted_sum(kind: str, rows: list[list[float]], divisor: float | None = Non
 
 
 @given(row_values)
-def test_each_kind_is_its_mean(rows: list[list[float]]) -> None:
+def test_token_weights_implement_each_reduction(rows: list[list[float]]) -> None:
     full = [row for row in rows if row]
     if not full:
         assert token_weights("token_mean", [0] * len(rows)) == [0.0] * len(rows)

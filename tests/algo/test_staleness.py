@@ -1,4 +1,4 @@
-"""The staleness contract, simulated: random latencies, failures and filters, on every η."""
+"""Simulate the staleness contract with random latencies, failures and filters, for each η."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arealite.algo.staleness import Candidate, blocking_groups, fits, may_lease,
 
 
 class Simulation:
-    """A trainer, a publisher that lags, and groups of random length; time is a heap of events."""
+    """An event simulation of a trainer, a slow publisher, and groups of random duration."""
 
     def __init__(self, seed: int, *, policy: str, eta: int, num_groups: int, steps: int) -> None:
         self.dice = random.Random(seed)
@@ -47,7 +47,7 @@ class Simulation:
     def done(self, seq: int) -> None:
         start = self.running.pop(seq)
         draw = self.dice.random()
-        if draw < 0.05:  # its worker was lost: run again from the version of now
+        if draw < 0.05:  # the worker was lost: restart the group with the current version
             self.running[seq] = self.version
             self.push(self.dice.random(), seq, "done")
         elif draw < 0.2:
@@ -84,7 +84,7 @@ class Simulation:
     eta=st.integers(0, 5),
     num_groups=st.integers(1, 5),
 )
-def test_pace_bounds_every_age_and_never_deadlocks(seed: int, eta: int, num_groups: int) -> None:
+def test_wait_bounds_every_age_and_never_deadlocks(seed: int, eta: int, num_groups: int) -> None:
     run = Simulation(seed, policy="wait", eta=eta, num_groups=num_groups, steps=25)
     run.run()
     assert len(run.ages) == 25 * num_groups
@@ -100,8 +100,8 @@ def test_mask_releases_full_batches(seed: int, eta: int) -> None:
     assert len(run.ages) == 75
 
 
-def test_mask_alone_outruns_the_bound() -> None:
-    """The simulation is hard enough for the bound to mean something."""
+def test_mask_exceeds_the_staleness_bound() -> None:
+    """The simulation produces ages above the bound, so the bound is tested."""
     ages: list[int] = []
     for seed in range(20):
         run = Simulation(seed, policy="mask", eta=2, num_groups=2, steps=25)
@@ -110,14 +110,14 @@ def test_mask_alone_outruns_the_bound() -> None:
     assert max(ages) > 2
 
 
-def test_the_first_condition_alone_would_deadlock() -> None:
-    """b and c of start 0 would both be due in batch 2: d may not overtake them in batch 1."""
+def test_wait_withholds_a_batch_that_would_deadlock_a_later_one() -> None:
+    """b and c of version 0 are both due in batch 2, so batch 1 must not train d first."""
     b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
     assert select_batch([b, c, d], 1, policy="wait", eta=2, num_groups=1) is None
     assert select_batch([b, c, d], 1, policy="mask", eta=2, num_groups=1) == [d]
 
 
-def test_zero_is_the_synchronous_trainer() -> None:
+def test_eta_0_is_synchronous() -> None:
     assert [may_lease(n, 0, eta=0, num_groups=2) for n in range(4)] == [True, True, False, False]
     late = Candidate(0, 9, False)
     full = [Candidate(0, seq, True) for seq in range(2)]
@@ -129,22 +129,22 @@ def test_no_lease_before_a_version_is_published() -> None:
     assert not may_lease(0, None, eta=4, num_groups=64)
 
 
-def test_oldest_first_then_in_order() -> None:
+def test_batch_takes_oldest_groups_first_then_in_order() -> None:
     found = [Candidate(1, 0, True), Candidate(0, 5, True), Candidate(0, 2, True)]
     chosen = select_batch(found, 1, policy="wait", eta=3, num_groups=2)
     assert chosen is not None
     assert [c.seq for c in chosen] == [2, 5]
 
 
-def test_blocks_names_the_slow_ones() -> None:
+def test_blocking_groups_are_the_slow_ones() -> None:
     slow, fine = Candidate(0, 3, False), Candidate(2, 4, False)
     kwargs = {"eta": 2, "num_groups": 1}
     assert blocking_groups([fine, slow, Candidate(0, 1, True)], 2, **kwargs) == [slow]
     assert blocking_groups([fine, Candidate(0, 1, True)], 2, **kwargs) == []
 
 
-def test_blocks_names_those_of_which_one_has_to_finish() -> None:
-    """Neither b nor c is late by itself, but both would be due in batch 2."""
+def test_blocking_groups_include_groups_due_in_the_same_batch() -> None:
+    """Neither b nor c is late alone, but both are due in batch 2."""
     b, c, d = Candidate(0, 1, False), Candidate(0, 2, False), Candidate(1, 3, True)
     late = Candidate(1, 4, False)
     assert blocking_groups([d, late, c, b], 1, eta=2, num_groups=1) == [b, c]
@@ -157,7 +157,7 @@ def test_blocks_names_those_of_which_one_has_to_finish() -> None:
     eta=st.integers(0, 4),
     num_groups=st.integers(1, 3),
 )
-def test_blocks_names_somebody_exactly_when_pace_keeps_a_full_batch_back(
+def test_blocking_groups_exist_exactly_if_wait_withholds_a_full_batch(
     groups: list[tuple[int, bool]], step: int, eta: int, num_groups: int
 ) -> None:
     found = [Candidate(start, seq, done) for seq, (start, done) in enumerate(groups)]
@@ -165,7 +165,7 @@ def test_blocks_names_somebody_exactly_when_pace_keeps_a_full_batch_back(
         return
     everyone = [c.start for c in found]
     if not fits(everyone, step, eta=eta, num_groups=num_groups):
-        return  # admission and the steps before never leave such a set
+        return  # admission and earlier steps never produce such a set
     kwargs = {"eta": eta, "num_groups": num_groups}
     is_kept_back = select_batch(found, step, policy="wait", **kwargs) is None
     assert bool(blocking_groups(found, step, **kwargs)) is is_kept_back
@@ -174,5 +174,5 @@ def test_blocks_names_somebody_exactly_when_pace_keeps_a_full_batch_back(
 @pytest.mark.parametrize(
     ("starts", "expected"), [([], True), ([1, 1, 2, 2], True), ([1, 1, 1], False), ([0], False)]
 )
-def test_fits(starts: list[int], expected: bool) -> None:
+def test_fits_compares_groups_with_their_due_batches(starts: list[int], expected: bool) -> None:
     assert fits(starts, 3, eta=2, num_groups=2) is expected

@@ -1,4 +1,4 @@
-"""Options that make no sense together: each is refused in one line that names the fix."""
+"""Invalid combinations of options are a one-line error with the fix."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ ONE = "collector.group_size=1 batch_size=4"
         ("critic.value_clip=0", "must be a number above 0, or null"),
     ],
 )
-def test_it_is_refused(tmp_path: Path, options: str, says: str) -> None:
+def test_invalid_combination_of_options_is_a_one_line_error(
+    tmp_path: Path, options: str, says: str
+) -> None:
     with pytest.raises(UserError) as refused:
         check_constraints(configured(tmp_path, options), "trainer.ppo.")
     text = str(refused.value)
@@ -83,5 +85,5 @@ def test_it_is_refused(tmp_path: Path, options: str, says: str) -> None:
         "reward.scale=-1 reward.clip=1 reward.bias=0.5 reward.overlong_buffer=256",
     ],
 )
-def test_it_is_allowed(tmp_path: Path, options: str) -> None:
+def test_valid_combination_of_options_is_accepted(tmp_path: Path, options: str) -> None:
     check_constraints(configured(tmp_path, options), "trainer.ppo.")

@@ -1,7 +1,7 @@
-"""A live run with two workers and two ranks, which all modules here attack but the first.
+"""A live run with two workers and two ranks, which all modules except the first attack.
 
-The order of modules is fixed: test_broken_worker.py has a run of its own, test_end.py ends the
-shared one and looks at what is left of it.
+The order of modules is fixed: test_broken_worker.py has a separate run, test_end.py stops the
+shared run and checks its files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class Live:
-    """A run under way."""
+    """A live run."""
 
     site: Site
     root: Path
@@ -60,12 +60,12 @@ class Live:
 
     @property
     def shown(self) -> str:
-        """What the run has printed."""
+        """The output of the run."""
         return (self.root / "shown.txt").read_text()
 
     @property
     def datapipe(self) -> str:
-        """Its address, tcp://HOST:PORT."""
+        """The datapipe's address, tcp://HOST:PORT."""
         return NameRegistry(self.names, ttl_s=SLOW_S).address("datapipe") or ""
 
     @property
@@ -99,25 +99,25 @@ class Live:
         return max(self.metrics("step"), default=-1.0)
 
     def rejected(self) -> float:
-        """Return how many messages were rejected, as the metrics of the newest step tell."""
+        """Return the number of rejected messages in the metrics of the newest step."""
         return max(self.metrics("datapipe/rejected_messages"), default=0.0)
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def info(self) -> dict[str, Any]:
-        """Return what the server tells processes of the trial about itself."""
+        """Return the server's information for processes of the trial."""
         request = Request(self.server + "/model_info", headers=self.ours)
         with urlopen(request, timeout=SLOW_S) as answer:
             return json.load(answer)
 
     def is_untouched(self) -> bool:
-        """Return whether the server has a version of the trainer and goes on: a publish pauses it
-        for a moment."""
+        """Return whether the server has a version of the trainer and is not paused for long: a
+        publish pauses it briefly."""
         info = self.info()
         return info["weight_version"].isdigit() and (info["paused_s"] or 0.0) < SLOW_S
 
-    def goes_on(self, steps: int = 2) -> None:
+    def wait_for_steps(self, steps: int = 2) -> None:
         """Wait until further steps are in the metrics."""
         begin = self.step()
         is_there = lambda: self.step() >= begin + steps or not self.is_alive()  # noqa: E731
@@ -125,7 +125,7 @@ class Live:
         assert self.is_alive(), self.shown
 
     def counts(self, before: float, number: int) -> None:
-        """See that a further `number` messages were rejected and counted, no more and no fewer."""
+        """Check that exactly `number` further messages were rejected and counted."""
         are_there = lambda: self.rejected() >= before + number or not self.is_alive()  # noqa: E731
         what = f"{number} more rejected messages than {before}"
         told = lambda: f"{what}, not {self.rejected()}\n{self.shown}"  # noqa: E731
@@ -143,7 +143,7 @@ class Live:
         return found
 
     def command(self, *words: str) -> str:
-        """Return what an arealite command prints."""
+        """Return the output of an arealite command."""
         line = [sys.executable, "-m", "arealite.cli.main", *words]
         done = subprocess.run(
             line, capture_output=True, text=True, timeout=SLOW_S, env=ENVIRONMENT, cwd=ROOT
@@ -162,7 +162,7 @@ def start(site: Site, root: Path, *more: str) -> Live:
     (names,) = (site.folder / "names").glob("*/e2e/t")
     live = Live(site, root, names, process)
     try:
-        live.goes_on(1)
+        live.wait_for_steps(1)
         live.roles = live.pids()
     except BaseException:
         process.kill()
@@ -171,7 +171,7 @@ def start(site: Site, root: Path, *more: str) -> Live:
 
 
 def stop(live: Live) -> None:
-    """Stop a run as a user does, and see that no process of it is left."""
+    """Stop a run as a user does, and check that none of its processes remains."""
     if live.is_alive():
         live.process.send_signal(signal.SIGINT)
     live.process.wait(SLOW_S)
@@ -180,7 +180,7 @@ def stop(live: Live) -> None:
 
 @pytest.fixture(scope="session")
 def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Start the run that is attacked; test_end.py stops it, or else this fixture."""
+    """Start the attacked run; test_end.py or this fixture stops it."""
     root = tmp_path_factory.mktemp("attacked")
     run = start(
         site,

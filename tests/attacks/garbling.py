@@ -1,7 +1,7 @@
 """A plugin: worker rollout-0 garbles a tenth of its results, as a process with a bug would.
 
-The file that GARBLED names gets a line for each: what was garbled, of which lease and member, and
-the SHA-256 of the payload that was sent.
+The file in GARBLED gets a line for each: the bug, lease and member, and the SHA-256 of the sent
+payload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARE = 0.1
 FRAMES = 0.02
 """Share of whole messages that are cut off."""
 MARK = b"\x07\0\0\0"
-"""The token that garbled trajectories consist of, where they can be read."""
+"""The token of readable garbled trajectories."""
 
 replace = msgspec.structs.replace
 rng = random.Random(16)
@@ -42,7 +42,7 @@ def marked(payload: bytes) -> bytes:
 
 
 def of_header(**facts: Any) -> Callable[[Episode, bytes], tuple[Episode, list[bytes]]]:
-    """Return a bug that garbles a header; its trajectory is a marked one."""
+    """Return a bug that garbles a header; its trajectory has the marker token."""
 
     def garble(episode: Episode, payload: bytes) -> tuple[Episode, list[bytes]]:
         header = replace(episode.headers[0], payload_sum=0, **facts)

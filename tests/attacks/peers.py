@@ -1,4 +1,4 @@
-"""Peers written by hand: ZeroMQ sockets with and without the secret, and forged results."""
+"""Raw peers: ZeroMQ sockets with and without the secret, and forged results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Message = TypeVar("Message")
 
 
 class Insider:
-    """A process that has the secret: it says it is a worker, or a trainer, and sends anything."""
+    """A peer with the secret that acts as a worker or a trainer and sends any message."""
 
     def __init__(self, live: Live, worker_id: str) -> None:
         self.live, self.worker_id = live, worker_id
@@ -43,16 +43,16 @@ class Insider:
         self.socket = wire.open_socket(self.context, zmq.DEALER, live.secret)
         self.socket.connect(live.datapipe)
         self.leases: list[Lease] = []
-        self.told = -math.inf
+        self._sent_state_at = -math.inf
 
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def tell(self, message: msgspec.Struct, *payloads: bytes) -> None:
+    def send_message(self, message: msgspec.Struct, *payloads: bytes) -> None:
         self.send(wire.encode(message), *payloads)
 
-    def hear(self, kind: type[Message]) -> Message:
-        """Return the next message of a kind; leases are remembered, other messages forgotten."""
+    def receive(self, kind: type[Message]) -> Message:
+        """Return the next message of a type; keep leases and drop other messages."""
         while True:
             assert self.socket.poll(PATIENCE_MS), f"no {kind.__name__}\n{self.live.shown}"
             message = decode(self.socket.recv_multipart()[0])
@@ -60,7 +60,7 @@ class Insider:
             if isinstance(message, kind):
                 return message
 
-    def hand_in(self, episodes: list[Episode], *payloads: bytes) -> None:
+    def submit(self, episodes: list[Episode], *payloads: bytes) -> None:
         """Send a result and wait until it is acknowledged."""
         frame = wire.encode(Result(self.worker_id, episodes))
         self.send(frame, *payloads)
@@ -68,12 +68,12 @@ class Insider:
 
     def acknowledged(self, frame: bytes) -> None:
         """Wait until a message is acknowledged."""
-        while self.hear(Ack).checksum != crc32(frame):
+        while self.receive(Ack).checksum != crc32(frame):
             pass
 
-    def are_handled(self) -> None:
-        """Return once the datapipe has handled all that was sent: messages keep their order."""
-        self.hand_in([])
+    def wait_until_handled(self) -> None:
+        """Return once the datapipe has handled all sent messages, which keep their order."""
+        self.submit([])
 
     def state(self, capacity: int, **changes: Any) -> WorkerState:
         held = [lease.lease_id for lease in self.leases]
@@ -81,19 +81,21 @@ class Insider:
         return msgspec.structs.replace(made, **changes)
 
     def episode(self) -> tuple[Lease, int]:
-        """Return a lease of one episode for this worker; all before are answered."""
+        """Return a lease of one episode for this worker; all earlier leases have results."""
         self.leases.clear()
-        self.told = -math.inf
+        self._sent_state_at = -math.inf
         until(self._has_lease, what=lambda: f"a lease\n{self.live.shown}", seconds=SLOW_S)
         lease = self.leases[0]
-        self.tell(self.state(0, held=[lease.lease_id]))  # no more: the run would wait for them
+        self.send_message(
+            self.state(0, held=[lease.lease_id])
+        )  # no further leases: the run would wait for them
         return lease, lease.members[0]
 
     def _has_lease(self) -> bool:
-        """Tell that this worker lives, as often as any, and look for a lease."""
-        if time.monotonic() - self.told > STATE_S:
-            self.told = time.monotonic()
-            self.tell(self.state(1))
+        """Send heartbeats as a worker does, and check for a lease."""
+        if time.monotonic() - self._sent_state_at > STATE_S:
+            self._sent_state_at = time.monotonic()
+            self.send_message(self.state(1))
         while self.socket.poll(0):
             self._take(decode(self.socket.recv_multipart()[0]))
         return bool(self.leases)
@@ -103,9 +105,9 @@ class Insider:
             self.leases.append(message)
 
     def close(self) -> None:
-        """Give leases back, as a worker that drains."""
-        self.tell(self.state(0, held=[]))
-        self.are_handled()
+        """Return leases, as a draining worker does."""
+        self.send_message(self.state(0, held=[]))
+        self.wait_until_handled()
         wire.close(self.socket, linger_ms=0)
         self.context.term()
 
@@ -120,12 +122,12 @@ def insider(live: Live, worker_id: str = "insider") -> Iterator[Insider]:
 
 
 def forged(group: str, member: int, *, version: int = 0, reward: float = 1.0) -> Forgery:
-    """Return a right trajectory of an episode, to be made wrong."""
+    """Return a valid trajectory of an episode, which a test then changes."""
     return Forgery(group, member, version, reward)
 
 
 class Forgery:
-    """A trajectory's header and segment; `change` makes fields of either wrong."""
+    """A trajectory's header and segment, whose fields a test changes."""
 
     def __init__(self, group: str, member: int, version: int, reward: float) -> None:
         self.ids = (group, member)
@@ -162,11 +164,11 @@ class Forgery:
 
 
 def no_security(socket: zmq.Socket[bytes]) -> None:
-    """A peer that knows nothing of CURVE."""
+    """A peer without CURVE."""
 
 
 def own_keys(socket: zmq.Socket[bytes]) -> None:
-    """A peer with CURVE keys of its own, and a guess at the server's."""
+    """A peer with its own CURVE keys and a guessed server key."""
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey = zmq.curve_keypair()[0]
 

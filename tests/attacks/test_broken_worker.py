@@ -1,6 +1,6 @@
-"""A worker of ours with a bug that garbles a tenth of its results, in a run of its own.
+"""A worker with a bug that garbles a tenth of its results, in a separate run.
 
-And a server that somebody pauses while the trainer may not continue it.
+A test also pauses the server, which the trainer is configured not to continue.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def run(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         stop(made)
 
 
-def test_why_names_a_server_that_somebody_paused(run: Live) -> None:
-    """A publish ends a pause, too: so pause until the trainer has no batch left."""
+def test_why_reports_a_server_paused_by_another_client(run: Live) -> None:
+    """A publish ends a pause, too, so pause until the trainer has no batch left."""
 
     def post(path: str) -> None:
         headers = run.ours | {"Content-Type": "application/json"}
@@ -66,10 +66,10 @@ def test_why_names_a_server_that_somebody_paused(run: Live) -> None:
     until(is_named, what=said, seconds=SLOW_S)
     assert run.is_alive()
     post("/continue_generation")
-    run.goes_on()
+    run.wait_for_steps()
 
 
-def test_run_with_a_worker_that_garbles_results_ends_well(run: Live) -> None:
+def test_run_with_a_worker_that_garbles_results_completes(run: Live) -> None:
     assert run.process.wait(SLOW_S) == 0, run.shown
     report = audit(run.paths.ledger)
     assert report.ok and report.steps == STEPS, report.table()
@@ -81,7 +81,7 @@ def garbled(run: Live) -> list[dict[str, str | int]]:
 
 
 def test_each_garbled_result_is_counted(run: Live) -> None:
-    """A result that comes again, as its acknowledgement took long, is counted again."""
+    """A result that is resent after a slow acknowledgement is counted again."""
     made = garbled(run)
     assert len({line["what"] for line in made}) > 5, "most bugs were seen"
     log = (run.paths.logs / "datapipe-0.log").read_text()

@@ -75,14 +75,14 @@ PAGE = "<!doctype html><title>Cute cats</title><body>"
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def evil() -> AsyncGenerator[Site, None]:
-    """A site of an attacker, on another port and so of another origin."""
+    """Serve a site of an attacker on another port, which is another origin."""
     async with serving({"/": PAGE}) as site:
         yield site
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def chromium() -> AsyncGenerator[Any, None]:
-    """A browser that finds the attacker's name at this machine."""
+    """Return a browser that resolves the attacker's host name to this machine."""
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:
@@ -96,7 +96,7 @@ async def chromium() -> AsyncGenerator[Any, None]:
 
 
 async def outcomes(context: Any, address: str, act: Any) -> list[int]:
-    """Return the statuses that a server answers to what a page does: 0 where nothing is sent."""
+    """Return the statuses of a page's requests to a server; 0 for a request that was not sent."""
     found, heard = list[int](), asyncio.Event()
 
     def note(request: Any, status: int) -> None:
@@ -116,7 +116,7 @@ async def outcomes(context: Any, address: str, act: Any) -> list[int]:
 
 
 async def run_script(page: Any, name: str, url: str) -> str:
-    """Return what a page's script reads, or how it failed."""
+    """Return the text that a page's script reads, or its error."""
     script = f"""async ([url, body]) => {{
         globalThis.body = body; {HELPERS}
         try {{ return String(await ({SCRIPTS[name]})) }}
@@ -125,8 +125,8 @@ async def run_script(page: Any, name: str, url: str) -> str:
     return await page.evaluate(script, [url, BODY])
 
 
-async def test_each_attempt_reaches_a_server_without_a_guard(evil: Site, chromium: Any) -> None:
-    """The control: what the tests below refuse is really sent."""
+async def test_each_attempt_reaches_an_unprotected_server(evil: Site, chromium: Any) -> None:
+    """Control experiment: the requests of the tests below are sent."""
     paths = {name: f"/{place}" for place, name in enumerate(SCRIPTS)}
     async with serving(dict.fromkeys(paths.values(), PAGE)) as victim:
         for name, path in paths.items():
@@ -152,7 +152,7 @@ async def test_page_of_another_origin_changes_and_reads_nothing(
         said = await run_script(page, name, server + path)
 
     if name == "web socket":
-        await act()  # Playwright tells of web sockets in events of their own
+        await act()  # Playwright reports web sockets in separate events
     else:
         statuses = await outcomes(context, server, act)
         assert {*statuses} <= {0, 401, 403}, statuses
@@ -166,7 +166,7 @@ async def test_page_of_another_origin_changes_and_reads_nothing(
 async def test_page_of_a_rebound_name_changes_and_reads_nothing(
     live: Live, chromium: Any, path: str, method: str
 ) -> None:
-    """To the browser, the page and the server are then of one origin."""
+    """The page and the server then have one origin for the browser."""
     address = f"http://{EVIL}:{urlsplit(live.server).port}"
     context = await chromium.new_context()
     page = await context.new_page()
@@ -182,7 +182,9 @@ async def test_page_of_a_rebound_name_changes_and_reads_nothing(
     assert live.is_untouched()
 
 
-async def test_page_cannot_speak_to_the_datapipe(live: Live, evil: Site, chromium: Any) -> None:
+async def test_page_cannot_send_messages_to_the_datapipe(
+    live: Live, evil: Site, chromium: Any
+) -> None:
     context = await chromium.new_context()
     page = await context.new_page()
     await page.goto(evil.address)
@@ -194,4 +196,4 @@ async def test_page_cannot_speak_to_the_datapipe(live: Live, evil: Site, chromiu
     )
     assert "failed" in said.lower() or "error" in said.lower()
     await context.close()
-    live.goes_on()
+    live.wait_for_steps()

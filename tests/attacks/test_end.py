@@ -1,4 +1,4 @@
-"""The last module: the attacked run goes on and ends well, and nothing foreign is in it."""
+"""The last module: the attacked run completes, and its files have no foreign data."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def test_commands_show_no_control_characters_of_a_live_run(live: Live, words: st
     assert foreign_controls_in(said) == []
 
 
-def test_run_goes_on_and_no_process_was_replaced(live: Live) -> None:
-    live.goes_on(5)
+def test_attacked_run_continues_with_the_same_processes(live: Live) -> None:
+    live.wait_for_steps(5)
     assert live.pids() == live.roles
 
 
-def test_run_ends_well(live: Live) -> None:
-    """Though a stray trainer waits for its chance to begin at a step without a checkpoint."""
+def test_attacked_run_completes(live: Live) -> None:
+    """A stray trainer waits to start at a step without a checkpoint."""
     with insider(live, "last-rank") as peer:
         start = TrainerStart(int(live.step()), 1)
-        peer.tell(start)
-        peer.tell(msgspec.structs.replace(start, ticket=peer.hear(Ticket).number))
-        peer.hear(Waiting)
+        peer.send_message(start)
+        peer.send_message(msgspec.structs.replace(start, ticket=peer.receive(Ticket).number))
+        peer.receive(Waiting)
     stop(live)
     assert live.process.returncode == 130, live.shown
     report = audit(live.paths.ledger)
@@ -51,7 +51,7 @@ def test_run_ends_well(live: Live) -> None:
 
 
 def test_resume_finds_the_checkpoint_and_the_secret(live: Live) -> None:
-    """Stray checkpoints are none that a resume looks for."""
+    """A resume ignores stray checkpoints."""
     before, secret = audit(live.paths.ledger).steps, live.secret
     more = [f"trainer.ppo.total_steps={before + 3}", "launcher.rollout_workers=2"]
     done = live.site.train(live.root, *more, "launcher.trainer_ranks=2")
@@ -61,7 +61,7 @@ def test_resume_finds_the_checkpoint_and_the_secret(live: Live) -> None:
     assert live.secret == secret
 
 
-def test_trajectories_are_of_the_runs_own_workers(live: Live) -> None:
+def test_all_trajectories_are_from_the_runs_workers(live: Live) -> None:
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         rows = db.execute("SELECT trajectory_id, reward, payload, header FROM trajectories")
         found = rows.fetchall()
@@ -75,7 +75,7 @@ def test_trajectories_are_of_the_runs_own_workers(live: Live) -> None:
             assert tokens[: len(MARKER)].tolist() != MARKER
 
 
-def test_reward_curve_is_the_environments(live: Live) -> None:
+def test_rewards_are_those_of_the_environment(live: Live) -> None:
     assert {*live.metrics("reward/max")} <= {0.0, 1.0}
     assert {*live.metrics("reward/min")} <= {0.0, 1.0}
     with closing(connect(live.paths.ledger, read_only=True)) as db:
@@ -86,27 +86,27 @@ def test_reward_curve_is_the_environments(live: Live) -> None:
     assert all(0.0 <= mean <= 1.0 and size == 16 for _, mean, size in steps)
 
 
-def test_no_failure_is_anothers(live: Live) -> None:
-    """Groups were filtered only as our own attempts used up their offers."""
+def test_no_group_is_filtered_because_of_an_attack(live: Live) -> None:
+    """Groups were filtered only because attempts of the run failed."""
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         reasons = {r for (r,) in db.execute("SELECT DISTINCT reason FROM groups") if r}
         unusable = [reason for reason in reasons if reason.startswith("unusable")]
     assert unusable == [], "what cannot be trained never reached the ledger"
 
 
-def test_datapipe_counted_what_it_dropped(live: Live) -> None:
+def test_datapipe_counts_rejected_messages(live: Live) -> None:
     assert live.rejected() >= 0
     log = (live.paths.logs / "datapipe-0.log").read_text()
     assert "rejected_messages=" in log
 
 
 def everything(live: Live) -> list[Path]:
-    """List all files that the run and the server wrote, reports included; not the names' folder."""
+    """List all files of the run and the server, reports included, without the name root."""
     files = [file for file in live.root.rglob("*") if file.is_file()]
     return files + [file for file in live.site.folder.glob("*") if file.is_file()]
 
 
-def test_secret_is_in_nothing_that_the_run_wrote(live: Live) -> None:
+def test_secret_is_in_no_file_of_the_run(live: Live) -> None:
     report = live.root / "report.html"
     live.command("report", str(live.paths.root), "--out", str(report))
     secret = live.secret

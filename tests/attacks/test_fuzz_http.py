@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes from a schema of the server's routes."""
+"""Requests that schemathesis generates from a schema of the server's routes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 EXAMPLES = 20
-"""Of each route and phase, at most."""
+"""Maximum number of examples for each route and phase."""
 BODIES: dict[str, Any] = {
     "/generate": protocol.GenerateBody,
     "/abort_request": protocol.AbortBody,
@@ -36,12 +36,12 @@ BODIES: dict[str, Any] = {
     "/update_weight_version": protocol.UpdateWeightVersionReqInput,
 }
 SLOW = {"/init_weights_update_group"}
-"""A right request waits a minute for its host: test_insiders_http.py has some of them."""
+"""A valid request waits a minute for its host; test_insiders_http.py tests some."""
 WELL, REFUSED = [200], [400, 404, 405, 413]
 
 
 def schema(statuses: list[int]) -> dict[str, Any]:
-    """Describe the server's routes, whose bodies are the types that it decodes."""
+    """Return a schema of the server's routes with the types of their bodies."""
     template = "#/components/schemas/{name}"
     _, parts = msgspec.json.schema_components([*BODIES.values()], ref_template=template)
     answers = {str(status): {"description": "as it says"} for status in statuses}
@@ -58,7 +58,7 @@ def schema(statuses: list[int]) -> dict[str, Any]:
 def fuzz(
     live: Live, folder: Path, statuses: list[int], headers: dict[str, str], phases: str
 ) -> int:
-    """Run schemathesis; return how many requests it has sent. The token is on no command line."""
+    """Run schemathesis without the token on its command line; return the number of requests."""
     file, told = folder / "schema.json", folder / "requests.ndjson"
     file.write_text(json.dumps(schema(statuses)))
     lines = ["[headers]", *(f"{name} = {json.dumps(text)}" for name, text in headers.items())]
@@ -81,15 +81,15 @@ def fuzz(
     return told.read_text().count('"status_code"')
 
 
-def test_no_request_without_the_token_is_answered(live: Live, tmp_path: Path) -> None:
+def test_fuzzed_requests_without_the_token_are_refused(live: Live, tmp_path: Path) -> None:
     assert fuzz(live, tmp_path, [401, 405], {}, "fuzzing") > 100
     assert live.is_untouched()
-    live.goes_on()
+    live.wait_for_steps()
 
 
-def test_no_request_with_the_token_harms_the_run(live: Live, tmp_path: Path) -> None:
-    """The pauses and versions among them are put right by the trainer."""
+def test_fuzzed_requests_with_the_token_do_not_stop_the_run(live: Live, tmp_path: Path) -> None:
+    """The trainer reverts pauses and versions that some requests set."""
     assert fuzz(live, tmp_path, WELL + REFUSED, live.ours, "coverage,fuzzing") > 100
     until(live.is_untouched, what="the trainer's version", seconds=SLOW_S)
-    live.goes_on(5)
+    live.wait_for_steps(5)
     assert live.pids() == live.roles

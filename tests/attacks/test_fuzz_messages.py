@@ -1,4 +1,4 @@
-"""Messages made by hypothesis from the types themselves, mutated and sent with the secret."""
+"""Messages that hypothesis generates from their types, mutated and sent with the secret."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.hostile import HOSTILE
 pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
 
 EXAMPLES = 60
-"""Of each type."""
+"""Number of examples of each type."""
 KINDS = [*get_args(FromWorker), *get_args(FromTrainer)]
 EDGES = [-1, 0, 1, 2**31, 1 << 40, (1 << 40) + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
 WORDS = ["", "fuzzer", "agent", "g0", "g1", "g0.1.1", "e0-0", "g0/0/agent", HOSTILE, "x" * 10_000]
@@ -39,7 +39,7 @@ junk = st.recursive(
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Return what a field of a type may hold on the wire, right or nearly so."""
+    """Return valid and almost valid values of a field on the wire."""
     match kind:
         case inspect.IntType():
             return numbers
@@ -74,7 +74,7 @@ def structures(kind: inspect.StructType, *, mutated: bool = False) -> st.SearchS
 
 
 def messages(kind: type) -> st.SearchStrategy[bytes]:
-    """Return encoded messages of a type: as it says, mutated, or with bytes cut off or changed."""
+    """Return encoded messages of a type: valid, mutated, truncated or with changed bytes."""
     about = inspect.type_info(kind)
     assert isinstance(about, inspect.StructType)
     whole = (structures(about) | structures(about, mutated=True)).map(msgspec.msgpack.encode)
@@ -95,7 +95,7 @@ payloads = st.lists(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_no_message_of_a_type_harms_the_run(live: Live, kind: type) -> None:
+def test_fuzzed_messages_of_each_type_do_not_stop_the_run(live: Live, kind: type) -> None:
     with insider(live, f"fuzzer-{kind.__name__}") as peer:
 
         @settings(
@@ -108,21 +108,21 @@ def test_no_message_of_a_type_harms_the_run(live: Live, kind: type) -> None:
             give_back(peer, frame)
 
         send()
-        peer.are_handled()
-    live.goes_on()
+        peer.wait_until_handled()
+    live.wait_for_steps()
     assert live.pids() == live.roles
 
 
 def give_back(peer: Insider, frame: bytes) -> None:
-    """Have a worker that a message made up leave: it would keep the leases that it gets."""
+    """Send a leave for a worker that a message invented, because it would keep its leases."""
     with suppress(*DECODE_ERRORS):
         message = wire.decode_to_datapipe(frame)
         if isinstance(message, WorkerState) and message.capacity:
-            peer.tell(msgspec.structs.replace(message, capacity=0, held=[]))
+            peer.send_message(msgspec.structs.replace(message, capacity=0, held=[]))
 
 
 def test_results_of_real_leases_are_fuzzed(live: Live) -> None:
-    """Ids are right here, so that what is after them is reached."""
+    """Ids are valid here, so that the checks after them are reached."""
     about = inspect.type_info(Result)
     assert isinstance(about, inspect.StructType)
     with insider(live, "fuzzer") as peer:
@@ -145,5 +145,5 @@ def test_results_of_real_leases_are_fuzzed(live: Live) -> None:
             peer.acknowledged(frame)
 
         send()
-    live.goes_on()
+    live.wait_for_steps()
     assert max(live.metrics("reward/max")) <= 1.0

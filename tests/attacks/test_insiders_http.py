@@ -29,11 +29,11 @@ REFUSED = (400, 404, 413, 422)
 
 @pytest.fixture
 async def session(live: Live) -> AsyncIterator[aiohttp.ClientSession]:
-    """With the token; afterwards the server serves the trainer, and the run goes on."""
+    """Return a session with the token; afterwards check that the server and the run continue."""
     async with aiohttp.ClientSession(live.server, headers=live.ours) as made:
         yield made
     await eventually(live.is_untouched, "the server to be well", seconds=SLOW_S)
-    live.goes_on()
+    live.wait_for_steps()
 
 
 async def post(session: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, str]:
@@ -102,12 +102,12 @@ async def test_body_of_a_gigabyte_is_refused_before_it_is_read(
         async with session.post(path, data=gigabyte(), headers=headers) as answer:
             assert answer.status == 413
     except aiohttp.ClientOSError:
-        pass  # closed while we sent
+        pass  # closed during the send
 
 
 @pytest.fixture
 def folder(live: Live, tmp_path: Path) -> Path:
-    """A copy of the model's folder, whose weights a test makes wrong."""
+    """Return a copy of the model's folder, whose weights a test changes."""
     made = tmp_path / "weights"
     made.mkdir()
     for file in live.site.model.iterdir():
@@ -146,7 +146,7 @@ async def test_weights_of_another_model_are_refused(
 
 @contextmanager
 def fifo(path: Path) -> Iterator[None]:
-    """Make a FIFO that nobody writes to: to open it blocks for ever."""
+    """Create a FIFO without a writer: opening it blocks forever."""
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     yield
@@ -154,7 +154,7 @@ def fifo(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["", "model.safetensors", "other.safetensors"])
-async def test_fifo_in_the_place_of_weights_is_refused(
+async def test_fifo_instead_of_weights_is_refused(
     session: aiohttp.ClientSession, folder: Path, name: str
 ) -> None:
     path = folder / name if name else folder.parent / "fifo"
@@ -196,7 +196,7 @@ async def test_truncated_weights_are_refused(session: aiohttp.ClientSession, fol
         ({"master_address": 5}, "an address"),
     ],
 )
-async def test_group_of_wrong_numbers_is_refused(
+async def test_group_with_invalid_numbers_is_refused(
     session: aiohttp.ClientSession, body: dict[str, Any], name: str
 ) -> None:
     whole = {"master_address": "127.0.0.9", "master_port": 9, "rank_offset": 1, "world_size": 2}
@@ -208,7 +208,7 @@ async def test_group_of_wrong_numbers_is_refused(
 async def test_group_at_another_host_leaves_the_server_serving(
     live: Live, session: aiohttp.ClientSession, address: str
 ) -> None:
-    """The server waits for the other host in a thread, and for nobody else."""
+    """The server waits for the other host in a thread, which blocks no other request."""
     body = {"master_address": address, "master_port": 9, "rank_offset": 1, "world_size": 2}
     body |= {"backend": "gloo", "group_name": f"of {address}"}
     timeout = aiohttp.ClientTimeout(total=1.0)
@@ -216,7 +216,7 @@ async def test_group_at_another_host_leaves_the_server_serving(
         async with session.post("/init_weights_update_group", json=body, timeout=timeout) as answer:
             assert answer.status in REFUSED
     except TimeoutError:
-        live.goes_on()
+        live.wait_for_steps()
 
 
 @pytest.mark.parametrize("version", [HOSTILE, "\x1b[2J", "1000000", "", "x" * 10_000, "-1", "NaN"])
@@ -227,7 +227,7 @@ async def test_foreign_version_is_replaced_by_the_trainer(
     assert (await post(session, "/update_weight_version", body))[0] == 200
     is_ours = lambda: live.info()["weight_version"] != version and live.is_untouched()  # noqa: E731
     await eventually(is_ours, "the trainer's version", seconds=SLOW_S)
-    live.goes_on()
+    live.wait_for_steps()
     assert max(live.metrics("staleness/max"), default=0.0) <= 4.0
 
 
@@ -235,9 +235,9 @@ async def test_foreign_version_is_replaced_by_the_trainer(
 async def test_foreign_pause_is_ended_by_the_trainer(
     live: Live, session: aiohttp.ClientSession, mode: str
 ) -> None:
-    """No publish needs to come: a server that is paused makes no episodes for one."""
+    """The trainer continues the server without a publish, for which it has no episodes."""
     assert (await post(session, "/pause_generation", {"mode": mode}))[0] == 200
-    live.goes_on(5)
+    live.wait_for_steps(5)
 
 
 async def test_aborted_generations_are_sampled_again(
@@ -245,7 +245,7 @@ async def test_aborted_generations_are_sampled_again(
 ) -> None:
     for _ in range(20):
         assert (await post(session, "/abort_request", {"abort_all": True}))[0] == 200
-    live.goes_on()
+    live.wait_for_steps()
 
 
 @pytest.mark.parametrize(
@@ -259,10 +259,10 @@ async def test_aborted_generations_are_sampled_again(
         b"GET /" + b"a" * 8000,
     ],
 )
-async def test_connections_that_send_slowly_hold_up_nobody(
+async def test_slow_connections_do_not_block_other_requests(
     live: Live, session: aiohttp.ClientSession, sent: bytes
 ) -> None:
-    """When the server closes them is a test of its own: tests/impl/test_http_limits.py."""
+    """tests/impl/test_http_limits.py tests when the server closes them."""
     place = urlsplit(live.server)
     assert place.hostname and place.port
     peers = [socket.create_connection((place.hostname, place.port)) for _ in range(200)]
@@ -271,7 +271,7 @@ async def test_connections_that_send_slowly_hold_up_nobody(
     body = {"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 1}}
     status, said = await post(session, "/generate", body)
     assert status == 200 and json.loads(said)["output_ids"]
-    live.goes_on()
+    live.wait_for_steps()
     for peer in peers:
         peer.close()
 
@@ -291,7 +291,7 @@ async def test_connections_that_send_slowly_hold_up_nobody(
         b"GET /model_info HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: http://127.0.0.1\r\n",
     ],
 )
-async def test_foreign_host_or_origin_is_refused_with_the_token_too(
+async def test_foreign_host_or_origin_is_refused_even_with_the_token(
     live: Live, line: bytes
 ) -> None:
     place = urlsplit(live.server)

@@ -1,4 +1,4 @@
-"""Attempts of a broken trainer that has the secret: only its own requests are refused."""
+"""Attempts of a faulty trainer with the secret: only its requests are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rank(live: Live) -> Iterator[Insider]:
 
 
 def current_ticket(live: Live) -> int:
-    """Return the ticket of the trainer that runs, as the ledger tells."""
+    """Return the current trainer's ticket from the ledger."""
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         return meta_number(db, "ticket")
 
@@ -56,26 +56,24 @@ REQUESTS: dict[str, trainer.FromTrainer] = {
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_without_a_ticket_is_counted(live: Live, rank: Insider, name: str) -> None:
     before = live.rejected()
-    rank.tell(REQUESTS[name])
-    rank.are_handled()
+    rank.send_message(REQUESTS[name])
+    rank.wait_until_handled()
     live.counts(before, 1)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_request_with_an_old_ticket_is_refused(live: Live, rank: Insider, name: str) -> None:
     before = live.rejected()
-    rank.tell(msgspec.structs.replace(REQUESTS[name], ticket=1))
-    assert "replaced" in rank.hear(trainer.Refused).reason
+    rank.send_message(msgspec.structs.replace(REQUESTS[name], ticket=1))
+    assert "replaced" in rank.receive(trainer.Refused).reason
     live.counts(before, 1)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_request_with_a_ticket_of_the_future_is_counted(
-    live: Live, rank: Insider, name: str
-) -> None:
+def test_request_with_a_future_ticket_is_counted(live: Live, rank: Insider, name: str) -> None:
     before = live.rejected()
-    rank.tell(msgspec.structs.replace(REQUESTS[name], ticket=1 << 40))
-    rank.are_handled()
+    rank.send_message(msgspec.structs.replace(REQUESTS[name], ticket=1 << 40))
+    rank.wait_until_handled()
     live.counts(before, 1)
 
 
@@ -92,13 +90,13 @@ IMPOSSIBLE: dict[str, Callable[[Live], trainer.FromTrainer]] = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_impossible_request_of_the_trainer_that_runs_is_refused(
+def test_impossible_request_of_the_current_trainer_is_refused(
     live: Live, rank: Insider, name: str
 ) -> None:
     before = live.rejected()
     request = IMPOSSIBLE[name](live)
-    rank.tell(msgspec.structs.replace(request, ticket=current_ticket(live)))
-    assert rank.hear(trainer.Refused).reason
+    rank.send_message(msgspec.structs.replace(request, ticket=current_ticket(live)))
+    assert rank.receive(trainer.Refused).reason
     live.counts(before, 1)
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         (newest,) = db.execute("SELECT IFNULL(MAX(step), 0) FROM checkpoints").fetchone()
@@ -106,23 +104,23 @@ def test_impossible_request_of_the_trainer_that_runs_is_refused(
 
 
 @pytest.mark.parametrize("version", [10**9, 1 << 40])
-def test_version_of_the_future_is_not_taken(live: Live, rank: Insider, version: int) -> None:
-    rank.tell(trainer.Published(version, ticket=current_ticket(live)))
-    rank.hear(trainer.Done)
-    live.goes_on()
+def test_future_version_is_ignored(live: Live, rank: Insider, version: int) -> None:
+    rank.send_message(trainer.Published(version, ticket=current_ticket(live)))
+    rank.receive(trainer.Done)
+    live.wait_for_steps()
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         assert meta_number(db, "version") <= live.step() + 5
 
 
 @pytest.mark.parametrize("step", [0, 1, 10**6, 1 << 40])
 def test_stray_start_rolls_nothing_back(live: Live, rank: Insider, step: int) -> None:
-    """It stays there, unanswered, until its trainer would be the only one: also at the end."""
+    """The start stays unanswered as long as another trainer is alive, also at the end."""
     before = live.step()
-    rank.tell(trainer.TrainerStart(step, 1))
-    ticket = rank.hear(trainer.Ticket).number
-    rank.tell(trainer.TrainerStart(step, 1, ticket))
-    rank.hear(trainer.Waiting)
-    live.goes_on(5)
+    rank.send_message(trainer.TrainerStart(step, 1))
+    ticket = rank.receive(trainer.Ticket).number
+    rank.send_message(trainer.TrainerStart(step, 1, ticket))
+    rank.receive(trainer.Waiting)
+    live.wait_for_steps(5)
     assert live.step() > before
 
 
@@ -130,18 +128,16 @@ def test_stray_start_rolls_nothing_back(live: Live, rank: Insider, step: int) ->
 def test_start_with_a_ticket_that_was_not_given_is_ignored(
     live: Live, rank: Insider, ticket: int
 ) -> None:
-    rank.tell(trainer.TrainerStart(0, 1, ticket))
-    rank.are_handled()
-    live.goes_on()
+    rank.send_message(trainer.TrainerStart(0, 1, ticket))
+    rank.wait_until_handled()
+    live.wait_for_steps()
 
 
-def test_start_with_the_ticket_of_the_trainer_that_runs_rolls_nothing_back(
-    live: Live, rank: Insider
-) -> None:
+def test_start_with_the_current_ticket_rolls_nothing_back(live: Live, rank: Insider) -> None:
     before = live.step()
-    rank.tell(trainer.TrainerStart(0, 1, current_ticket(live)))
-    assert rank.hear(trainer.TrainerReady).rolled_back_groups == 0
-    live.goes_on()
+    rank.send_message(trainer.TrainerStart(0, 1, current_ticket(live)))
+    assert rank.receive(trainer.TrainerReady).rolled_back_groups == 0
+    live.wait_for_steps()
     assert live.step() > before
 
 
@@ -171,7 +167,7 @@ def test_request_out_of_range_or_of_a_wrong_type_is_counted(
 ) -> None:
     before = live.rejected()
     rank.send(msgspec.msgpack.encode(RAW[name]))
-    rank.are_handled()
+    rank.wait_until_handled()
     live.counts(before, 1)
 
 
@@ -179,5 +175,5 @@ def test_request_out_of_range_or_of_a_wrong_type_is_counted(
 def test_truncated_request_is_counted(live: Live, rank: Insider, end: int) -> None:
     before = live.rejected()
     rank.send(wire.encode(trainer.Checkpointed(1, "/x"))[:-end])
-    rank.are_handled()
+    rank.wait_until_handled()
     live.counts(before, 1)

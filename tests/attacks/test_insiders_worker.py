@@ -49,7 +49,7 @@ def floats(*values: float) -> bytes:
 
 
 def filled(value: float) -> bytes:
-    """Return an array with one wrong number where the policy sampled."""
+    """Return an array with one invalid number at a sampled token."""
     return floats(*[0.0] * (SIZE - 1), value)
 
 
@@ -104,14 +104,14 @@ WRONG: dict[str, Callable[[Forgery], Forgery]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_trajectory_of_an_own_lease_is_counted(
+def test_invalid_trajectory_of_a_held_lease_is_counted(
     live: Live, worker: Insider, name: str
 ) -> None:
     lease, member = worker.episode()
     before = live.rejected()
     made = WRONG[name](forged(lease.group_id, member, version=lease.version))
     sent = [made.payload()] * (1 + len(made.more))
-    worker.hand_in([made.episode(lease.lease_id)], *sent)
+    worker.submit([made.episode(lease.lease_id)], *sent)
     live.counts(before, 1)
 
 
@@ -138,17 +138,17 @@ PAYLOADS: dict[str, Callable[[Forgery], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_wrong_payload_of_an_own_lease_is_counted(live: Live, worker: Insider, name: str) -> None:
+def test_invalid_payload_of_a_held_lease_is_counted(live: Live, worker: Insider, name: str) -> None:
     lease, member = worker.episode()
     before = live.rejected()
     made = forged(lease.group_id, member, version=lease.version)
     sent = PAYLOADS[name](made)
-    worker.hand_in([made.episode(lease.lease_id)], *sent)
+    worker.submit([made.episode(lease.lease_id)], *sent)
     live.counts(before, 1)
 
 
 @pytest.mark.parametrize("failure", [None, Failure("both", "a failure and a trajectory")])
-def test_episode_with_neither_or_both_is_counted(
+def test_episode_needs_either_a_trajectory_or_a_failure(
     live: Live, worker: Insider, failure: Failure | None
 ) -> None:
     lease, member = worker.episode()
@@ -156,7 +156,7 @@ def test_episode_with_neither_or_both_is_counted(
     made = forged(lease.group_id, member, version=lease.version)
     headers, sent = ([made.header], [made.payload()]) if failure else ([], [])
     episode = Episode(lease.lease_id, lease.group_id, member, headers, failure)
-    worker.hand_in([episode], *sent)
+    worker.submit([episode], *sent)
     live.counts(before, 1)
 
 
@@ -197,17 +197,17 @@ def test_result_without_a_lease_is_counted(live: Live, worker: Insider, name: st
     made = forged("g0", member)
     made.ids = (group_id, member)
     made.say(group_id=group_id, trajectory_id=f"{group_id}/{member}/agent")
-    worker.hand_in([made.episode(lease_id)], made.payload())
+    worker.submit([made.episode(lease_id)], made.payload())
     live.counts(before, 1)
 
 
 def test_result_of_another_workers_lease_is_counted(live: Live, worker: Insider) -> None:
-    """A right trajectory for a lease that another worker holds."""
+    """A valid trajectory for a lease of another worker."""
     with insider(live, "second-worker") as second:
         lease, member = second.episode()
         before = live.rejected()
         made = forged(lease.group_id, member, version=lease.version)
-        worker.hand_in([made.episode(lease.lease_id)], made.payload())
+        worker.submit([made.episode(lease.lease_id)], made.payload())
         live.counts(before, 1)
 
 
@@ -215,7 +215,7 @@ def test_forged_groups_with_a_huge_reward_are_counted(live: Live, worker: Inside
     before, last = live.rejected(), live.step()
     made = [forged(f"g{10**8 + n}", n % 4, reward=1e6) for n in range(30)]
     episodes = [each.episode(f"{each.header.group_id}.1.{n}") for n, each in enumerate(made)]
-    worker.hand_in(episodes, *(each.payload() for each in made))
+    worker.submit(episodes, *(each.payload() for each in made))
     live.counts(before, 30)
     assert live.step() > last
     assert max(live.metrics("reward/max")) <= 1.0
@@ -227,12 +227,10 @@ def turns(group: str, lease_id: str, worker_id: str, number: int = 1) -> Progres
 
 
 @pytest.mark.parametrize("payloads", [[], [b"garbage"], [b"", b""], [b"\x91" * 10_000]])
-def test_turns_that_do_not_decode_are_counted(
-    live: Live, worker: Insider, payloads: list[bytes]
-) -> None:
+def test_undecodable_turns_are_counted(live: Live, worker: Insider, payloads: list[bytes]) -> None:
     before = live.rejected()
-    worker.tell(turns("g0", "g0.1.1", worker.worker_id), *payloads)
-    worker.are_handled()
+    worker.send_message(turns("g0", "g0.1.1", worker.worker_id), *payloads)
+    worker.wait_until_handled()
     live.counts(before, 1)
 
 
@@ -268,23 +266,23 @@ RAW: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_bytes_that_are_no_message_are_counted(live: Live, worker: Insider, name: str) -> None:
+def test_bytes_that_are_not_a_message_are_counted(live: Live, worker: Insider, name: str) -> None:
     before = live.rejected()
     worker.send(*RAW[name])
-    worker.are_handled()
+    worker.wait_until_handled()
     live.counts(before, 1)
 
 
-def test_no_frame_at_all_harms_nobody(live: Live, worker: Insider) -> None:
+def test_empty_message_does_not_stop_the_run(live: Live, worker: Insider) -> None:
     worker.send(b"", b"", b"")
-    worker.are_handled()
-    live.goes_on()
+    worker.wait_until_handled()
+    live.wait_for_steps()
 
 
 def test_frame_above_the_limit_ends_only_its_connection(live: Live) -> None:
-    """The connection is cut before the frame is in memory, and so is every attempt after it."""
+    """The connection is closed before the frame is in memory, and so is every later attempt."""
     peer = Insider(live, "large-worker")
-    peer.are_handled()
+    peer.wait_until_handled()
     peer.socket.get_monitor_socket().close(0)
     peer.socket.disable_monitor()
     monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, "inproc://disconnections")
@@ -293,13 +291,13 @@ def test_frame_above_the_limit_ends_only_its_connection(live: Live) -> None:
     wire.close(peer.socket, linger_ms=0)
     peer.context.term()
     assert is_cut
-    live.goes_on()
+    live.wait_for_steps()
 
 
 def test_large_frame_within_the_limit_is_counted(live: Live, worker: Insider) -> None:
     before = live.rejected()
     worker.send(bytes(FRAME_MB << 20))
-    worker.are_handled()
+    worker.wait_until_handled()
     live.counts(before, 1)
 
 
@@ -309,45 +307,45 @@ def test_flood_of_wrong_messages_is_counted_and_logged_once(live: Live) -> None:
         before, lines = live.rejected(), log.read_text().count("message rejected")
         for _ in range(5000):
             peer.send(b"flood")
-        peer.are_handled()
+        peer.wait_until_handled()
         live.counts(before, 5000)
     assert log.read_text().count("message rejected") == lines + 1
 
 
 @pytest.mark.parametrize("capacity", [10**6, 1 << 40])
-def test_worker_that_takes_leases_and_leaves_costs_nothing(live: Live, capacity: int) -> None:
+def test_leases_of_a_worker_that_leaves_are_given_to_others(live: Live, capacity: int) -> None:
     with insider(live, "greedy-worker") as peer:
-        peer.tell(peer.state(capacity))
-        peer.hear(Lease)
-    live.goes_on()
+        peer.send_message(peer.state(capacity))
+        peer.receive(Lease)
+    live.wait_for_steps()
 
 
-def test_worker_that_took_leases_and_fell_silent_costs_only_time(live: Live) -> None:
+def test_run_continues_if_a_worker_with_leases_is_silent(live: Live) -> None:
     with insider(live, "silent-worker") as peer:
-        peer.tell(peer.state(40))
-        peer.hear(Lease)
-        live.goes_on(5)
+        peer.send_message(peer.state(40))
+        peer.receive(Lease)
+        live.wait_for_steps(5)
 
 
-def test_another_process_with_the_id_of_a_live_worker_ends_nothing(live: Live) -> None:
+def test_process_with_the_id_of_a_live_worker_stops_no_process(live: Live) -> None:
     victim = f"rollout-0@{socket.gethostname()}"
     with insider(live, victim) as peer:
         for _ in range(3):
-            peer.tell(peer.state(1))
-            peer.are_handled()
-        live.goes_on()
-    live.goes_on(5)
+            peer.send_message(peer.state(1))
+            peer.wait_until_handled()
+        live.wait_for_steps()
+    live.wait_for_steps(5)
     assert live.pids() == live.roles
 
 
-def test_hostile_worker_id_and_failure_class_are_taken_as_text(live: Live) -> None:
-    """An honest failure of a class with control characters; test_end.py reads all that is shown."""
+def test_hostile_worker_id_and_failure_class_are_treated_as_text(live: Live) -> None:
+    """A valid failure whose class has control characters; test_end.py checks all output."""
     with insider(live, HOSTILE) as peer:
         lease, member = peer.episode()
         failure = Failure(HOSTILE, HOSTILE)
         episode = Episode(lease.lease_id, lease.group_id, member, [], failure)
-        peer.hand_in([episode])
+        peer.submit([episode])
         before = live.rejected()
         peer.send(b"noise")
-        peer.are_handled()
+        peer.wait_until_handled()
         live.counts(before, 1)

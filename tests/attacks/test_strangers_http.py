@@ -1,4 +1,4 @@
-"""Attempts of strangers on the language-model server: without the token, or as a web page."""
+"""Attempts on the language-model server without the token, or from a web page."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ STRANGERS = {
     "a page's request": ({"Origin": "http://evil.example"}, True, 403),
     "a rebound name": ({"Host": "evil.example"}, True, 403),
 }
-"""By name: headers, whether the trial's token is sent, too, and the status of the answer."""
+"""By name: headers, whether the trial's token is sent, and the status of the answer."""
 
 
 @pytest.mark.parametrize("who", STRANGERS)
 @pytest.mark.parametrize("path", [*ROUTES, *READS])
-async def test_server_answers_no_stranger(live: Live, path: str, who: str) -> None:
+async def test_server_refuses_requests_without_the_token_or_from_web_pages(
+    live: Live, path: str, who: str
+) -> None:
     more, knows_token, status = STRANGERS[who]
     sent = more | (live.ours if knows_token else {})
     method = "POST" if path in ROUTES else "GET"
@@ -60,7 +62,7 @@ async def test_server_answers_no_stranger(live: Live, path: str, who: str) -> No
         "Bearer Bearer {token}",
     ],
 )  # fmt: skip
-async def test_no_other_authorization_is_taken(live: Live, sent: str) -> None:
+async def test_other_authorization_headers_are_refused(live: Live, sent: str) -> None:
     text = sent.format(token=live.secret.token)
     async with aiohttp.ClientSession() as session:
         headers = {"Authorization": text}
@@ -69,7 +71,7 @@ async def test_no_other_authorization_is_taken(live: Live, sent: str) -> None:
 
 
 @pytest.mark.parametrize("sent", ["cookies", "query", "both twice"])
-async def test_token_in_another_place_is_not_taken(live: Live, sent: str) -> None:
+async def test_token_outside_the_authorization_header_is_refused(live: Live, sent: str) -> None:
     token = live.secret.token
     cookies = {} if sent == "query" else {"Authorization": f"Bearer {token}", "token": token}
     query = {} if sent == "cookies" else {"token": token, "api_key": token}
@@ -84,7 +86,7 @@ async def test_token_in_another_place_is_not_taken(live: Live, sent: str) -> Non
     "path", ["//pause_generation", "/health/../pause_generation", "/health/%2e%2e/flush_cache",
              "/pause_generation/", "/PAUSE_GENERATION", "/health;/pause_generation"]
 )  # fmt: skip
-async def test_no_spelling_of_a_path_goes_around_the_token(live: Live, path: str) -> None:
+async def test_no_spelling_of_a_path_bypasses_the_token(live: Live, path: str) -> None:
     async with aiohttp.ClientSession() as session:
         url = URL(live.server + path, encoded=True)
         async with session.post(url, json={}) as answer:
@@ -93,7 +95,7 @@ async def test_no_spelling_of_a_path_goes_around_the_token(live: Live, path: str
 
 
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "BREW"])
-async def test_no_other_method_goes_around_the_token(live: Live, method: str) -> None:
+async def test_no_http_method_bypasses_the_token(live: Live, method: str) -> None:
     async with (
         aiohttp.ClientSession() as session,
         session.request(method, live.server + "/pause_generation") as answer,
@@ -102,7 +104,7 @@ async def test_no_other_method_goes_around_the_token(live: Live, method: str) ->
     assert live.is_untouched()
 
 
-async def test_health_is_open_and_tells_nothing(live: Live) -> None:
+async def test_health_needs_no_token_and_has_an_empty_body(live: Live) -> None:
     async with (
         aiohttp.ClientSession() as session,
         session.get(live.server + "/health") as answer,

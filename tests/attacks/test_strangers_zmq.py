@@ -1,4 +1,4 @@
-"""Attempts of strangers on the datapipe: they reach its port but cannot read the secret."""
+"""Attempts of peers without the secret on the datapipe's port."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ MESSAGES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("prepare", STRANGERS)
 @pytest.mark.parametrize("name", MESSAGES)
-def test_datapipe_takes_no_message_of_a_stranger(live: Live, name: str, prepare: Any) -> None:
+def test_datapipe_accepts_no_message_without_the_secret(
+    live: Live, name: str, prepare: Any
+) -> None:
     before = live.rejected()
     context: wire.Context = zmq.Context()
     peer = context.socket(zmq.DEALER)
@@ -63,7 +65,7 @@ def test_datapipe_takes_no_message_of_a_stranger(live: Live, name: str, prepare:
 
 
 @pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.REQ, zmq.SUB, zmq.PULL])
-def test_no_other_kind_of_socket_reads_anything(live: Live, kind: int) -> None:
+def test_other_socket_types_without_the_secret_receive_nothing(live: Live, kind: int) -> None:
     context: wire.Context = zmq.Context()
     peer = context.socket(kind)
     peer.linger = 0
@@ -82,7 +84,7 @@ def test_no_other_kind_of_socket_reads_anything(live: Live, kind: int) -> None:
     assert live.is_alive()
 
 
-def test_datapipe_says_in_one_line_that_strangers_were_refused(live: Live) -> None:
+def test_datapipe_logs_refused_peers_once(live: Live) -> None:
     log = (live.paths.logs / "datapipe-0.log").read_text()
     assert log.count(wire.SECRET_MISMATCH) == 1
 
@@ -102,7 +104,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 @pytest.mark.parametrize("port", ["datapipe", "server"])
-def test_garbage_on_a_port_reads_nothing(live: Live, port: str, name: str) -> None:
+def test_random_bytes_on_a_port_get_no_reply(live: Live, port: str, name: str) -> None:
     place = urlsplit(live.datapipe if port == "datapipe" else live.server)
     assert place.hostname == "127.0.0.1" and place.port
     said = b""
@@ -115,24 +117,24 @@ def test_garbage_on_a_port_reads_nothing(live: Live, port: str, name: str) -> No
                 said += piece
         except (ConnectionError, OSError) as error:
             assert not isinstance(error, TimeoutError), "the connection was not closed"
-    # aiohttp shows the sender its own wrong request line, escaped.
+    # aiohttp returns the invalid request line to its sender, escaped.
     assert len(said) < 1000 + 5 * len(GARBAGE[name])
     assert live.secret.token.encode() not in said and b"weight_version" not in said
     assert live.is_alive()
 
 
-def test_thousand_connections_that_say_nothing_harm_nobody(live: Live) -> None:
+def test_thousand_silent_connections_do_not_stop_the_run(live: Live) -> None:
     place = urlsplit(live.datapipe)
     assert place.hostname and place.port
     peers = [socket.create_connection((place.hostname, place.port)) for _ in range(1000)]
-    live.goes_on()
+    live.wait_for_steps()
     for peer in peers:
         peer.close()
-    live.goes_on()
+    live.wait_for_steps()
 
 
 def test_ports_of_the_run_are_on_loopback(live: Live) -> None:
-    """The address of gloo is the one of the host's name, which the machine decides."""
+    """Gloo uses the address of the host name, which depends on the machine."""
     family = [psutil.Process(live.process.pid), psutil.Process(live.site.server.pid)]
     family += psutil.Process(live.process.pid).children(recursive=True)
     listening = [

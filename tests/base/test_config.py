@@ -1,4 +1,4 @@
-"""Configs: typed, merged in order, one clear line for each mistake, outside fields included."""
+"""Configs are typed, merged in order, checked with one-line errors, and extended by plugins."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_overrides_win_over_files_and_files_over_defaults(tmp_path: Path):
     assert config.trainer.ppo.updates == 1
 
 
-def test_a_load_leaves_nothing_to_the_next():
+def test_loads_share_no_state():
     plain = base_config.load(ExperimentConfig, (), [], {})
     lists = ["imports=[a]", "logger.types=[]", "trainer.ppo.collector.envs.x.weight=2"]
     assert base_config.load(ExperimentConfig, (), lists, {}) != plain
@@ -53,7 +53,7 @@ def test_a_load_leaves_nothing_to_the_next():
     assert again.logger == plain.logger
 
 
-def test_the_tree_is_frozen():
+def test_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         load().seed = 2  # type: ignore[misc]
 
@@ -75,7 +75,7 @@ def test_the_tree_is_frozen():
         ("trainer.ppo.collector.agent.my_agent.count=x", "could not be converted to Integer"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_fix(override: str, says: str):
+def test_invalid_override_is_a_one_line_error_with_the_fix(override: str, says: str):
     with pytest.raises(UserError) as error:
         load(override)
     assert says in str(error.value)
@@ -101,7 +101,7 @@ OWN = "trainer.ppo.collector.agent.my_agent"
         (f"{OWN}.tries=0", "at least 1"),
     ],
 )
-def test_a_number_out_of_its_range_is_one_line_with_key_value_and_range(override: str, says: str):
+def test_number_out_of_range_is_a_one_line_error_with_key_value_and_range(override: str, says: str):
     with pytest.raises(UserError) as error:
         load(override)
     assert str(error.value) == f"{override} must be {says}."
@@ -117,19 +117,19 @@ def test_a_number_out_of_its_range_is_one_line_with_key_value_and_range(override
         ("cluster.ttl_s=0.0", "a number above 0"),
     ],
 )
-def test_a_servers_numbers_have_ranges_too(override: str, says: str):
+def test_server_number_out_of_range_is_refused(override: str, says: str):
     with pytest.raises(UserError) as error:
         base_config.load(ServerConfig, [], [override], {})
     assert str(error.value) == f"{override} must be {says}."
 
 
-def test_numbers_at_their_bounds_and_none_are_allowed():
+def test_numbers_at_their_bounds_and_null_are_accepted():
     load("trainer.ppo.kl.coef=0", "trainer.ppo.advantage.gamma=1", f"{OWN}.share=null")
     load("trainer.ppo.reward.bias=-1e9", f"trainer.ppo.total_steps={10**9}", f"seed={2**63 - 1}")
 
 
 @pytest.mark.parametrize("root", [ExperimentConfig, ServerConfig, EnvServerConfig, CollectConfig])
-def test_no_number_of_any_option_may_be_infinite_no_number_or_huge(root: type):
+def test_infinite_nan_and_huge_numbers_are_refused_for_every_option(root: type):
     for key, item, held in base_config.leaves(root):
         kinds = {held, *get_args(held)} & {int, float, list[int], list[float]}
         for value in (math.inf, -math.inf, math.nan, 1e308, 2**63) if kinds else ():
@@ -141,14 +141,14 @@ def test_no_number_of_any_option_may_be_infinite_no_number_or_huge(root: type):
                 pytest.fail(f"{key}={value} is accepted")
 
 
-def test_a_files_number_is_checked_as_well(tmp_path: Path):
+def test_number_of_a_file_is_checked(tmp_path: Path):
     file = tmp_path / "a.yaml"
     file.write_text("launcher: {rollout_workers: 0}")
     with pytest.raises(UserError, match=r"launcher\.rollout_workers=0 must be at least 1\."):
         load(files=(file,))
 
 
-def test_every_default_is_within_its_range_and_ranges_are_told():
+def test_defaults_are_within_their_ranges_and_help_shows_ranges():
     base_config.check_ranges(ExperimentConfig())
     base_config.check_ranges(ServerConfig())
     told = {key: text for key, _, text in base_config.keys(ExperimentConfig)}
@@ -156,14 +156,14 @@ def test_every_default_is_within_its_range_and_ranges_are_told():
     assert told["trainer.ppo.loss.entropy_coef"] == "coefficient of the entropy bonus"
 
 
-def test_third_party_fields_are_typed_and_the_class_stays_an_experiment():
+def test_plugin_options_are_typed_fields_of_the_experiment_config():
     config = load("trainer.ppo.collector.agent.my_agent.my_param='hello'")
     assert isinstance(config, ExperimentConfig)
     own = config.trainer.ppo.collector.agent.my_agent  # type: ignore[attr-defined]
     assert own == MyAgentConfig(my_param="hello", count=3)
 
 
-def test_extend_leaves_untouched_classes_alone():
+def test_extend_keeps_classes_without_plugin_options():
     assert base_config.extend(ExperimentConfig, {}) is ExperimentConfig
     grown = base_config.extend(ExperimentConfig, PARTS)
     kept = {field.name: field.type for field in dataclasses.fields(grown)}
@@ -210,7 +210,7 @@ def test_unknown_keys_are_left_out_of_a_saved_config_only(tmp_path: Path):
         base_config.load(ExperimentConfig, [file], [], PARTS, is_saved=True)
 
 
-def test_bad_files(tmp_path: Path):
+def test_unreadable_config_files_are_refused(tmp_path: Path):
     broken = tmp_path / "broken.yaml"
     broken.write_text("a: [1")
     flat = tmp_path / "flat.yaml"

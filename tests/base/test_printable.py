@@ -1,4 +1,4 @@
-"""Control characters in what is printed: visible escapes, whoever prints them and wherever."""
+"""Control characters are escaped in all printed output."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_streams_are_filtered_once_and_the_stream_below_stays_reachable(
         "traceback.print_exception(ValueError(HOSTILE))",
     ],
 )
-def test_what_python_and_loggers_print_is_filtered(says: str) -> None:
+def test_output_of_python_and_loggers_is_filtered(says: str) -> None:
     code = f"""
 import asyncio, logging, sys, threading, traceback, warnings
 from arealite.base.printable import guard_output

@@ -1,4 +1,4 @@
-"""Registries: lazy built-in lines, parts from outside, and names that are nearly right."""
+"""Registries: lazy built-in entries, plugins, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TABLES = [agents, clients, engines, envs, launchers, loggers, publishers, reward
 TABLES += [trainers]
 
 
-def test_a_line_is_imported_when_asked_for():
+def test_built_in_part_is_imported_on_first_use():
     table: Registry[object] = Registry("thing", {"path": "pathlib:Path"})
     assert table.names() == ["path"]
     assert table.get("path") is Path
 
 
-def test_an_unknown_name_says_what_was_meant():
+def test_unknown_name_suggests_the_closest_one():
     table: Registry[object] = Registry("agent", {"math": "x:Y", "chat": "x:Z"})
     with pytest.raises(UserError, match=r"Unknown agent type 'maths'\. Did you mean 'math'\?"):
         table.get("maths")
@@ -41,7 +41,7 @@ def test_an_unknown_name_says_what_was_meant():
         table.get("sorting")
 
 
-def test_register_and_refuse_a_taken_name():
+def test_registering_a_taken_name_is_refused():
     table: Registry[object] = Registry("agent", {})
 
     @table.register("mine", config=int)
@@ -54,13 +54,15 @@ def test_register_and_refuse_a_taken_name():
         table.register("mine")(type("Other", (), {}))
 
 
-def test_every_built_in_line_leads_to_a_class():
+def test_every_built_in_entry_is_a_class():
     for table in TABLES:
         for name in table.names():
             assert isinstance(table.get(name), type), (table.kind, name)
 
 
-def test_imports_run_and_missing_ones_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plugins_are_imported_and_missing_ones_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "my_plugin_module.py").write_text("LOADED = True")
     monkeypatch.syspath_prepend(tmp_path)
     import_plugins(["my_plugin_module"])
@@ -72,7 +74,7 @@ def test_imports_run_and_missing_ones_are_named(tmp_path: Path, monkeypatch: pyt
         import_plugins(["nowhere_to_be_found"])
 
 
-def test_a_file_is_imported_by_its_path_with_what_is_beside_it(
+def test_plugin_file_is_imported_with_modules_of_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -86,7 +88,7 @@ def test_a_file_is_imported_by_its_path_with_what_is_beside_it(
         import_plugins(["parts/no_part.py"])
 
 
-def test_a_part_without_options_has_those_of_the_built_in_one_that_it_extends():
+def test_part_without_options_inherits_those_of_its_base_class():
     table: Registry[object] = Registry("agent", {"path": "pathlib:Path"})
     table.register("mine")(type("Mine", (table.get("path"),), {}))
     table.register("other")(type("Other", (), {}))

@@ -1,4 +1,4 @@
-"""Tensors that do not fit are found from headers, before anything is sent."""
+"""Shape mismatches are found from file headers before tensors are sent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_shapes_are_read_from_all_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x05", b"\xff" * 8 + b"{", b"\x02" + b"\0" * 7 + b"[]"])
-def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+def test_error_names_the_broken_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
     with pytest.raises(RoleError, match=r"m\.safetensors is no safetensors file"):
         read_shapes(tmp_path)
 
 
-def test_a_tied_head_need_not_be_sent() -> None:
+def test_tied_head_may_be_missing() -> None:
     check_shapes({"embed": [4, 2]}, HELD, where="model")
     check_shapes({"anything": [1]}, {}, where="a folder that is elsewhere")
 
@@ -41,6 +41,6 @@ def test_a_tied_head_need_not_be_sent() -> None:
         ({"lm_head.weight": [4, 2]}, r"'embed' \[4, 2\] of model is not in the trainer"),
     ],
 )
-def test_what_does_not_fit_is_one_line(sent: dict[str, list[int]], said: str) -> None:
+def test_shape_mismatch_is_a_one_line_error(sent: dict[str, list[int]], said: str) -> None:
     with pytest.raises(RoleError, match=said):
         check_shapes(sent, HELD, where="model")

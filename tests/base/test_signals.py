@@ -1,4 +1,4 @@
-"""Which signal asks a process to end."""
+"""The signal that requests a process to stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ while True:  # not pause(): a signal just before it would be waited for in vain
 
 
 @pytest.mark.parametrize(("own", "number"), [("", signal.SIGTERM), ("1", signal.SIGUSR2)])
-def test_one_signal_asks_to_end_and_sigterm_only_where_it_is_that(own: str, number: int):
+def test_stop_signal_is_sigterm_or_sigusr2_if_configured(own: str, number: int):
     process = subprocess.Popen(
         [sys.executable, "-c", ROLE], stdout=subprocess.PIPE, env=os.environ | {OWN_STOP: own}
     )

@@ -25,7 +25,7 @@ assert worlds is not None
 
 @clients.register("scripted")
 class Answering(ScriptedClient):
-    """Says as many letters as the sample's number: 0 → "a", 1 → "aa", …"""
+    """A client whose answer has one letter more than the sample's number: 0 → "a", 1 → "aa", …"""
 
     asked: list[LLMRequest] = []  # noqa: RUF012
 
@@ -40,7 +40,7 @@ class Answering(ScriptedClient):
 
 @envs.register("letters")
 class Letters(Env):
-    """A letter, a point; the prompt "check" fails."""
+    """An environment with one point per letter; the prompt "check" fails."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
         action = await agents["agent"].act(task.prompt)
@@ -51,7 +51,7 @@ class Letters(Env):
 
 
 class Command:
-    """A folder, and the command run in it."""
+    """A command that runs in a folder."""
 
     def __init__(self, folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.command, self._capsys = folder, command, capsys
@@ -81,7 +81,7 @@ class Command:
 
 
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a run be checked without looking for a server."""
+    """Patch the preflight check so that it finds a server."""
     server = Entry("llm_server", "a", {"context_length": 512}, age_s=0.0)
     monkeypatch.setattr(sampling.preflight, "find_servers", lambda config, model: [server])
     monkeypatch.setattr(sampling.log, "setup", lambda *_: None)  # the captured stderr is closed

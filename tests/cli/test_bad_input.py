@@ -1,7 +1,7 @@
-"""Wrong input at every door a user has: one line that names the fix, exit code 2, and no process.
+"""Invalid input of each command: one line that names the fix, exit code 2, and no process.
 
-The doors are called in this process, so that the whole table takes seconds; the last test calls
-some of them as a user does.
+Commands run in this process, so that the whole table takes seconds; the last test runs some of
+them as real processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLLECT = TRAIN.replace("train --dry-run", "collect") + " out={made}/out.jsonl"
 
 
 def nested(levels: int) -> str:
-    """Return a row whose extra_info has so many levels."""
+    """Return a row whose extra_info has `levels` levels."""
     inner = "[" * (levels - 2) + "]" * (levels - 2)
     return ROW.replace("}", f', "extra_info": {{"a": {inner}}}}}')
 
@@ -79,7 +79,7 @@ FILES: dict[str, str | bytes] = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a folder with a model and every wrong file, while one port of this host is in use."""
+    """Return a folder with a model and all invalid files; one port of this host is in use."""
     folder = tmp_path_factory.mktemp("made")
     tiny_model(folder / "model")
     for name, data in FILES.items():
@@ -99,7 +99,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Refuse new processes, and undo what a command does to this one."""
+    """Refuse new processes, and undo changes that a command makes to this process."""
 
     def start(*words: Any, **_: Any) -> NoReturn:
         raise AssertionError(f"a process was started: {words}")
@@ -117,13 +117,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def words_of(made: Path, *templates: str) -> list[str]:
-    """Fill a command's templates with this session's folder and port; a ~ stands for a blank."""
+    """Fill a command's templates with the folder and port of this session; ~ is a space."""
     port = (made / "used").read_text()
     filled = " ".join(templates).replace("{made}", str(made)).replace("{used}", port)
     return [word.replace("~", " ") for word in filled.split()]
 
 
-def test_the_command_of_the_table_is_right_without_its_wrong_word(
+def test_command_of_the_table_passes_without_its_invalid_argument(
     made: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for extra in ("dataset.eval={made}/hundred.jsonl", "dataset.eval={made}/crlf.jsonl"):
@@ -277,7 +277,7 @@ TABLE = [
 @pytest.mark.parametrize(
     ("command", "says"), [(row[0], row[1:]) for row in TABLE], ids=[row[0][-60:] for row in TABLE]
 )
-def test_wrong_input_is_one_line_with_the_fix_before_a_process_is_started(
+def test_invalid_input_is_a_one_line_error_with_the_fix_before_any_process_starts(
     made: Path, capfd: pytest.CaptureFixture[str], command: str, says: tuple[str, ...]
 ) -> None:
     code = cli.main(words_of(made, command))
@@ -305,10 +305,10 @@ def test_wrong_input_is_one_line_with_the_fix_before_a_process_is_started(
     ],
     ids=["train.py, a row", "train.py, a host", "launch_llm_server, a port", "serve, a port"],
 )
-def test_as_a_process(
+def test_invalid_input_of_a_real_command_exits_with_2(
     made: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], says: str
 ) -> None:
-    monkeypatch.undo()  # here a process may be started
+    monkeypatch.undo()  # this test starts processes
     words = [sys.executable, *words_of(made, *command)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""`arealite collect`: rows of exact tokens, the wanted ones, that sft reads."""
+"""`arealite collect` writes filtered rows of exact tokens that sft can read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def out(command: Command, name: str = "out.jsonl") -> str:
     return f"out={command.folder / name}"
 
 
-def test_rows_are_the_exact_trajectories(collect: Command) -> None:
+def test_rows_equal_the_sampled_trajectories(collect: Command) -> None:
     assert collect("n=2", out(collect)) == 0, collect.out
     first, *_, last = rows = written(collect)
     assert len(rows) == 4
@@ -55,7 +55,7 @@ def test_rows_are_the_exact_trajectories(collect: Command) -> None:
     assert Answering.asked[0].sampling.temperature == 1.0, "as training samples"
 
 
-def test_parquet_holds_the_same_and_sft_learns_from_both(collect: Command) -> None:
+def test_parquet_has_the_same_rows_and_sft_trains_on_both(collect: Command) -> None:
     assert collect("n=2", out(collect)) == 0
     asked = len(Answering.asked)
     assert collect("n=2", out(collect, "out.parquet")) == 0
@@ -85,15 +85,17 @@ def test_parquet_holds_the_same_and_sft_learns_from_both(collect: Command) -> No
         (["min_reward=9"], []),
     ],
 )
-def test_filters(collect: Command, words: list[str], rewards: list[float]) -> None:
+def test_reward_filters_and_best_of_select_rows(
+    collect: Command, words: list[str], rewards: list[float]
+) -> None:
     assert collect("n=3", out(collect), *words) == (0 if rewards else 1)
     assert [row["reward"] for row in written(collect)] == rewards
 
 
-def test_the_best_of_each_seat(collect: Command) -> None:
+def test_best_of_applies_to_each_seat(collect: Command) -> None:
     assert collect("n=2", "best_of=1", "tasks=1", out(collect), env="duel") == 0
     assert [(row["seat"], row["sample"]) for row in written(collect)] == [
-        *(("first", 0), ("first", 0)),  # a segment a turn: this agent keeps no history
+        *(("first", 0), ("first", 0)),  # one segment per turn: this agent keeps no history
         *(("second", 0), ("second", 0)),
     ]
 
@@ -107,7 +109,7 @@ def test_the_best_of_each_seat(collect: Command) -> None:
         (["out=x.jsonl", "dataset.train=''"], "dataset.train is not set"),
     ],
 )
-def test_wrong_words_are_refused(collect: Command, words: list[str], says: str) -> None:
+def test_invalid_arguments_are_refused(collect: Command, words: list[str], says: str) -> None:
     assert collect(*words) == 2
     assert says in collect.out
     assert not Answering.asked

@@ -17,7 +17,7 @@ PRESETS = sorted((Path(__file__).parents[2] / "config/env").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
-def test_a_preset_says_what_can_be_run(file: Path) -> None:
+def test_preset_loads_and_names_existing_environments_and_agents(file: Path) -> None:
     config = configs.load(ExperimentConfig, [file], [])
     parts = config.trainer.ppo.collector.parts
     assert file.stem in {part.env.type for part in parts.values()}
@@ -29,5 +29,5 @@ def test_a_preset_says_what_can_be_run(file: Path) -> None:
     assert "" not in parts or config.dataset.train == "generated"
 
 
-def test_some_are_here() -> None:
+def test_expected_presets_exist() -> None:
     assert {file.stem for file in PRESETS} >= {"tic_tac_toe", "debate"}

@@ -1,4 +1,4 @@
-"""`arealite envs` lists every environment, whatever is missing, and loads nothing heavy."""
+"""`arealite envs` lists every environment, even if packages are missing, and imports little."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arealite.cli import envs as command
 from arealite.cli import main as cli
 
 
-def test_every_environment_has_a_line() -> None:
+def test_every_environment_is_listed() -> None:
     lines = {line[0]: line for line in command.rows()}
     assert list(lines) == envs.names()
     assert lines["tic_tac_toe"][1:4] == ("x, o", "generated, or a file's", "")
@@ -22,7 +22,7 @@ def test_every_environment_has_a_line() -> None:
     assert lines["math"][4].startswith("Scores an agent's answer")
 
 
-def test_it_imports_nothing_heavy() -> None:
+def test_envs_imports_no_heavy_module() -> None:
     code = (
         "import sys; from arealite.cli.main import main; main(['envs']); "
         "heavy = ('torch', 'transformers', 'playwright', 'gymnasium', 'textarena', 'mcp'); "
@@ -35,7 +35,9 @@ def test_it_imports_nothing_heavy() -> None:
     assert {"math", "tic_tac_toe"} <= {line.split()[0] for line in lines} <= {*envs.names()}
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_listed_with_its_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(command, "package", lambda name: "")
     needs = {line[0]: line[3] for line in command.rows()}
     assert needs["textarena"] == "textarena: pip install -e '.[envs]'"
@@ -45,12 +47,12 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cells(line: str, head: str) -> list[str]:
-    """Cut a line where the head's columns begin: what is in an empty one differs in width."""
+    """Split a line at the columns of the head; empty cells differ in width."""
     begins = [head.index(name) for name in command.HEAD]
     return [line[a:b].strip() for a, b in zip(begins, [*begins[1:], None], strict=True)]
 
 
-def test_one_of_one_s_own_is_listed_and_a_broken_one_does_no_harm(
+def test_custom_environment_is_listed_and_a_broken_one_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "listed_env.py").write_text(

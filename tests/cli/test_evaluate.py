@@ -28,7 +28,7 @@ def result(command: Command, name: str = "eval") -> dict:
     return json.loads(file.read_text())
 
 
-def test_rewards_and_pass_at_k_by_source(evaluate: Command) -> None:
+def test_rewards_and_pass_at_k_are_reported_by_source(evaluate: Command) -> None:
     assert evaluate("n=4", "solved=4") == 0, evaluate.out  # the reward is the answer's length
     told = result(evaluate)
     assert (told["n"], told["versions"], told["failures"], told["failed"]) == (4, [5, 5], {}, {})
@@ -49,7 +49,7 @@ def test_rewards_and_pass_at_k_by_source(evaluate: Command) -> None:
         assert words in evaluate.out
 
 
-def test_the_same_command_samples_nothing_again(evaluate: Command) -> None:
+def test_repeated_command_samples_nothing_again(evaluate: Command) -> None:
     assert evaluate("n=2") == 0
     before, asked = result(evaluate), len(Answering.asked)
     assert evaluate("n=2") == 0
@@ -62,7 +62,7 @@ def test_the_same_command_samples_nothing_again(evaluate: Command) -> None:
     assert result(evaluate) == before
 
 
-def test_failed_samples_are_told_and_not_scored(evaluate: Command) -> None:
+def test_failed_samples_are_reported_and_not_scored(evaluate: Command) -> None:
     evaluate.write({"prompt": "ok"}, {"prompt": "check", "extra_info": {"data_source": "hard"}})
     assert evaluate("n=1", "trainer.ppo.max_attempts=1") == 1
     told = result(evaluate)
@@ -74,7 +74,7 @@ def test_failed_samples_are_told_and_not_scored(evaluate: Command) -> None:
     assert "1 samples of hard failed; the same command retries them" in evaluate.out
 
 
-def test_seats_are_told_apart(evaluate: Command) -> None:
+def test_results_are_split_by_seat(evaluate: Command) -> None:
     assert evaluate("n=2", env="duel") == 0
     rewards = {
         (row["source"], row["seat"]): row["reward"]["mean"] for row in result(evaluate)["results"]
@@ -84,7 +84,7 @@ def test_seats_are_told_apart(evaluate: Command) -> None:
     assert "easy, second" in evaluate.out
 
 
-def test_sources_are_shown_as_they_are_written(evaluate: Command) -> None:
+def test_source_names_are_not_parsed_as_markup(evaluate: Command) -> None:
     evaluate.write({"prompt": "ok", "extra_info": {"data_source": "[/bold]"}})
     assert evaluate() == 0
     assert "[/bold]" in evaluate.out
@@ -110,13 +110,13 @@ def test_sources_are_shown_as_they_are_written(evaluate: Command) -> None:
         ),
     ],
 )
-def test_wrong_words_are_refused(evaluate: Command, words: list[str], says: str) -> None:
+def test_invalid_arguments_are_refused(evaluate: Command, words: list[str], says: str) -> None:
     assert evaluate(*words) == 2
     assert says in evaluate.out
     assert not Answering.asked
 
 
-def test_another_config_or_model_is_refused(evaluate: Command) -> None:
+def test_resume_with_another_config_or_model_is_refused(evaluate: Command) -> None:
     assert evaluate() == 0
     asked = len(Answering.asked)
     for words, says in [
@@ -137,7 +137,9 @@ def test_another_config_or_model_is_refused(evaluate: Command) -> None:
     assert sum(row["tasks"] for row in result(evaluate, "second")["results"]) == 2
 
 
-def test_a_pipe_gets_whole_names_and_a_row_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_piped_table_has_full_names_and_one_line_per_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     mean = {"mean": 0.5, "low": 0.4, "high": 0.6}
     row = {"source": "a source of many words " * 5, "seat": "agent", "tasks": 1, "samples": 2}
     row |= {"reward": mean, "pass": {}, "parts": {"p" * 60: 1.0}, "tokens": 3.0, "truncated": 0.0}

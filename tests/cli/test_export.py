@@ -1,4 +1,4 @@
-"""A checkpoint becomes a folder that transformers loads, with the weights of its step."""
+"""`arealite export` writes a folder that transformers loads, with the weights of the step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import tiny_model
 
 
 def make_run(folder: Path, *overrides: str, head: str = "lm") -> RunPaths:
-    """Write a run of two checkpoints, steps 2 and 4, whose parameters are all 2 and all 4."""
+    """Write a run with checkpoints of steps 2 and 4, whose parameters are all 2 and all 4."""
     paths, empty = RunPaths(folder / "run"), folder / "empty.yaml"
     paths.root.mkdir()
     empty.write_text("")
@@ -38,7 +38,7 @@ def make_run(folder: Path, *overrides: str, head: str = "lm") -> RunPaths:
         checkpoints.save(path, {".": engine}, {"step": step}, world)
     world.destroy()
     part = "offline" if config.trainer.is_offline else "ppo"
-    many = f"trainer.{part}.engine.fsdp.shard_size=8"  # as eight ranks had it
+    many = f"trainer.{part}.engine.fsdp.shard_size=8"  # as with eight ranks
     base_config.save(configs.load(ExperimentConfig, empty, [*words, many]), paths.config)
     return paths
 
@@ -48,7 +48,7 @@ def values(folder: Path) -> set[float]:
     return {float(value) for tensor in tensors for value in tensor.unique()}
 
 
-def test_the_newest_or_the_step_that_is_asked_for(
+def test_newest_checkpoint_or_the_given_step_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -68,7 +68,7 @@ def test_the_newest_or_the_step_that_is_asked_for(
     assert f"{newest} exists. Remove it" in capsys.readouterr().err
 
 
-def test_a_reward_model_keeps_its_head(tmp_path: Path) -> None:
+def test_exported_reward_model_keeps_its_head(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "trainer.type=reward", head="value")
     assert cli.main(["export", str(paths.root), "--step", "4"]) == 0
     assert "score.weight" in load_file(paths.root / "export-step-000004" / "model.safetensors")
@@ -81,7 +81,9 @@ def test_run_of_a_version_with_other_options_is_exported(tmp_path: Path) -> None
     assert values(paths.root / "export-step-000004") == {4.0}
 
 
-def test_what_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_checkpoint_or_step_is_a_user_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["export", str(tmp_path)]) == 2
     assert f"no valid checkpoint in {tmp_path / 'checkpoints'}" in capsys.readouterr().err
     paths = make_run(tmp_path)

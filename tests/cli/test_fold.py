@@ -1,4 +1,4 @@
-"""What a terminal shows is broken between words; a pipe gets one row a line."""
+"""Output wraps between words on a terminal; a pipe gets one line per row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arealite.cli.fold import COMMAND, fold
 
 
 class Screen(io.StringIO):
-    """What says that it is a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -41,7 +41,7 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> None:
             "math       agent      a file's        Scores against the truth.",
             "math       agent      a file's\n    Scores against the truth.",
         ),
-        (  # a sentence's end is none either
+        (  # no room below the end of a sentence either
             "You lose.  You have another try, and then none.",
             "You lose.  You have another try, and\nthen none.",
         ),
@@ -51,13 +51,13 @@ def columns(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_lines_are_folded_below_their_last_column(text: str, shown: str) -> None:
+def test_long_lines_wrap_below_their_last_column(text: str, shown: str) -> None:
     assert fold(text, Screen()) == shown
     assert fold(text, io.StringIO()) == text
 
 
 @pytest.mark.usefixtures("columns")
-def test_a_command_stays_whole_so_that_it_can_be_copied() -> None:
+def test_commands_are_not_wrapped() -> None:
     text = "servers    none; start: arealite serve-llm trial_name=t model.path=/models/m"
     assert fold(text, Screen()) == text
 
@@ -76,11 +76,13 @@ def test_a_command_stays_whole_so_that_it_can_be_copied() -> None:
     ],
     ids=" ".join,
 )
-def test_no_command_leaves_words_to_the_terminal_to_break(
+def test_output_of_each_command_fits_the_terminal(
     words: list[str], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr(info, "ANSWER_S", 120.0)  # else a program may answer once of twice
+    monkeypatch.setattr(
+        info, "ANSWER_S", 120.0
+    )  # otherwise a program may answer only one of two times
 
     def shown(out: io.StringIO) -> str:
         monkeypatch.setattr(sys, "stdout", out)
@@ -88,7 +90,7 @@ def test_no_command_leaves_words_to_the_terminal_to_break(
         try:
             cli.main(words)
         except SystemExit as end:
-            assert not end.code  # argparse's, after help
+            assert not end.code  # argparse exits after help
         return out.getvalue()
 
     piped, folded = shown(io.StringIO()), shown(Screen())

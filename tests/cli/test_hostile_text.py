@@ -1,4 +1,4 @@
-"""Commands show other people's text without obeying it: labels, names, prompts, errors and logs."""
+"""Commands escape control characters in foreign text: labels, names, prompts, errors and logs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Command = Callable[[Path], list[str]]
 
 
 def hostile_run(folder: Path) -> Run:
-    """Make a run whose name, failures, servers, waits and last words are hostile."""
+    """Create a run whose name, failures, servers, waits and death reasons are hostile."""
     made = Run(folder)
     made.paths.metrics.write_text(line(0, **{f"rollout/failed_{HOSTILE}": 3.0}))
     names = made.vitals.parent / "llm_server"
@@ -118,7 +118,7 @@ COMMANDS: dict[str, Command] = {
 
 @pytest.fixture(autouse=True)
 def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give a person's two lines as the standard input, and leave this process's logging alone."""
+    """Provide two lines as standard input, and keep the logging of this process unchanged."""
     monkeypatch.setattr(log, "setup", lambda *_: None)
     kept, (end, begin) = os.dup(0), os.pipe()
     os.write(begin, b"one\ntwo\n")
@@ -131,7 +131,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_hostile_text_is_shown_and_not_obeyed(
+def test_control_characters_are_escaped_in_each_command(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -144,7 +144,9 @@ def test_hostile_text_is_shown_and_not_obeyed(
     assert SHOWN_FIRST in (out + err).replace("\\\\", "\\"), out + err
 
 
-def test_hostile_results_of_an_evaluation_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped_in_evaluation_results(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     number = {"mean": 0.5, "low": 0.4, "high": 0.6}
     row = {"source": HOSTILE, "seat": HOSTILE, "reward": number, "pass": {}, "samples": 1}
     row |= {"parts": {HOSTILE: 1.0}, "tokens": 1.0, "truncated": 0.0, "tasks": 1}
@@ -157,7 +159,7 @@ def test_hostile_results_of_an_evaluation_are_shown(capsys: pytest.CaptureFixtur
     assert out.count(SHOWN_FIRST) >= 5 and not controls_in(out)
 
 
-def test_an_error_line_and_its_traceback_are_filtered(
+def test_control_characters_are_escaped_in_errors_and_tracebacks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(argv: object) -> int:
@@ -186,7 +188,7 @@ def main(argv):
 """
 
 
-async def test_a_roles_log_and_its_last_words_are_filtered(
+async def test_control_characters_are_escaped_in_role_logs_and_death_reasons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hostile_role.py").write_text(ROLE)
@@ -205,7 +207,7 @@ async def test_a_roles_log_and_its_last_words_are_filtered(
 TOP = ["-m", "arealite.cli.main", "top"]
 
 
-def test_top_on_a_terminal_obeys_no_text(tmp_path: Path) -> None:
+def test_control_characters_are_escaped_in_top_on_a_terminal(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     with terminal([*TOP, str(run.paths.root), "--every", "0.1"]) as on:
         on.until("╯")
@@ -243,7 +245,7 @@ sys.exit(run("says", sys.argv[1:]))
 """
 
 
-def test_a_launchers_terminal_obeys_no_text(tmp_path: Path) -> None:
+def test_control_characters_are_escaped_in_the_launchers_terminal(tmp_path: Path) -> None:
     run = hostile_run(tmp_path)
     with terminal(["-c", LAUNCHER, str(run.paths.root)], columns=200) as on:
         assert on.end() == 0

@@ -1,4 +1,4 @@
-"""What is there is shown with its version, what is not with the command that installs it."""
+"""`arealite info` shows versions of installed packages and install commands of missing ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
     return {line[2:18].rstrip(): line[19:] for line in lines if line.startswith("  ")}
 
 
-def test_it_says_what_is_here_and_imports_nothing_heavy() -> None:
+def test_info_lists_versions_and_imports_no_heavy_module() -> None:
     code = (
         "import sys; from arealite.cli.main import main; main(['info']); "
         "heavy = ('torch', 'transformers', 'aiohttp', 'zmq', 'ray'); "
@@ -34,7 +34,7 @@ def test_it_says_what_is_here_and_imports_nothing_heavy() -> None:
     assert titles == ["versions", "devices", "back ends", "extras", "sandbox"]
 
 
-def test_what_is_missing_has_a_command(
+def test_missing_packages_are_shown_with_their_install_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -60,7 +60,7 @@ def test_what_is_missing_has_a_command(
     assert "fsdp" in shown["train_engine"] and "embedded" in shown["llm_server"]
 
 
-def test_tools_speak_for_themselves(
+def test_info_shows_the_output_of_external_tools(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -80,7 +80,7 @@ def test_tools_speak_for_themselves(
     assert shown["sglang"] == f"0.5.9 ({python})"
 
 
-def test_the_cuda_that_torch_was_built_for_is_read_not_imported(
+def test_cuda_version_of_torch_is_read_without_importing_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "torch").mkdir()

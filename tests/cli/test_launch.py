@@ -1,4 +1,4 @@
-"""`arealite launch`, as far as it goes without a cluster."""
+"""`arealite launch` without a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.cli import configs, main
 
 
-def test_print_needs_no_slurm_and_leaves_nothing(
+def test_print_needs_no_slurm_and_writes_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -23,7 +23,7 @@ def test_print_needs_no_slurm_and_leaves_nothing(
     assert capsys.readouterr().err.startswith("error: sbatch is not installed. ")
 
 
-def test_the_launch_file_is_a_job_of_four_parts(capsys: pytest.CaptureFixture[str]):
+def test_slurm_launch_file_is_a_job_of_four_parts(capsys: pytest.CaptureFixture[str]):
     file = Path(__file__).parents[2] / "launchers" / "slurm.yaml"
     assert main.main(["launch", "slurm", str(file), "--print"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -32,7 +32,7 @@ def test_the_launch_file_is_a_job_of_four_parts(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), ([], 2), (["pbs"], 2)])
-def test_an_unknown_cluster_is_told_which_there_are(
+def test_missing_or_unknown_cluster_shows_the_usage(
     words: list[str], code: int, capsys: pytest.CaptureFixture[str]
 ):
     assert main.main(["launch", *words]) == code
@@ -40,7 +40,7 @@ def test_an_unknown_cluster_is_told_which_there_are(
     assert "usage: arealite launch slurm|" in said.out + said.err
 
 
-def test_auto_is_this_hosts_address_and_others_stay(monkeypatch: pytest.MonkeyPatch):
+def test_host_auto_becomes_this_hosts_address(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(configs, "own_address", lambda: "10.0.0.7")
     given = ExperimentConfig()
     assert configs.resolve_host(given) is given

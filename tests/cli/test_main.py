@@ -24,12 +24,12 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.strip() == __version__
 
 
-def test_an_unknown_command_says_what_was_meant(capsys: pytest.CaptureFixture[str]):
+def test_unknown_command_suggests_the_closest_one(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["trian"]) == 2
     assert "Did you mean 'train'?" in capsys.readouterr().err
 
 
-def test_help_imports_nothing_heavy():
+def test_help_imports_no_heavy_module():
     code = (
         "import sys; from arealite.cli.main import main; main(['--help']); "
         "heavy = ('torch', 'transformers', 'aiohttp', 'zmq', 'numpy'); "
@@ -47,7 +47,7 @@ def test_help_imports_nothing_heavy():
         (ExceptionGroup("tasks", [ValueError("x"), InvariantError("broken")]), 3),
     ],
 )
-def test_what_is_raised_on_purpose_ends_in_one_line(
+def test_deliberate_errors_are_one_line_with_their_exit_code(
     raised: Exception,
     code: int,
     capsys: pytest.CaptureFixture[str],
@@ -63,7 +63,7 @@ def test_what_is_raised_on_purpose_ends_in_one_line(
     assert (len(shown) == 1) == (code == 2), "a traceback for what is no user's mistake"
 
 
-def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
+def test_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
     def fail(argv: object) -> int:
         raise ExceptionGroup("tasks", [ValueError("x")])
 
@@ -73,7 +73,7 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("script", ["train.py", "arealite/launch_llm_server.py"])
-def test_the_scripts_run_from_a_bare_checkout_and_any_folder(script: str, tmp_path: Path):
+def test_scripts_run_from_a_checkout_in_any_folder(script: str, tmp_path: Path):
     command = [sys.executable, str(ROOT / script), "--help"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "model.path=" in shown.stdout
@@ -90,7 +90,7 @@ def test_the_scripts_run_from_a_bare_checkout_and_any_folder(script: str, tmp_pa
         (["audit", "nowhere"], "no ledger at"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
+def test_invalid_argument_is_a_one_line_error_with_exit_code_2(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ):
     assert cli.main(arguments) == 2
@@ -104,8 +104,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     [["train", "--help"], ["--help"], ["--version"], ["envs"], ["info"]],
     ids=" ".join,
 )
-def test_nobody_reads_on(words: list[str]):
-    """As after `| head`: no traceback."""
+def test_closed_stdout_pipe_causes_no_traceback(words: list[str]):
+    """The reader of stdout has exited, as after `| head`."""
     read, write = os.pipe()
     os.close(read)
     try:
@@ -116,7 +116,7 @@ def test_nobody_reads_on(words: list[str]):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_pipe_of_others_that_breaks_is_a_crash(monkeypatch: pytest.MonkeyPatch):
+def test_broken_pipe_of_a_child_is_raised(monkeypatch: pytest.MonkeyPatch):
     def breaks(argv: object) -> int:
         raise BrokenPipeError("a child's")
 

@@ -1,4 +1,4 @@
-"""`arealite play`: what a person types is an answer, and what agents would see is shown."""
+"""`arealite play` reads actions from stdin and prints the observations of agents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Play = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Play]:
-    """Run `arealite play` with lines typed beforehand; return exit code, stdout and stderr."""
+    """Run `arealite play` with given input lines; return exit code, stdout and stderr."""
     kept = os.dup(0)
 
     def run(typed: str, *argv: str, from_file: bool = False) -> tuple[int, str, str]:
@@ -41,7 +41,7 @@ def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Play]:
     os.close(kept)
 
 
-def test_a_person_plays_against_chance(play: Play) -> None:
+def test_user_plays_against_a_random_opponent(play: Play) -> None:
     code, out, _ = play("1\n2\n3\n4\n5\n6\n7\n8\n9\n", "tic_tac_toe", "--seed", "3")
     assert code == 0
     first, second = out.split("x> ")[:2]
@@ -52,36 +52,36 @@ def test_a_person_plays_against_chance(play: Play) -> None:
     assert "(win=" in out
 
 
-def test_the_same_seed_is_the_same_game(play: Play) -> None:
+def test_equal_seeds_give_equal_games(play: Play) -> None:
     argv = "5\n", "tic_tac_toe", "opening_moves=4", "--seat", "o", "--seed"
     outs = [play(*argv, seed)[1] for seed in ("1", "1", "2")]
     assert outs[0] == outs[1] != outs[2]
 
 
-def test_the_end_of_the_input_ends_the_game(play: Play) -> None:
+def test_end_of_input_ends_the_game(play: Play) -> None:
     code, out, err = play("", "tic_tac_toe")
     assert (code, err) == (0, "")
     assert out.endswith("x> \nyou left\n")
-    code, out, _ = play("", "matrix_game")  # among tasks of a group
+    code, out, _ = play("", "matrix_game")  # in a group of tasks
     assert code == 0
     assert out.endswith("you left\n")
 
 
 @pytest.mark.parametrize("from_file", [False, True])
-def test_a_last_line_needs_no_end(play: Play, from_file: bool) -> None:
+def test_last_input_line_needs_no_newline(play: Play, from_file: bool) -> None:
     code, out, _ = play("cba", "reverse", "--task", _tasks("abc"), from_file=from_file)
     assert code == 0
     assert out.endswith("agent: reward 1 (exact=1)\n")
 
 
-def test_one_person_may_sit_in_all_seats(play: Play) -> None:
+def test_user_can_play_all_seats(play: Play) -> None:
     code, out, _ = play("defect\ncooperate\n", "matrix_game", "--seat", "all")
     assert code == 0
     assert "row: reward 5 (" in out
     assert "column: reward 0 (" in out
 
 
-def test_who_cannot_write_is_played_by_the_person(play: Play) -> None:
+def test_seat_with_text_actions_is_played_by_the_user(play: Play) -> None:
     code, out, _ = play("Zoos are good.\nZoos are bad.\n", "debate", "rounds=1")
     assert code == 0
     assert "pro> " in out
@@ -89,7 +89,7 @@ def test_who_cannot_write_is_played_by_the_person(play: Play) -> None:
     assert "con: reward" in out
 
 
-def test_simultaneous_choices_are_told_afterwards(play: Play) -> None:
+def test_simultaneous_choices_are_shown_after_the_round(play: Play) -> None:
     seats = ["seats.column.type=scripted", "seats.column.scripted.answers=[cooperate, defect]"]
     _, out, _ = play("defect\ndefect\n", "iterated_prisoners_dilemma", "rounds=2", *seats)
     first, second, rest = out.split("row> ")
@@ -110,7 +110,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_TASKS", str(tmp_path / "tasks.jsonl"))
 
 
-def test_tasks_may_come_from_a_file(play: Play) -> None:
+def test_tasks_are_read_from_a_file(play: Play) -> None:
     _, out, _ = play("fed\n", "reverse", "--task", _tasks("abc", "def"), "--row", "1")
     assert ": def\nagent> " in out
     assert "reward 1" in out
@@ -130,7 +130,9 @@ def test_tasks_may_come_from_a_file(play: Play) -> None:
         (["world"], "generates no tasks"),
     ],
 )
-def test_what_cannot_be_played_is_one_line(play: Play, argv: list[str], said: str) -> None:
+def test_invalid_play_arguments_are_a_one_line_error(
+    play: Play, argv: list[str], said: str
+) -> None:
     assert worlds is not None
     code, _, err = play("", *argv)
     assert code == 2
@@ -139,7 +141,7 @@ def test_what_cannot_be_played_is_one_line(play: Play, argv: list[str], said: st
     assert err.count("\n") == 1
 
 
-def test_an_episode_that_fails_rewards_nobody(play: Play, tmp_path: Path) -> None:
+def test_failed_episode_shows_no_rewards(play: Play, tmp_path: Path) -> None:
     file = _tasks("check")
     code, out, _ = play("hi\n", "world", "--task", file)
     assert code == 1
@@ -147,7 +149,7 @@ def test_an_episode_that_fails_rewards_nobody(play: Play, tmp_path: Path) -> Non
     assert "agent: reward" not in out
 
 
-def test_short_options_are_of_the_environment() -> None:
+def test_short_option_names_are_expanded_for_the_environment() -> None:
     own = "trainer.ppo.collector.env"
     for word, key in (
         ("rounds=2", f"{own}.debate.rounds=2"),
@@ -159,7 +161,7 @@ def test_short_options_are_of_the_environment() -> None:
         assert full_key(word, "debate") == key
 
 
-def test_an_option_of_the_environment_is_not_the_run_s_of_that_name() -> None:
+def test_option_of_the_environment_takes_precedence_over_the_runs() -> None:
     for env, word in (
         ("reasoning_gym", "dataset=x"),
         ("tools", "tools=[x]"),
@@ -170,7 +172,7 @@ def test_an_option_of_the_environment_is_not_the_run_s_of_that_name() -> None:
     assert full_key("dataset.train=x", "math") == "dataset.train=x"
 
 
-def test_tools_are_shown_once(play: Play):
+def test_tools_are_listed_once(play: Play):
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "138+463"}}</tool_call>'
     code, out, _ = play(f"{call}\n601\n", "tools")
     assert code == 0
@@ -178,14 +180,14 @@ def test_tools_are_shown_once(play: Play):
     assert "tool: 601" in out and "reward 1 " in out
 
 
-def test_rewards_of_gyllm_are_told(play: Play) -> None:
+def test_rewards_of_gyllm_are_shown(play: Play) -> None:
     options = "factory=tests.fakes.foreign:Sum", "seats=[a, b]", "--seat", "all"
     code, out, _ = play("hi\nho\n3\n4\n", "gyllm", *options)
     assert code == 0
     assert out.endswith("a: reward 0\nb: reward 1\n")
 
 
-def test_rewards_of_textarena_are_told(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_of_textarena_are_shown(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     module = type(sys)("textarena")
     module.make = lambda env_id, **_: HighestNumber()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "textarena", module)
@@ -196,7 +198,7 @@ def test_rewards_of_textarena_are_told(play: Play, monkeypatch: pytest.MonkeyPat
 
 
 class HighestNumber:
-    """A game as TextArena's: both players say a number, one after the other."""
+    """A TextArena game in which both players choose a number in turn."""
 
     def reset(self, players: int, seed: int) -> None:
         self.said = list[int]()

@@ -1,4 +1,4 @@
-"""`arealite check`: a run's needs, said before it starts."""
+"""`arealite check` reports the needs of a run before it starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {line[0]: line[1] for line in lines}
 
 
-def test_a_good_run_is_described(words: list[str], capsys: Any) -> None:
+def test_check_describes_a_valid_run(words: list[str], capsys: Any) -> None:
     assert main(words) == 0
     told = said(capsys)
     assert told["model"] == "qwen2, 0.02 M parameters, context 512"
@@ -54,10 +54,12 @@ def test_a_good_run_is_described(words: list[str], capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 60])
-def test_a_terminal_gets_whole_words(
+def test_check_output_wraps_between_words_on_a_terminal(
     words: list[str], width: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage("/")._replace(free=10**10)  # else it may change in between
+    usage = shutil.disk_usage("/")._replace(
+        free=10**10
+    )  # otherwise it may change between the calls
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert main(words) == 0
     rows = capsys.readouterr().out
@@ -81,15 +83,15 @@ def test_a_terminal_gets_whole_words(
         (["cluster.host=auto"], "servers", " cluster.host=auto llm_server.host=0.0.0.0 "),
     ],
 )
-def test_what_depends_on_settings(
+def test_check_describes_options_that_change_the_run(
     words: list[str], capsys: Any, more: list[str], what: str, text: str
 ):
     assert main([*words, *more]) == 0
     assert text in said(capsys)[what]
 
 
-def test_memory_counts_what_each_role_holds() -> None:
-    """Against sums by hand: 16 bytes a trained parameter in float32, 2 a frozen one in bfloat16."""
+def test_memory_estimate_matches_sums_by_hand() -> None:
+    """16 bytes per trained parameter in float32, 2 bytes per frozen parameter in bfloat16."""
     from arealite.api.algorithm import KLConfig
     from arealite.api.config import ExperimentConfig
     from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
@@ -111,8 +113,8 @@ def test_memory_counts_what_each_role_holds() -> None:
     assert held("bfloat16", kl=KLConfig(coef=0.1)) == pytest.approx(20 * numel, rel=1e-3)
 
 
-def test_a_server_counts_the_type_it_holds() -> None:
-    """The trainer's own model has that of its compute, a server's may be set for it alone."""
+def test_server_memory_uses_the_servers_dtype() -> None:
+    """The trainer's model has its compute dtype; a server's dtype may be set separately."""
     from arealite.api.config import ExperimentConfig
     from arealite.cli import configs
 
@@ -158,7 +160,9 @@ def test_too_little_memory_is_a_warning(words: list[str], capsys: Any, monkeypat
         ),
     ],
 )
-def test_what_would_not_start_is_one_line(words: list[str], capsys: Any, more: list[str], fix: str):
+def test_run_that_cannot_start_is_a_one_line_error(
+    words: list[str], capsys: Any, more: list[str], fix: str
+):
     assert main([*words, *more]) == 2
     error = capsys.readouterr().err
     assert fix in error
@@ -166,7 +170,9 @@ def test_what_would_not_start_is_one_line(words: list[str], capsys: Any, more: l
 
 
 @pytest.mark.parametrize("command", [["check"], ["train", "--dry-run"]])
-def test_it_leaves_nothing_behind(words: list[str], tmp_path: Path, command: list[str]) -> None:
+def test_check_and_dry_run_write_no_file(
+    words: list[str], tmp_path: Path, command: list[str]
+) -> None:
     before = sorted(tmp_path.rglob("*"))
     more = [f"cluster.run_root={tmp_path / 'runs' / 'of mine'}", "launcher.llm_servers=1"]
     assert main([*command, *words[1:], *more]) == 0
@@ -174,7 +180,7 @@ def test_it_leaves_nothing_behind(words: list[str], tmp_path: Path, command: lis
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_folder_that_cannot_be_made_is_refused(
+def test_run_folder_that_cannot_be_created_is_refused(
     words: list[str], tmp_path: Path, capsys: Any, kind: str
 ) -> None:
     place = tmp_path / "place"
@@ -183,7 +189,7 @@ def test_a_folder_that_cannot_be_made_is_refused(
     assert "cannot be written: No" in capsys.readouterr().err
 
 
-def test_a_config_may_stand_without_its_option(
+def test_config_file_may_be_a_positional_argument(
     words: list[str], tmp_path: Path, capsys: Any
 ) -> None:
     file = tmp_path / "mine.yaml"

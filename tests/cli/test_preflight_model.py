@@ -1,4 +1,4 @@
-"""Unusable models are refused in a line, before torch is imported or a process is started."""
+"""Unusable models are a one-line error before torch is imported or a process starts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "tokenizer": (take_a_tokenizer, "its tokenizer has token 64, but its model only 64 tokens"),
 }
-"""How a model's folder is spoiled, and what is said of it."""
+"""Damages of a model folder, with their error messages."""
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_spoiled_folder_is_refused_by_all_commands(
+def test_invalid_model_folder_is_refused_by_all_commands(
     how: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spoil, says = SPOILED[how]
@@ -130,7 +130,7 @@ def test_a_spoiled_folder_is_refused_by_all_commands(
 
 
 @pytest.mark.parametrize("command", ["train", "check", "serve-llm"])
-def test_a_refusal_imports_no_torch(command: str, model: Path) -> None:
+def test_model_check_imports_no_torch(command: str, model: Path) -> None:
     cut(model)
     given = words(model)
     if command == "serve-llm":
@@ -146,7 +146,7 @@ def test_a_refusal_imports_no_torch(command: str, model: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_reference_and_critic_must_read_the_policys_tokens(
+def test_reference_and_critic_need_the_policys_vocabulary(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     same = tiny_model(tmp_path / "same", hidden_size=16)
@@ -160,13 +160,13 @@ def test_reference_and_critic_must_read_the_policys_tokens(
         assert "model.path has 64" in line
 
 
-def test_only_the_files_that_transformers_reads_count(model: Path) -> None:
+def test_weight_files_are_those_that_transformers_reads(model: Path) -> None:
     (model / "consolidated.safetensors").write_bytes(b"of another kind")
     read_model(str(model))
     assert weight_files(model) == [model / "model.safetensors"]
 
 
-def test_experts_in_tensors_of_their_own_are_not_published(
+def test_model_with_unfused_experts_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -194,14 +194,14 @@ def test_experts_in_tensors_of_their_own_are_not_published(
         ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention"),
     ],
 )
-def test_a_family_that_trainer_or_server_lack_is_refused_at_once(
+def test_unsupported_model_family_is_refused(
     values: dict[str, Any], says: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change_config(model, **values)
     assert says in refused(capsys, "train", *words(model))
 
 
-def test_prompts_without_tokens_or_of_unknown_ones_are_named(
+def test_prompts_that_the_tokenizer_cannot_encode_are_reported(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, given = model / "tokenizer.json", words(model)
@@ -224,7 +224,7 @@ def test_prompts_without_tokens_or_of_unknown_ones_are_named(
         check_tokens(str(model), [Task("t", "1", None, {})])
 
 
-def test_prompts_that_the_agent_does_not_see_are_not_tokenized(model: Path) -> None:
+def test_prompts_of_environments_with_their_own_prompts_are_not_tokenized(model: Path) -> None:
     (model / "tokenizer.json").write_text("[]")
     given = ExperimentConfig(model=ModelConfig(path=str(model)))
     collector = given.trainer.ppo.collector

@@ -1,4 +1,4 @@
-"""What a run of several environments, or of several seats, is refused for before it starts."""
+"""Checks of a run with several environments or seats before it starts."""
 
 from __future__ import annotations
 
@@ -55,13 +55,15 @@ def configured(folder: Path, options: str) -> ExperimentConfig:
         (f"{TWO} collector.envs.b.seats.first.type=jdge", "Unknown agent type 'jdge'"),
     ],
 )
-def test_it_is_refused(tmp_path: Path, options: str, says: str) -> None:
+def test_invalid_environment_and_seat_options_are_refused(
+    tmp_path: Path, options: str, says: str
+) -> None:
     with pytest.raises(UserError) as refused:
         check_options(configured(tmp_path, options))
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_it_is_allowed(tmp_path: Path) -> None:
+def test_valid_environment_and_seat_options_are_accepted(tmp_path: Path) -> None:
     assert worlds is not None
     check_options(configured(tmp_path, f"{TWO} collector.envs.b.seats.second.type=judge"))
     check_options(configured(tmp_path, "collector.env.type=math"))
@@ -70,7 +72,7 @@ def test_it_is_allowed(tmp_path: Path) -> None:
     check_options(configured(tmp_path, "collector.autoscale.enabled=true launcher.max_workers=4"))
 
 
-def test_rows_are_said_once_where_there_are_several_environments(tmp_path: Path) -> None:
+def test_dataset_train_is_refused_with_several_environments(tmp_path: Path) -> None:
     check_sources(configured(tmp_path, TWO))
     with pytest.raises(UserError, match=r"collector.envs.NAME.train=…"):
         check_sources(configured(tmp_path, f"{TWO} dataset.train=x.jsonl"))

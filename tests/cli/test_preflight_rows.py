@@ -1,4 +1,4 @@
-"""An offline run is refused before it starts, by row and with what to do; it wants no server."""
+"""Checks of the rows of an offline run before it starts; it needs no server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_rows(config: ExperimentConfig, folder: Path, found: list[Any]) -> Exper
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
-def test_a_good_run_passes_without_a_server(tmp_path, model, kind):
+def test_valid_offline_run_passes_without_a_server(tmp_path, model, kind):
     preflight(settings(tmp_path, model, kind, held_out=3))
 
 
@@ -45,13 +45,13 @@ def test_a_good_run_passes_without_a_server(tmp_path, model, kind):
         ("sft", [1], "line 3: not a JSON object"),
     ],
 )
-def test_one_bad_row_is_named(tmp_path, model, kind, row, says):
+def test_error_names_the_invalid_row(tmp_path, model, kind, row, says):
     config = with_rows(settings(tmp_path, model, kind), tmp_path, [*GOOD[:2], row, *GOOD[2:]])
     with pytest.raises(UserError, match=says):
         preflight(config)
 
 
-def test_bad_held_out_rows_and_files_are_found_too(tmp_path, model):
+def test_invalid_held_out_rows_and_files_are_refused(tmp_path, model):
     config = settings(tmp_path, model)
     bad = replace(config.dataset, eval=jsonl(tmp_path, [{"question": "x"}]))
     with pytest.raises(UserError, match="line 1: a row needs"):
@@ -63,7 +63,9 @@ def test_bad_held_out_rows_and_files_are_found_too(tmp_path, model):
         preflight(replace(config, model=replace(config.model, path=str(tmp_path))))
 
 
-def test_rows_that_teach_nothing_are_counted_and_only_they_are_refused(tmp_path, model, capsys):
+def test_rows_without_trained_tokens_are_counted_and_refused_if_no_others_exist(
+    tmp_path, model, capsys
+):
     long = {"prompt": "1" * 40, "completion": "2"}
     config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, [*GOOD, long, long])
     preflight(config)
@@ -90,7 +92,7 @@ def test_rows_that_teach_nothing_are_counted_and_only_they_are_refused(tmp_path,
         ("dpo", {"label_smoothing": 0.5}),
     ],
 )
-def test_numbers_that_make_no_sense(tmp_path, model, part, options):
+def test_offline_numbers_out_of_range_are_refused(tmp_path, model, part, options):
     kinds = {"offline": OfflineConfig, "sft": SFTConfig, "dpo": DPOConfig}
     config = settings(tmp_path, model)
     trainer = replace(config.trainer, **{part: kinds[part](**options)})
@@ -99,7 +101,7 @@ def test_numbers_that_make_no_sense(tmp_path, model, part, options):
         check_options(replace(config, trainer=trainer))
 
 
-def test_a_reference_has_the_policys_vocabulary(tmp_path, model):
+def test_dpo_reference_needs_the_policys_vocabulary(tmp_path, model):
     config = settings(tmp_path, model, "dpo")
     other = tiny_model(tmp_path / "other", vocab=80)
     for path, says in ((other, "has 80 token ids, but"), (tmp_path, "is no Hugg")):
@@ -108,7 +110,7 @@ def test_a_reference_has_the_policys_vocabulary(tmp_path, model):
             preflight(replace(config, trainer=trainer))
 
 
-def test_resume_of_an_offline_run(tmp_path, model):
+def test_resume_option_of_an_offline_run_is_checked(tmp_path, model):
     config = settings(tmp_path, model, checkpoint_every_steps=2, checkpoint_keep=9)
     preflight(config)
     preflight(replace(config, resume="never"))

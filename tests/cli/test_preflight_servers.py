@@ -1,4 +1,4 @@
-"""What a run is refused for before it starts, and what it says while it looks for a server."""
+"""Checks of a run before it starts, and messages during the search for a server."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NESTED = {"architectures": ["X"], "model_type": "x", "text_config": {"vocab_size
         (QWEN, QWEN, None),
         (QWEN | {"vocab_size": 64}, QWEN, "its vocab_size is 64, model.path has 320"),
         (QWEN | {"model_type": "llama"}, QWEN, "its model_type is llama"),
-        # A server tells its text part's vocabulary; one that does not tell is not suspected.
+        # A server reports the vocabulary of its text part; a missing value is accepted.
         ({"vocab_size": 9, "model_type": "x", "architectures": ["X"]}, NESTED, None),
         ({"vocab_size": 8, "model_type": "x", "architectures": ["X"]}, NESTED, "vocab_size is 8"),
         ({"architectures": [], "model_type": None}, QWEN, None),
         ({"tie_word_embeddings": False}, QWEN | {"tie_word_embeddings": True}, "is False"),
     ],
 )
-def test_another_model_is_told_by_what_is_known_of_it(
+def test_model_difference_compares_the_known_fields(
     theirs: dict[str, Any], ours: dict[str, Any], says: str | None
 ) -> None:
     said = model_difference(theirs, ours)
@@ -53,13 +53,13 @@ def test_another_model_is_told_by_what_is_known_of_it(
         ("trainer.ppo.checkpoint.keep", 0),
     ],
 )
-def test_numbers_that_can_mean_nothing_are_refused(tmp_path: Path, key: str, value: int) -> None:
+def test_numbers_out_of_range_are_refused(tmp_path: Path, key: str, value: int) -> None:
     (tmp_path / "empty.yaml").write_text("")
     with pytest.raises(UserError, match=rf"{key}={value}"):
         load(ExperimentConfig, tmp_path / "empty.yaml", [f"{key}={value}"])
 
 
-def test_a_synchronous_trainer_with_staleness_is_refused() -> None:
+def test_synchronous_trainer_with_max_staleness_is_refused() -> None:
     stale, fresh = ["trainer.ppo.max_staleness=3"], ["trainer.ppo.max_staleness=0"]
     with pytest.raises(UserError, match=r"is synchronous, but max_staleness is 3"):
         preflight.check_options(load(ExperimentConfig, [], ["trainer.type=ppo", *stale]))
@@ -67,7 +67,7 @@ def test_a_synchronous_trainer_with_staleness_is_refused() -> None:
     preflight.check_options(load(ExperimentConfig, [], ["trainer.type=ppo", *fresh]))
 
 
-def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(
+def test_tokenizer_is_loaded_only_if_a_prompt_may_be_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(ExperimentConfig(), model=ModelConfig(path=str(tmp_path)))
@@ -88,7 +88,7 @@ def test_a_tokenizer_is_loaded_only_for_a_prompt_that_may_not_fit(
         prompts.check_prompts(config, [short, long], [1024])
 
 
-def test_it_says_that_it_waits_for_a_server_only_where_it_does(
+def test_wait_for_a_server_is_announced_only_if_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = ClusterConfig(name_root=str(tmp_path), ttl_s=600.0)
@@ -102,7 +102,9 @@ def test_it_says_that_it_waits_for_a_server_only_where_it_does(
     assert capsys.readouterr().out == ""
 
 
-def test_why_needs_no_module_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_needs_no_imported_module_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from arealite.base import config as base_config
 
     cluster = ClusterConfig(name_root=str(tmp_path))
@@ -113,7 +115,7 @@ def test_why_needs_no_module_of_the_run(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("base", ["chat", "tool_use", "math_code_single_step"])
-def test_a_config_without_an_option_that_the_base_class_reads_is_refused(base: str) -> None:
+def test_custom_agent_options_must_have_the_fields_of_the_base_class(base: str) -> None:
     class Own(agents.get(base)):  # type: ignore[misc]
         pass
 

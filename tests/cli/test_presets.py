@@ -1,4 +1,4 @@
-"""Presets of `config/algo/`: each fits any run, and says nothing that the defaults say already."""
+"""Presets of `config/algo/`: each is valid with any run, and sets no default value."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_each_algorithm_has_a_preset() -> None:
 
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
 @pytest.mark.parametrize("base", ["async_ppo", "ppo"])
-def test_it_fits_a_run(file: Path, base: str) -> None:
+def test_preset_is_valid_with_each_base_config(file: Path, base: str) -> None:
     files = [ROOT / f"config/{base}.yaml", file]
     config = base_config.load(ExperimentConfig, files, [], {})
     base_config.check_constraints(config.trainer.ppo, "trainer.ppo.")
 
 
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
-def test_it_sets_only_what_the_algorithm_needs(file: Path) -> None:
+def test_preset_sets_only_non_default_algorithm_options(file: Path) -> None:
     defaults = {key: value for key, value, _ in base_config.keys(ExperimentConfig)}
     settings = leaves(yaml.safe_load(file.read_text()))
     assert settings
@@ -66,8 +66,8 @@ def test_it_sets_only_what_the_algorithm_needs(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 20
 
 
-def test_the_docs_have_a_line_for_each() -> None:
-    """And it names the value of every key that the preset sets."""
+def test_each_preset_has_a_row_in_the_docs() -> None:
+    """The row names the value of every key that the preset sets."""
     lines = (ROOT / "docs/algorithms.md").read_text().splitlines()
     for file in PRESETS:
         (line,) = [one for one in lines if one.startswith(f"| `{file.stem}` |")]

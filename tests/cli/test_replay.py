@@ -1,4 +1,4 @@
-"""How a run is cut for its replay, and what has none; the replay itself is in tests/e2e."""
+"""Segments of a run for its replay, and runs that cannot be replayed; tests/e2e runs a replay."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
-def test_one_number_of_ranks_is_one_segment(make: Make) -> None:
+def test_constant_number_of_ranks_is_one_segment(make: Make) -> None:
     paths = make(2, 2, 2)
     config = paths.configs / "000000.yaml"
     assert segments(paths, None) == [Segment(config, 2, 3)]
@@ -54,7 +54,7 @@ def test_one_number_of_ranks_is_one_segment(make: Make) -> None:
     assert segments(paths, 9) == [Segment(config, 2, 3)]
 
 
-def test_a_run_is_cut_where_ranks_or_config_change(make: Make) -> None:
+def test_changed_ranks_or_config_start_a_segment(make: Make) -> None:
     paths = make(1, 1, 1, 2, 2, 2, starts=(0, 2, 4))
     first, second, third = (paths.configs / f"{n:06d}.yaml" for n in (0, 2, 4))
     assert segments(paths, None) == [
@@ -66,7 +66,7 @@ def test_a_run_is_cut_where_ranks_or_config_change(make: Make) -> None:
     assert segments(paths, 3)[-1] == Segment(second, 1, 3)
 
 
-def test_a_run_started_again_as_it_was_is_not_cut(make: Make) -> None:
+def test_restart_without_changes_starts_no_segment(make: Make) -> None:
     paths = make(1, 1, 1, starts=(0, 2), same=True)
     assert segments(paths, None) == [Segment(paths.configs / "000000.yaml", 1, 3)]
 
@@ -88,7 +88,7 @@ def test_run_of_a_version_with_other_options_is_replayed(make: Make) -> None:
         (lambda paths: (paths.root.parent / "model" / "config.json").unlink(), "is missing"),
     ],
 )
-def test_what_is_missing_is_one_line(
+def test_missing_ledger_or_model_is_a_one_line_error(
     make: Make, harm: Callable[[RunPaths], None], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = make(1)
@@ -98,17 +98,21 @@ def test_what_is_missing_is_one_line(
     assert says in line
 
 
-def test_a_run_without_steps(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_steps_is_refused(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(make().root)]) == 2
     assert "has no trained step" in capsys.readouterr().err
 
 
-def test_a_run_without_fingerprints(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_fingerprints_is_refused(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["replay", str(make(1, 1, fingerprint="").root)]) == 2
     assert "step 1 of" in capsys.readouterr().err
 
 
-def test_a_run_without_its_first_payloads(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_with_dropped_payloads_is_refused(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = make(1, 1, 1)
     with closing(connect(paths.ledger)) as db:
         db.execute("INSERT INTO meta VALUES ('dropped', '2')")

@@ -1,4 +1,4 @@
-"""What each value of `resume` makes of each state of a trial's folder; nothing is ever deleted."""
+"""Each value of `resume` with each state of a trial's folder; nothing is deleted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = tasks(5)
 
 @pytest.fixture
 def config(tmp_path: Path) -> ExperimentConfig:
-    """A trial whose folder is empty."""
+    """Return a trial with an empty folder."""
     made = experiment(tmp_path)
     run_paths(made).root.mkdir(parents=True)
     return made
@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> ExperimentConfig:
 
 @pytest.fixture
 def used(config: ExperimentConfig) -> ExperimentConfig:
-    """A trial with steps 0 to 6 and checkpoints of 2, 4 and 6."""
+    """Return a trial with steps 0 to 6 and checkpoints of steps 2, 4 and 6."""
     paths = run_paths(config)
     ledger = Ledger(paths.ledger, fingerprint=identity(config, ROWS))
     for step in range(7):
@@ -59,7 +59,7 @@ def aside(paths: RunPaths) -> Path:
 
 
 @pytest.mark.parametrize("wanted", ["auto", "never"])
-def test_an_empty_folder_begins(config: ExperimentConfig, wanted: str) -> None:
+def test_auto_and_never_start_in_an_empty_folder(config: ExperimentConfig, wanted: str) -> None:
     check(config, resume=wanted)
     resume.move_old_run(replace(config, resume=wanted))
     settled = resume.prepare_folder(replace(config, resume=wanted))
@@ -68,31 +68,31 @@ def test_an_empty_folder_begins(config: ExperimentConfig, wanted: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["must", "step-000004", "step-4", "Auto", "step-"])
-def test_an_empty_folder_has_nothing_to_go_on_with(config: ExperimentConfig, wanted: str) -> None:
+def test_must_and_step_are_refused_in_an_empty_folder(
+    config: ExperimentConfig, wanted: str
+) -> None:
     with pytest.raises(UserError, match=f"resume={wanted}"):
         check(config, resume=wanted)
 
 
-def test_a_trial_killed_before_its_first_transaction_begins(config: ExperimentConfig) -> None:
+def test_trial_killed_before_its_first_transaction_starts(config: ExperimentConfig) -> None:
     connect(run_paths(config).ledger).close()
     check(config)
 
 
-def test_a_ledger_without_checkpoints_begins_at_0(config: ExperimentConfig) -> None:
+def test_ledger_without_checkpoints_starts_at_0(config: ExperimentConfig) -> None:
     Ledger(run_paths(config).ledger, fingerprint=identity(config, ROWS)).close()
     check(config)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "must", "never", "step-000002", "step-000006"])
-def test_a_whole_run_goes_on(used: ExperimentConfig, wanted: str) -> None:
+def test_intact_run_resumes(used: ExperimentConfig, wanted: str) -> None:
     check(used, resume=wanted)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "must"])
 @pytest.mark.parametrize("harm", ["missing", "broken"])
-def test_a_lost_checkpoint_is_no_reason_to_begin_earlier(
-    used: ExperimentConfig, wanted: str, harm: str
-) -> None:
+def test_lost_newest_checkpoint_is_an_error(used: ExperimentConfig, wanted: str, harm: str) -> None:
     newest = run_paths(used).checkpoints / "step-000006"
     newest.rename(newest.with_name(".x")) if harm == "missing" else (newest / "weights").unlink()
     with pytest.raises(UserError, match="of step 6, is missing or broken") as raised:
@@ -116,14 +116,14 @@ def test_impossible_checkpoint_of_an_older_ledger_is_ignored(used: ExperimentCon
         assert db.execute("SELECT step FROM checkpoints").fetchall() == [(2,), (4,), (6,)]
 
 
-def test_all_checkpoints_lost(used: ExperimentConfig) -> None:
+def test_loss_of_all_checkpoints_is_an_error(used: ExperimentConfig) -> None:
     run_paths(used).checkpoints.rename(run_paths(used).root / "x")
     with pytest.raises(UserError, match=r"Valid checkpoints in .*: none.*resume=never") as raised:
         check(used)
     assert "goes back" not in str(raised.value)
 
 
-def test_a_lost_ledger(used: ExperimentConfig) -> None:
+def test_missing_or_unreadable_ledger_is_an_error(used: ExperimentConfig) -> None:
     run_paths(used).ledger.unlink()
     for wanted in ("auto", "must", "step-000004"):
         with pytest.raises(UserError, match=r"ledger.sqlite is missing.*step-000006.*resume=never"):
@@ -133,7 +133,7 @@ def test_a_lost_ledger(used: ExperimentConfig) -> None:
         check(used)
 
 
-def test_another_dataset_seed_or_group_size(used: ExperimentConfig) -> None:
+def test_resume_with_another_dataset_seed_or_group_size_is_refused(used: ExperimentConfig) -> None:
     with pytest.raises(UserError, match=r"started with seed=1, now it is 2\. Use 1,.*resume=nev"):
         check(used, seed=2)
     ppo = used.trainer.ppo
@@ -160,11 +160,13 @@ def test_never_moves_the_whole_run_aside(
     assert str(moved) in capsys.readouterr().out
 
 
-def test_going_back_moves_newer_checkpoints_aside(
+def test_resume_from_an_earlier_step_moves_newer_checkpoints_aside(
     used: ExperimentConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = run_paths(used)
-    (paths.checkpoints / "step-000006" / "weights").unlink()  # a broken one is newer, too
+    (
+        paths.checkpoints / "step-000006" / "weights"
+    ).unlink()  # a broken checkpoint counts as newer, too
     settled = resume.prepare_folder(replace(used, resume="step-000002"))
     assert settled.resume == "auto"
     assert [path.name for path in checkpoint.list_good(paths.checkpoints)] == ["step-000002"]
@@ -175,7 +177,7 @@ def test_going_back_moves_newer_checkpoints_aside(
     assert resume.read_facts(paths.ledger)[1] == 2
 
 
-def test_each_start_leaves_its_config_by_its_first_step(used: ExperimentConfig) -> None:
+def test_each_start_saves_its_config_under_its_first_step(used: ExperimentConfig) -> None:
     paths = run_paths(used)
     paths.configs.mkdir()
     for step in (0, 2, 5, 6, 9):
@@ -189,7 +191,7 @@ def test_each_start_leaves_its_config_by_its_first_step(used: ExperimentConfig) 
     assert json.loads((paths.checkpoints / "step-000004" / "manifest.json").read_text())
 
 
-def test_a_ledger_of_another_format_is_refused_in_a_line(used: ExperimentConfig) -> None:
+def test_ledger_of_another_format_is_refused(used: ExperimentConfig) -> None:
     db = connect(run_paths(used).ledger)
     db.execute("UPDATE meta SET value = '3' WHERE key = 'schema'")
     db.close()
@@ -201,14 +203,12 @@ def test_a_ledger_of_another_format_is_refused_in_a_line(used: ExperimentConfig)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "must", "step-000004", "step-000006"])
-def test_a_checkpoint_that_has_its_payloads_is_gone_on_from(
-    used: ExperimentConfig, wanted: str
-) -> None:
+def test_checkpoint_with_payloads_can_be_resumed(used: ExperimentConfig, wanted: str) -> None:
     drop(used, before=4)
     check(used, resume=wanted)
 
 
-def test_a_checkpoint_whose_payloads_are_gone_is_refused(used: ExperimentConfig) -> None:
+def test_checkpoint_with_dropped_payloads_is_refused(used: ExperimentConfig) -> None:
     drop(used, before=4)
     says = r"resume=step-000002: payloads of steps 1 to 4 .*from step-000004 on"
     with pytest.raises(UserError, match=says):

@@ -1,4 +1,4 @@
-"""`arealite secret`: where a trial's secret is, the token, and a new one between runs."""
+"""`arealite secret` prints the path or the token and rotates the secret between runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "u/arealite/a"
 
 
-def test_trial_that_never_began_has_none(words: list[str], capsys: pytest.CaptureFixture[str]):
+def test_trial_that_never_started_has_no_secret(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+):
     for more in ([], ["--rotate"], ["--token"]):
         assert main([*words, *more]) == 2
         said = capsys.readouterr()
         assert said.err.startswith("error: ") and "has no secret" in said.err and not said.out
 
 
-def test_path_and_token(words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secret_prints_its_path_or_the_token(
+    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = create_secret(folder)
     assert main(words) == 0
     said = capsys.readouterr().out
@@ -37,7 +41,7 @@ def test_path_and_token(words: list[str], folder: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == made.token + "\n"
 
 
-def test_rotated_between_runs_only(
+def test_secret_is_not_rotated_during_a_run(
     words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = create_secret(folder)

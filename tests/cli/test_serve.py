@@ -1,4 +1,4 @@
-"""`arealite serve`: tells where it serves, once; ends when it is told to."""
+"""`arealite serve` prints its address once and exits on a signal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Loud(StepEnv):
 
 @contextmanager
 def serve(*words: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run the command; give it and the first line of its stdout."""
+    """Run the command; yield its process and the first line of its stdout."""
     command = [sys.executable, "-m", "arealite.cli.main", "serve", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -60,7 +60,7 @@ def post(url: str, body: Any) -> Any:
         return json.load(answer)
 
 
-def test_a_users_environment_with_rows_of_a_file(tmp_path: Path) -> None:
+def test_custom_environment_is_served_with_rows_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "loud_env.py").write_text(LOUD)
     rows = [json.dumps({"prompt": f"row {n}"}) for n in range(3)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
@@ -92,7 +92,9 @@ def test_a_users_environment_with_rows_of_a_file(tmp_path: Path) -> None:
         (["server.token_env=NO_SUCH_TOKEN"], "environment variable is not set"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(words: list[str], says: str, tmp_path: Path) -> None:
+def test_invalid_serve_arguments_are_a_one_line_error(
+    words: list[str], says: str, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "arealite.cli.main", "serve", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
@@ -104,7 +106,7 @@ def test_what_is_wrong_is_said_in_one_line(words: list[str], says: str, tmp_path
     assert ended.stdout == ""
 
 
-def test_help_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     shown = capsys.readouterr().out

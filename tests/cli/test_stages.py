@@ -1,4 +1,4 @@
-"""Several --config files, and stages that follow each other with --then."""
+"""Several --config files, and stages separated by --then."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(*argv: str | Path) -> list[ExperimentConfig]:
     return configs.load_stages(parse(*argv))
 
 
-def test_the_command_line_is_cut_at_then() -> None:
+def test_then_splits_the_command_line_into_stages() -> None:
     assert parse("a=1") == [options.Layers([Path("default.yaml")], ["a=1"])]
     assert parse("a=1", "--config", "x", "b=2", "--config=y") == [
         options.Layers([Path("x"), Path("y")], ["a=1", "b=2"])
@@ -48,20 +48,20 @@ def test_the_command_line_is_cut_at_then() -> None:
 
 
 @pytest.mark.parametrize("argv", [["--then"], ["--the", "x"], ["--conf", "x"]])
-def test_half_an_option_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomplete_option_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(*argv)
     assert caught.value.code == 2 and "usage: train.py" in capsys.readouterr().err
 
 
-def test_help_tells_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_stages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
     shown = capsys.readouterr().out
     assert "--then" in shown and "-stage1" in shown and "trainer.dpo.beta=0.1" in shown
 
 
-def test_later_files_win_and_overrides_win_over_files(write: Write) -> None:
+def test_later_files_override_earlier_ones_and_overrides_override_files(write: Write) -> None:
     one = write("one", {"seed": 5, "trainer": {"type": "sft", "ppo": {"lr": 1.0}}})
     two = write("two", {"seed": 6, "trainer": {"ppo": {"batch_size": 8}}})
     (config,) = load("--config", one, "--config", two, "trainer.ppo.lr=2.0")
@@ -71,7 +71,9 @@ def test_later_files_win_and_overrides_win_over_files(write: Write) -> None:
     assert config.seed == 5 and config.trial_name == "trial"
 
 
-def test_imports_come_from_the_strongest_layer(write: Write, tmp_path: Path, monkeypatch: Any):
+def test_imports_come_from_the_last_layer_that_sets_them(
+    write: Write, tmp_path: Path, monkeypatch: Any
+):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "stage_plugin.py").write_text("")
     one = write("one", {"imports": ["stage_plugin"]})
@@ -82,7 +84,7 @@ def test_imports_come_from_the_strongest_layer(write: Write, tmp_path: Path, mon
         load("--config", one, "--config", two, "imports=[absent_plugin]")
 
 
-def test_stages_share_the_first_overrides_and_hand_the_model_on(write: Write) -> None:
+def test_stages_share_the_first_overrides_and_pass_the_model_on(write: Write) -> None:
     sft, dpo, ppo = (write(kind, {"trainer": {"type": kind}}) for kind in ("sft", "dpo", "ppo"))
     first, second, third = load(
         *("--config", sft, "model.path=/m", "dataset.train=a", "trial_name=t", "seed=4"),
@@ -98,14 +100,14 @@ def test_stages_share_the_first_overrides_and_hand_the_model_on(write: Write) ->
     assert third.model.path == str(run_paths(second).export)
 
 
-def test_a_model_of_its_own_is_kept(write: Write) -> None:
+def test_stage_keeps_its_own_model_path(write: Write) -> None:
     sft = write("sft", {"trainer": {"type": "sft"}})
     named = write("named", {"model": {"path": "/other"}})
     assert load("--config", sft, "model.path=/m", "--then", named)[1].model.path == "/other"
     assert load("--config", sft, "--then", sft, "model.path=/x")[1].model.path == "/x"
 
 
-def test_a_reward_model_is_no_policy(write: Write) -> None:
+def test_reward_model_stage_does_not_change_the_policy(write: Write) -> None:
     sft, reward = (write(kind, {"trainer": {"type": kind}}) for kind in ("sft", "reward"))
     stages = load("--config", sft, "model.path=/m", "--then", reward, "--then", sft)
     assert stages[2].model.path == stages[1].model.path == str(run_paths(stages[0]).export)
@@ -113,14 +115,14 @@ def test_a_reward_model_is_no_policy(write: Write) -> None:
     assert stages[1].model.path == "/m"
 
 
-def test_a_stage_that_exports_nothing_is_refused(write: Write) -> None:
+def test_stage_without_an_export_is_refused(write: Write) -> None:
     ppo = write("ppo", {"trainer": {"ppo": {"checkpoint": {"export": False}}}})
     with pytest.raises(UserError, match="stage 2 has no model"):
         load("--config", ppo, "model.path=/m", "--then", ppo)
     assert load("--config", ppo, "model.path=/m", "--then", ppo, "model.path=/x")
 
 
-def test_a_mistake_in_a_later_stage_is_found_before_the_first_runs(
+def test_error_in_a_later_stage_is_found_before_the_first_runs(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []

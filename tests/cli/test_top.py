@@ -1,4 +1,4 @@
-"""`arealite top`: the panel of a run that lives or is over, in a terminal and in a pipe."""
+"""`arealite top` shows the panel of a running or finished run, on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOP = ["-m", "arealite.cli.main", "top"]
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A command sets its process up, which here is that of other tests."""
+    """Undo the process setup of a command, because other tests share the process."""
     monkeypatch.setattr(log, "setup", lambda *_: None)
     numbers = signal.SIGINT, signal.SIGTERM
     before = [signal.getsignal(number) for number in numbers]
@@ -51,26 +51,26 @@ def top(run: Run, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int,
     return code, capsys.readouterr().out
 
 
-def test_a_run_that_is_over_is_shown_once(run: Run, capsys: pytest.CaptureFixture[str]):
+def test_finished_run_is_shown_once(run: Run, capsys: pytest.CaptureFixture[str]):
     add(run, 2)
     code, text = top(run, capsys)
     assert code == 0 and "\x1b" not in text
     assert "arealite/trial · async_ppo · finished" in text and "3 of 3" in text
 
 
-def test_once_shows_a_run_that_lives(run: Run, capsys: pytest.CaptureFixture[str]):
+def test_once_shows_a_running_run_and_exits(run: Run, capsys: pytest.CaptureFixture[str]):
     show(run.vitals, "trainer-0")
     code, text = top(run, capsys, "--once")
     assert code == 0 and "running" in text and "2 of 3" in text
 
 
-def test_a_pipe_gets_lines_as_they_come_and_the_panel_at_the_end(run: Run):
+def test_pipe_gets_a_line_per_step_and_the_panel_at_the_end(run: Run):
     show(run.vitals, "trainer-0")
     command = [sys.executable, *TOP, str(run.paths.root), "--every", "0.1"]
     with spawned(command, os.environ) as process:
         assert process.stdout is not None
         lines = list[str]()
-        for step in range(2, 2000):  # it tells what comes after it has begun
+        for step in range(2, 2000):  # only lines after the start are printed
             add(run, step)
             if select.select([process.stdout], [], [], 0.1)[0]:
                 lines.append(process.stdout.readline())
@@ -83,19 +83,21 @@ def test_a_pipe_gets_lines_as_they_come_and_the_panel_at_the_end(run: Run):
     assert panel[0].startswith("╭") and lines[-len(panel) :] == panel
 
 
-def test_what_is_no_run_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_folder_without_a_run_is_a_one_line_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["top", str(tmp_path)]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert "config.yaml" in said and "runs/EXPERIMENT/TRIAL" in said
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
-def test_a_pause_that_is_none_is_refused(run: Run, seconds: str):
+def test_invalid_interval_is_refused(run: Run, seconds: str):
     with pytest.raises(SystemExit):
         main(["top", str(run.paths.root), "--every", seconds])
 
 
-def test_folders_that_cannot_be_written_are_read(
+def test_top_reads_folders_that_are_not_writable(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object, **__: object) -> None:
@@ -110,7 +112,7 @@ def test_folders_that_cannot_be_written_are_read(
     assert after == before, "it writes nothing into a run"
 
 
-def test_q_ends_it_and_leaves_the_terminal_as_it_was(run: Run):
+def test_q_exits_and_restores_the_terminal(run: Run):
     show(run.vitals, "trainer-0")
     with terminal([*TOP, str(run.paths.root), "--every", "0.1"]) as on:
         on.until("2 of 3")
@@ -129,7 +131,7 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(run: Run):
 
 
 @pytest.mark.parametrize("ends", ["ctrl-c", "sigterm", "the run"])
-def test_however_it_ends_the_terminal_is_as_it_was(run: Run, ends: str):
+def test_each_kind_of_exit_restores_the_terminal(run: Run, ends: str):
     show(run.vitals, "trainer-0")
     with terminal([*TOP, str(run.paths.root), "--every", "0.1"]) as on:
         on.until("2 of 3")
@@ -145,7 +147,7 @@ def test_however_it_ends_the_terminal_is_as_it_was(run: Run, ends: str):
     assert [text[0] for text in screen.lines if text][-1] == "╰" and not screen.is_cursor_hidden
 
 
-def test_it_loads_no_torch(run: Run):
+def test_top_imports_no_torch(run: Run):
     code = "import sys; import arealite.cli.top; print('torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == "False\n"

@@ -1,4 +1,4 @@
-"""The words of `train` that are no config keys, and the help of commands that take overrides."""
+"""Arguments of `train` that are not config keys, and the help of commands with overrides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TAKE_OVERRIDES = "train", "check", "launch", "serve-llm", "info", "serve", "eval
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """Make a run that needs no server: two rows of supervised training."""
+    """Create a run that needs no server: supervised training with two rows."""
     rows = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+2=", "completion": "3"}]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -37,7 +37,7 @@ def words(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_a_dry_run_checks_and_starts_nothing(
+def test_dry_run_checks_and_starts_nothing(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "--dry-run", *words]) == 0
@@ -50,7 +50,9 @@ def test_a_dry_run_checks_and_starts_nothing(
     assert "unknown key 'cluster.name_store'" in capsys.readouterr().err
 
 
-def test_resume_is_resume_must(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_resume_sets_resume_must(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train", *words, "--resume", "--dry-run"]) == 2
     assert "resume=must, but" in capsys.readouterr().err
     assert cli.main(["train", *words, "--resume", "--then", "config/async_ppo.yaml"]) == 2
@@ -58,7 +60,7 @@ def test_resume_is_resume_must(words: list[str], capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("command", TAKE_OVERRIDES)
-def test_help_shows_every_key_with_its_words(
+def test_help_lists_every_key_with_its_description(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["slurm"] if command == "launch" else []
@@ -85,14 +87,14 @@ sys.exit(main.main(["train", *sys.argv[2:]]))
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_launcher_that_checks_its_config_is_named_by_why(
+def test_why_shows_a_launcher_that_checks_its_config(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], is_resumed: bool
 ) -> None:
     config = ExperimentConfig(
         cluster=ClusterConfig(name_root=str(tmp_path / "names"), run_root=str(tmp_path / "runs"))
     )
     root, vitals = run_paths(config).root, name_dir(config) / "vitals"
-    if is_resumed:  # what an earlier launcher left
+    if is_resumed:  # files of an earlier launcher
         root.mkdir(parents=True)
         vitals.mkdir(parents=True)
         save(config, run_paths(config).config)

@@ -52,7 +52,7 @@ asyncio.run(main())
 
 
 class Run:
-    """A run's folder and where its roles show themselves."""
+    """A run's folder, with the folders of its logs and vitals."""
 
     def __init__(self, root: Path) -> None:
         cluster = ClusterConfig(name_root=str(root / "names"), run_root=str(root / "runs"))
@@ -72,14 +72,14 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suspect nobody who gets no CPU for a while."""
+    """Increase the limits, so that a role without a CPU is not suspected."""
     limits = dict.fromkeys(("silent_s", "blocked_s", "overdue_s"), 120.0)
     monkeypatch.setattr(why_module, "examine", partial(examine, **limits))
 
 
 @pytest.fixture
-def all_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait until every role has told its stacks."""
+def all_roles_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait until every role has written its stacks."""
     monkeypatch.setattr(explain, "ANSWER_S", 120.0)
 
 
@@ -88,8 +88,8 @@ def why(run: Run, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("patient", "all_answer")
-def test_a_healthy_run_is_shown_with_its_waits_and_stacks(run: Run, capsys) -> None:
+@pytest.mark.usefixtures("patient", "all_roles_reply")
+def test_healthy_run_is_shown_with_its_waits_and_stacks(run: Run, capsys) -> None:
     with (
         living("rollout-0", run.vitals, EPISODES),
         living("llm_server-a", run.vitals, IDLE),
@@ -105,8 +105,8 @@ def test_a_healthy_run_is_shown_with_its_waits_and_stacks(run: Run, capsys) -> N
     assert len(lines) < 25 and max(map(len, lines)) <= WIDTH
 
 
-@pytest.mark.usefixtures("patient", "all_answer")
-def test_an_environment_that_hangs_is_told_with_the_line_where_it_waits(run: Run, capsys) -> None:
+@pytest.mark.usefixtures("patient", "all_roles_reply")
+def test_hanging_environment_is_shown_with_the_line_where_it_waits(run: Run, capsys) -> None:
     with living("rollout-0", run.vitals, HANGS) as process:
         long = lambda: any(w["waited_s"] > 2 for w in shown("rollout-0", run.vitals)["waits"])  # noqa: E731
         until(long, what="an episode of two seconds")
@@ -120,7 +120,7 @@ def test_an_environment_that_hangs_is_told_with_the_line_where_it_waits(run: Run
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_stopped_role_comes_first_with_who_waits_for_it(run: Run, capsys) -> None:
+def test_stopped_role_is_listed_first_with_its_waiters(run: Run, capsys) -> None:
     with (
         living("datapipe-0", run.vitals, IDLE) as process,
         living("trainer-0", run.vitals, WAITS),
@@ -140,7 +140,7 @@ def test_a_stopped_role_comes_first_with_who_waits_for_it(run: Run, capsys) -> N
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_blocked_loop_comes_with_the_line_that_blocks_it(run: Run, capsys) -> None:
+def test_blocked_loop_is_shown_with_the_blocking_line(run: Run, capsys) -> None:
     stack = '  File "agent.py", line 7, in act\n    requests.get(url)\n'
     show(run.vitals, "rollout-0", blocked_s=900.0, blocked_stack=stack)
     code, text = why(run, capsys)
@@ -149,16 +149,18 @@ def test_a_blocked_loop_comes_with_the_line_that_blocks_it(run: Run, capsys) -> 
     assert "requests.get(url)" in text.splitlines()[3]
 
 
-def test_a_role_held_by_c_code_shows_its_stack_by_the_signal_and_lives(
+def test_role_blocked_in_c_code_prints_its_stack_on_a_signal_and_continues(
     run: Run, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def size(file: Path) -> int:
         text = file.read_bytes()
-        return len(text) if b"in match" in text else 0  # it is written in pieces
+        return len(text) if b"in match" in text else 0  # the file is written in pieces
 
     monkeypatch.setattr(explain, "_size", size)
     monkeypatch.setattr(explain, "SIGNAL_S", 120.0)
-    monkeypatch.setattr(diagnosis, "cpu_times", lambda *_: None)  # starved it may be besides
+    monkeypatch.setattr(
+        diagnosis, "cpu_times", lambda *_: None
+    )  # without CPU times, the role cannot be starved
     with living("rollout-0", run.vitals, HOLDS_THE_INTERPRETER) as process:
         until(lambda: [f.cause for f in examine(run.vitals)] == ["silent"], what="silence")
         code, text = why(run, capsys)
@@ -168,7 +170,7 @@ def test_a_role_held_by_c_code_shows_its_stack_by_the_signal_and_lives(
     assert "in match" in text.split("STACKS")[1]
 
 
-def test_a_dead_run_says_so_with_the_last_words_of_its_roles(run: Run, capsys) -> None:
+def test_dead_run_is_shown_with_the_last_log_lines_of_its_roles(run: Run, capsys) -> None:
     (run.logs / "trainer-0.log").write_text("first\nKilled by the night shift\n")
     with living("trainer-0", run.vitals, IDLE) as process:
         process.kill()
@@ -180,15 +182,15 @@ def test_a_dead_run_says_so_with_the_last_words_of_its_roles(run: Run, capsys) -
     assert "log: " in text
 
 
-def test_a_log_that_is_not_there_is_not_named(run: Run, capsys) -> None:
+def test_missing_log_is_not_shown(run: Run, capsys) -> None:
     with living("launcher-0", run.vitals, IDLE) as process:
         process.kill()
         process.wait()
         assert "launcher-0 is DEAD" in (text := why(run, capsys)[1]) and "log: " not in text
 
 
-def test_no_signal_goes_to_a_process_that_only_has_the_pid(run: Run, capsys) -> None:
-    """SIGUSR1 would end one that does not expect it."""
+def test_process_with_a_reused_pid_gets_no_signal(run: Run, capsys) -> None:
+    """SIGUSR1 would kill a process without a handler."""
     with living("rollout-0", run.vitals, IDLE) as other:
         until(lambda: shown("rollout-0", run.vitals), what="vitals")
         text = (run.vitals / "rollout-0.json").read_text()
@@ -203,14 +205,14 @@ def test_no_signal_goes_to_a_process_that_only_has_the_pid(run: Run, capsys) -> 
         process.wait()
 
 
-def test_a_finished_run_and_a_wrong_folder_are_told_apart(run: Run, capsys) -> None:
+def test_finished_run_exits_with_0_and_a_wrong_folder_with_2(run: Run, capsys) -> None:
     code, text = why(run, capsys)
     assert code == 0 and "is not running" in text
     assert main(["why", str(run.root / "none")]) == 2
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_collective_says_which_rank_has_not_come(run: Run, capsys) -> None:
+def test_collective_wait_shows_the_missing_rank(run: Run, capsys) -> None:
     counters = {"ranks": 3, "collectives": 8}
     for rank in (0, 2):
         waits = wait("collective 8", OTHER_RANKS, 9.0)

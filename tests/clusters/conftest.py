@@ -1,4 +1,4 @@
-"""A live Slurm for the tests of this folder, and what a user types there."""
+"""A live Slurm for the tests of this folder, and commands of a user."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.models import tiny_model
 from tests.waiting import until
 
 SLOW_S = 240.0
-"""For what takes 20 s on a quiet machine: a safety net, see tests/waiting.py."""
+"""Time limit for work of 20 s on an idle machine; see tests/waiting.py."""
 ENDED = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"
 
 
 @dataclass
 class Site:
-    """A trial in a folder of its own, on a cluster."""
+    """A trial in a separate folder, on a cluster."""
 
     slurm: Slurm
     folder: Path
@@ -43,7 +43,7 @@ class Site:
         )
 
     def launch(self, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Type `arealite launch slurm` with the smallest run."""
+        """Run `arealite launch slurm` with the smallest run."""
         return self.arealite(
             *("launch", "slurm", "experiment_name=e2e", "trial_name=t"),
             f"cluster.name_root={self.folder / 'names'}",
@@ -61,7 +61,7 @@ class Site:
         )
 
     def submit(self, *overrides: str) -> str:
-        """Launch a run that is accepted; return its job."""
+        """Launch a run, check that it is accepted, and return its job."""
         done = self.launch(*overrides)
         assert done.returncode == 0, done.stdout + done.stderr
         found = re.search(r"^job (\d+);", done.stdout, re.MULTILINE)
@@ -73,7 +73,7 @@ class Site:
         return file.read_text() if file.exists() else ""
 
     def until_logged(self, text: str) -> None:
-        """Wait for a line of the supervisor's; fail as soon as it has come to its end without."""
+        """Wait for a line of the supervisor's log; fail if the supervisor exits first."""
         said = text, "run folder:"
         until(lambda: any(each in self.log() for each in said), what=self.logs, seconds=SLOW_S)
         assert text in self.log(), self.logs()
@@ -91,7 +91,7 @@ class Site:
         return "\n".join(f"== {f.name}\n{f.read_text()}" for f in self.paths.logs.glob("*.log"))
 
     def balanced(self) -> AuditReport:
-        """Return the audit of a ledger that lost and repeated nothing."""
+        """Return the audit of the ledger, after a check that it lost and repeated nothing."""
         report = audit(self.paths.ledger)
         assert report.ok, report.table() + self.logs()
         return report
@@ -104,7 +104,7 @@ class Site:
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a model and a dataset."""
+    """Create a model and a dataset."""
     folder = tmp_path_factory.mktemp("inputs")
     tiny_model(folder / "model")
     write_rows(folder / "train.jsonl", 64, seed=1)
@@ -113,14 +113,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Hold one cluster of four nodes for all tests that do it no harm."""
-    with a_slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+    """Return a cluster of four nodes that all tests without node faults share."""
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
     assert not cluster.strays()
 
 
-def a_slurm(folder: Path, **options: object):
-    """Start a cluster, or skip the test with the reason why none can be."""
+def slurm_cluster(folder: Path, **options: object):
+    """Start a cluster, or skip the test with the reason."""
     if why := missing():
         pytest.skip(why)
     return real_slurm(folder, **options)  # type: ignore[arg-type]
@@ -128,6 +128,6 @@ def a_slurm(folder: Path, **options: object):
 
 @pytest.fixture
 def site(slurm: Slurm, inputs: Path, tmp_path: Path) -> Iterator[Site]:
-    """Give a folder for a trial; its jobs are cancelled at the end."""
+    """Return a folder for a trial; its jobs are cancelled at the end."""
     yield Site(slurm, tmp_path, inputs)
     slurm.cancel_all()

@@ -1,8 +1,8 @@
 """A real Slurm in a temporary folder, of nodes that share this machine but each have a hostname, an
-address and, if wanted, folders of their own; everything it started is ended.
+address and, if wanted, separate folders; all its processes are killed at the end.
 
-Needs Debian's `slurm-wlm` and root (hostnames and folders are namespaces): `missing()` says what is
-not there.
+Needs Debian's `slurm-wlm` and root (hostnames and folders are namespaces): `missing()` returns the
+missing part.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GresTypes=gpu
 
 
 def missing() -> str:
-    """Say why no Slurm can be started here; "" where it can."""
+    """Return the reason why Slurm cannot start here, or ""."""
     if lacking := [name for name in PROGRAMS if not shutil.which(name)]:
         return f"no {', '.join(lacking)} on the PATH (Debian: apt-get install slurm-wlm)"
     if os.geteuid() != 0:
@@ -65,7 +65,7 @@ def missing() -> str:
 
 @dataclass
 class Slurm:
-    """A live cluster; its commands take `environment`."""
+    """A live cluster; its commands use `environment`."""
 
     folder: Path
     nodes: tuple[str, ...]
@@ -76,7 +76,7 @@ class Slurm:
         return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def command(self, *words: str, check: bool = True) -> str:
-        """Run one of Slurm's commands; return what it printed."""
+        """Run a Slurm command; return its output."""
         done = subprocess.run(
             words, capture_output=True, text=True, env=self.environment, timeout=60
         )
@@ -90,7 +90,7 @@ class Slurm:
             )
 
     def start_node(self, name: str, *, own: Sequence[Path] = ()) -> None:
-        """Start a node; `own` are folders that it does not share with the others."""
+        """Start a node; `own` are folders that it does not share with other nodes."""
         hosts = self.folder / f"hosts-{name}"
         lines = [f"127.0.0.{i} {node}" for i, node in enumerate(self.nodes, start=1)]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
@@ -100,7 +100,7 @@ class Slurm:
         self.start(name, "unshare", "-mu", "sh", "-c", script)
 
     def lose_node(self, name: str) -> None:
-        """Kill a node's daemon and all that it had started."""
+        """Kill a node's daemon and all processes that it started."""
         daemon = self.daemons.pop(name)
         for process in living_in(namespace(daemon.pid)):
             process.kill()
@@ -131,7 +131,7 @@ class Slurm:
         until(lambda: not self.command("squeue", "-h"), what="the jobs' end", seconds=40)
 
     def end(self) -> None:
-        """Cancel all jobs, then end the daemons and whatever still runs under them."""
+        """Cancel all jobs, then kill the daemons and their remaining processes."""
         with suppress(BaseException):
             self.cancel_all()
         spaces = {namespace(self.daemons[name].pid) for name in self.nodes if name in self.daemons}
@@ -159,7 +159,7 @@ class Slurm:
 
 
 def namespace(pid: int) -> str:
-    """Return what processes of one node, and only they, have in common; "" of a dead one."""
+    """Return the namespace that identifies the processes of a node; "" for a dead process."""
     try:
         return os.readlink(f"/proc/{pid}/ns/uts")
     except OSError:
@@ -167,7 +167,7 @@ def namespace(pid: int) -> str:
 
 
 def living_in(space: str) -> list[psutil.Process]:
-    """List the processes of a node, the daemon and what it started."""
+    """List the processes of a node: its daemon and the daemon's descendants."""
     if space in ("", namespace(os.getpid())):
         return []
     return [each for each in psutil.process_iter() if namespace(each.pid) == space]
@@ -179,7 +179,7 @@ def real_slurm(
     *,
     nodes: Sequence[str] = ("n1", "n2", "n3", "n4"),
 ) -> Iterator[Slurm]:
-    """Start a cluster of idle nodes with 16 CPUs and 4 pretended GPUs each; end it afterwards."""
+    """Start a cluster of idle nodes with 16 CPUs and 4 simulated GPUs each; stop it afterwards."""
     folder.chmod(0o755)
     (folder / "state").mkdir()
     (folder / "key").write_bytes(os.urandom(1024))

@@ -1,5 +1,5 @@
-"""`arealite launch ray` on a real Ray cluster of two nodes on this machine: a run ends balanced,
-whatever is killed or lost; what cannot work is refused before anything starts."""
+"""`arealite launch ray` on a real Ray cluster of two nodes on this machine: runs end balanced
+despite kills and lost nodes; invalid runs are refused before a process starts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ cluster_utils = pytest.importorskip(
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # Ray's own
+    pytest.mark.filterwarnings("ignore"),  # Ray's processes
 ]
 STEPS = 6
 
 
 class Site:
-    """A cluster, and a trial on it."""
+    """A cluster with a trial."""
 
     def __init__(self, folder: Path, inputs: Path) -> None:
         self.folder, self.inputs = folder, inputs
@@ -86,7 +86,7 @@ class Site:
         until(saved, what="a checkpoint", seconds=120)
 
     def role(self, *words: str) -> psutil.Process:
-        """Return the process of a role of this run, wherever Ray put it."""
+        """Return the process of a role of this run on any node."""
         for process in psutil.process_iter(["cmdline"]):
             line = process.info["cmdline"] or []
             if line[-3:-1] == list(words) and line[-1] == str(self.paths.root):
@@ -107,8 +107,8 @@ def site(tmp_path: Path, inputs: Path) -> Iterator[Site]:
     made.cluster.shutdown()
 
 
-def test_a_run_on_two_nodes_whose_rank_is_killed(site: Site) -> None:
-    """Five processes need both nodes; a dead rank restarts both."""
+def test_killed_rank_restarts_all_ranks_on_two_nodes(site: Site) -> None:
+    """Five processes need both nodes; a dead rank restarts both ranks."""
     with site.running("launcher.rollout_workers=2") as process:
         site.until_saved(process)
         site.role("trainer", "1").kill()
@@ -119,8 +119,8 @@ def test_a_run_on_two_nodes_whose_rank_is_killed(site: Site) -> None:
     site.assert_balanced()
 
 
-def test_a_lost_node_is_survived(site: Site) -> None:
-    """What was there is started again where there is room."""
+def test_roles_of_a_lost_node_are_restarted_on_another_node(site: Site) -> None:
+    """Roles of the lost node are restarted on a node with free resources."""
     with site.running("trainer.ppo.total_steps=60") as process:
         site.until_saved(process)
         site.cluster.add_node(num_cpus=4)
@@ -131,7 +131,7 @@ def test_a_lost_node_is_survived(site: Site) -> None:
     site.assert_balanced(60)
 
 
-def test_stopped_by_a_person_it_checkpoints_and_goes_on_later(site: Site) -> None:
+def test_sigterm_writes_a_checkpoint_for_the_next_run(site: Site) -> None:
     with site.running("trainer.ppo.total_steps=1000000") as process:
         site.until_saved(process)
         process.terminate()
@@ -155,9 +155,7 @@ def test_stopped_by_a_person_it_checkpoints_and_goes_on_later(site: Site) -> Non
         ("launcher.ray.trainer_cpus=5", "Ray found no place for 3 processes within"),
     ],
 )
-def test_a_cluster_that_cannot_hold_the_run_is_refused(
-    site: Site, override: str, says: str
-) -> None:
+def test_too_small_ray_cluster_is_refused(site: Site, override: str, says: str) -> None:
     more = ["launcher.ray.cpus=0.1", "launcher.trainer_ranks=1"] if "cpus" in override else []
     done = site.run(override, "launcher.ray.start_s=3", *more)
     assert done.returncode == 2, done.stdout + done.stderr
@@ -165,14 +163,14 @@ def test_a_cluster_that_cannot_hold_the_run_is_refused(
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-def test_no_cluster_is_one_line(tmp_path: Path, site: Site) -> None:
+def test_missing_ray_cluster_is_a_one_line_error(tmp_path: Path, site: Site) -> None:
     done = site.run("launcher.ray.address=127.0.0.1:9")
     assert done.returncode == 2
     assert "no Ray cluster at launcher.ray.address=127.0.0.1:9" in done.stderr
     assert "ray start --head" in done.stderr
 
 
-def test_print_shows_what_would_be_reserved(site: Site) -> None:
+def test_print_shows_the_resources_to_reserve(site: Site) -> None:
     done = site.run("--print", "launcher.ray.trainer_gpus=1")
     assert done.stdout.splitlines() == [
         "llm_server-0 CPU=1",

@@ -1,5 +1,5 @@
-"""`arealite launch slurm` on a real Slurm: a run ends balanced, however it is cancelled, requeued
-or hurt, and what cannot run is refused in a line."""
+"""`arealite launch slurm` on a real Slurm: runs end balanced after cancellation, requeue and
+faults; invalid runs are a one-line error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.clusters.conftest import SLOW_S, Site, a_slurm
+from tests.clusters.conftest import SLOW_S, Site, slurm_cluster
 from tests.waiting import until, until_exited
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -27,7 +27,7 @@ ENDLESS = "trainer.ppo.total_steps=100000"
 
 
 def pid(site: Site, name: str) -> int:
-    """Return the process of a role, as its vitals tell; 0: it shows none."""
+    """Return the process id in a role's vitals, or 0 without vitals."""
     files = (site.folder / "names").rglob(f"vitals/{name}.json")
     return next((int(json.loads(file.read_text())["pid"]) for file in files), 0)
 
@@ -38,7 +38,7 @@ def role(site: Site, name: str) -> psutil.Process:
 
 
 def srun_of(site: Site, name: str) -> int:
-    """Return the process that waits for a role's step."""
+    """Return the process id of the srun that waits for a role's step."""
     word = f"--job-name={name}"
     waiting = {
         process.pid: process.info["ppid"]
@@ -51,7 +51,7 @@ def srun_of(site: Site, name: str) -> int:
     raise AssertionError(f"no srun of {name}")
 
 
-def test_each_part_has_its_nodes_and_the_run_ends_balanced(site: Site) -> None:
+def test_each_part_has_its_nodes_and_the_ledger_is_balanced(site: Site) -> None:
     job = site.submit(*PARTS)
     roles = {"rollout-0", "llm_server-0", "trainer-0", "trainer-1"}
     until(lambda: site.steps().keys() >= roles, what="all roles", seconds=SLOW_S)
@@ -65,7 +65,7 @@ def test_each_part_has_its_nodes_and_the_run_ends_balanced(site: Site) -> None:
     assert "server ready" in server and "http://127.0.0.1" not in server, "others must reach it"
 
 
-def test_one_node_holds_all_and_its_gpus_are_divided(site: Site) -> None:
+def test_gpus_of_one_node_are_divided_between_roles(site: Site) -> None:
     job = site.submit("launcher.slurm.head=[--cpus-per-task=8,--gres=gpu:3]", ENDLESS)
     site.until_logged("step 1/")
     seen = {
@@ -78,10 +78,10 @@ def test_one_node_holds_all_and_its_gpus_are_divided(site: Site) -> None:
     assert site.balanced().ok
 
 
-def test_a_cancelled_run_leaves_a_checkpoint_and_goes_on_when_launched_again(site: Site) -> None:
+def test_cancelled_run_writes_a_checkpoint_and_resumes_at_the_next_launch(site: Site) -> None:
     job = site.submit(*PARTS, *LONG)
     site.until_logged("step 5/")
-    site.slurm.command("scancel", job)  # everyone gets SIGTERM at once
+    site.slurm.command("scancel", job)  # all processes get SIGTERM at once
     assert site.until_ended(job) == "CANCELLED"
     until(lambda: "run folder:" in site.log(), what=site.logs)
     assert "stopping after this step" in site.log(), site.logs()
@@ -94,11 +94,11 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_goes_on_when_launched_again(sit
 
 
 @pytest.mark.parametrize("victim", ["trainer-1", "batch"])
-def test_a_run_that_lost_a_node_is_requeued_and_goes_on(
+def test_run_that_lost_a_node_is_requeued_and_resumes(
     victim: str, inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """The batch step's node is the supervisor's and the datapipe's."""
-    with a_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+    """The node of the batch step runs the supervisor and the datapipe."""
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as slurm:
         site = Site(slurm, tmp_path, inputs)
         job = site.submit(*PARTS, *LONG)
         site.until_logged("step 10/")
@@ -111,7 +111,7 @@ def test_a_run_that_lost_a_node_is_requeued_and_goes_on(
         assert site.balanced().steps == 40
 
 
-def test_a_role_is_brought_back_whatever_dies_of_it(site: Site) -> None:
+def test_role_is_restarted_after_its_step_process_or_srun_dies(site: Site) -> None:
     job = site.submit(*PARTS, ENDLESS)
     site.until_logged("step 1/")
     site.slurm.command("scancel", "--signal=KILL", site.steps()["rollout-0"], check=False)
@@ -127,7 +127,7 @@ def test_a_role_is_brought_back_whatever_dies_of_it(site: Site) -> None:
     until(lambda: steps() > before + 1, what=site.logs, seconds=SLOW_S)
 
     srun, worker = srun_of(site, "rollout-0"), role(site, "rollout-0")
-    os.kill(srun, signal.SIGSTOP)  # it cannot tell of the end
+    os.kill(srun, signal.SIGSTOP)  # srun cannot report the exit
     worker.kill()
     site.until_logged("rollout-0 is killed after")
     until(lambda: pid(site, "rollout-0") != worker.pid, what="another", seconds=SLOW_S)
@@ -137,7 +137,7 @@ def test_a_role_is_brought_back_whatever_dies_of_it(site: Site) -> None:
     assert site.balanced().ok
 
 
-def test_print_shows_the_script_and_does_nothing(site: Site) -> None:
+def test_print_shows_the_script_and_submits_nothing(site: Site) -> None:
     done = site.launch(*PARTS, "launcher.slurm.every=[--time=1:00:00]", "--print", PATH="/nowhere")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -170,7 +170,7 @@ def test_print_shows_the_script_and_does_nothing(site: Site) -> None:
         (["trainer.ppo.batch_size=6"], {}, "group_size"),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_is_submitted(
+def test_invalid_job_is_refused_before_it_is_submitted(
     site: Site, words: list[str], environment: dict[str, str], says: str
 ) -> None:
     done = site.launch(*words, **environment)
@@ -180,17 +180,17 @@ def test_what_cannot_run_is_refused_before_it_is_submitted(
     assert not site.slurm.command("squeue", "-h")
 
 
-def test_outside_of_a_job_there_is_no_slurm_launcher(site: Site) -> None:
+def test_slurm_launcher_outside_of_a_job_is_refused(site: Site) -> None:
     site.submit()
     done = site.arealite("train", str(site.paths.config), "trial_name=other", "launcher.type=slurm")
     assert done.returncode == 2
     assert "error: launcher.type=slurm outside of a Slurm job" in done.stderr
 
 
-def test_a_slurm_without_partitions_or_controller_is_named(
+def test_slurm_without_partitions_or_controller_is_a_user_error(
     inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    with a_slurm(tmp_path_factory.mktemp("slurm"), nodes=("n1",)) as slurm:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1",)) as slurm:
         slurm.command("scontrol", "delete", "partition=main")
         done = Site(slurm, tmp_path, inputs).launch()
         assert done.returncode == 2
@@ -201,10 +201,10 @@ def test_a_slurm_without_partitions_or_controller_is_named(
         assert done.stderr.startswith("error: Slurm does not respond: "), done.stderr
 
 
-def test_a_folder_that_is_not_shared_is_named_with_both_nodes(
+def test_error_of_an_unshared_folder_names_both_nodes(
     inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    with a_slurm(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2")) as slurm:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2")) as slurm:
         site = Site(slurm, tmp_path, inputs)
         (tmp_path / "names").mkdir()
         slurm.lose_node("n2")
@@ -216,10 +216,10 @@ def test_a_folder_that_is_not_shared_is_named_with_both_nodes(
         assert f"error: {names} is not shared between n1 and n2. " in site.log()
 
 
-def test_a_node_that_never_answers_is_named(
+def test_error_names_the_node_that_does_not_answer(
     inputs: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    with a_slurm(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2")) as slurm:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=("n1", "n2")) as slurm:
         site = Site(slurm, tmp_path, inputs)
         slurm.daemons["n2"].send_signal(signal.SIGSTOP)
         trainers = "launcher.slurm.trainers=[--nodelist=n2]"

@@ -1,5 +1,5 @@
-"""Runs under torchrun, with two agents as two nodes would have: a killed rank and a lost node are
-survived, with whatever number of ranks is left."""
+"""Runs under torchrun with two agents, one for each simulated node: the job continues after a
+killed rank or a lost node with the remaining ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 12
 
 
 class Torchrun:
-    """Agents of one job, and the run they train."""
+    """The agents of a job, and its run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.paths = folder, RunPaths(folder / "runs" / "e2e" / "torchrun")
@@ -62,10 +62,10 @@ class Torchrun:
 
     @contextmanager
     def agent(self, nodes: str, *, hosts: bool) -> Iterator[subprocess.Popen[bytes]]:
-        """Start one agent, as on one node.
+        """Start an agent, as on one node.
 
         `hosts`: whether the rendezvous store is in its process. All agents here have the address of
-        the endpoint, so without that word any of them may take the port first.
+        the endpoint, so without this option any agent may bind the port first.
         """
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
         command += ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=t", "--max-restarts=3"]
@@ -121,7 +121,7 @@ def job(tmp_path: Path) -> Torchrun:
     return Torchrun(tmp_path)
 
 
-def test_a_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
+def test_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
     with ExitStack() as agents:
         both = [agents.enter_context(job.agent("2", hosts=hosts)) for hosts in (True, False)]
         until(
@@ -138,11 +138,11 @@ def test_a_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
 
 
 @pytest.mark.parametrize("order", ["the host first", "the host last"])
-def test_a_lost_node_leaves_a_job_of_one_rank(job: Torchrun, order: str) -> None:
+def test_job_continues_with_one_rank_after_a_lost_node(job: Torchrun, order: str) -> None:
     """The node without the rendezvous store is lost as a whole, whichever agent started first.
 
     torchrun numbers the nodes of one address by process id, so rank 0 is with the agent that
-    started first: the one that stays, or the one that is lost.
+    started first: the remaining agent or the lost one.
     """
     with ExitStack() as agents:
         started = [

@@ -1,4 +1,4 @@
-"""The servers under test, each behind the same few calls, and a trainer that sends them weights."""
+"""Backends with one interface to each server under test, and a trainer that sends weights."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ class Backend:
 
     session: aiohttp.ClientSession
     folders: list[str]
-    """Models of one shape; it starts with the first."""
+    """Model folders of one shape; the server starts with the first."""
     is_scripted: bool = False
-    """No real weights: bytes that are sent to it arrive nowhere."""
+    """Whether the server is scripted and ignores received weights."""
     is_streaming: bool = True
-    """Whether it streams; else `streaming` waits until it says that the request runs."""
+    """Whether the server streams; otherwise `streaming` waits until the request is running."""
     api: dict[str, Any] = field(default_factory=dict)
     spans: bool = True
-    """Whether it tells the version of each token."""
+    """Whether the server reports the version of each token."""
     hold: Callable[[], None] | None = None
-    """Has generations stand still after their first tokens, until `let_go`; a real SGLang's run."""
-    let_go: Callable[[], None] = lambda: None
+    """Blocks generations after their first tokens until `release`; None for a real SGLang."""
+    release: Callable[[], None] = lambda: None
     weight_sum: Callable[[], str] | None = None
-    """Returns one checksum of all weights, without a request; else the server is asked."""
+    """Returns a checksum of all weights without a request; None: request it from the server."""
 
     async def probe(self) -> None:
-        """Learn what this version can do: from its description, and from one token."""
+        """Detect the capabilities of the server from its OpenAPI description and one token."""
         self.api = (await self.get("/openapi.json"))[1]
         self.spans = "weight_versions" in (await self.generate(1))["meta_info"]
         await self.flush()
 
     def has(self, path: str) -> bool:
-        """Say whether there is such a route."""
+        """Return whether the server has the route."""
         return path in self.api["paths"]
 
     @property
     def is_old_sglang(self) -> bool:
-        """Say whether some wrong requests end it: a real SGLang without update sessions."""
+        """Return whether invalid requests can crash the server: a real SGLang without sessions."""
         return self.is_streaming and not self.has("/begin_weight_update")
 
     def fields(self, body: str) -> dict[str, Any]:
-        """Return the described fields of a body."""
+        """Return the fields of a request body in the OpenAPI description."""
         return self.api["components"]["schemas"][body]["properties"]
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
@@ -88,10 +88,10 @@ class Backend:
     async def streaming(
         self, rid: str | None = None, new: int = LONG
     ) -> tuple[asyncio.Task, list[dict]]:
-        """Start a long generation; return when its first tokens are there, and hold it. The list
-        gets what is streamed, or the answer.
+        """Start a long generation; return when it has first tokens and is blocked.
 
-        A rid must be fresh: SGLang aborts it once more 2 s after a stream has ended.
+        The list receives the streamed events or the answer. A rid must be new, because SGLang
+        aborts it again 2 s after a stream has ended.
         """
         events: list[dict] = []
         started = asyncio.Event()
@@ -126,8 +126,8 @@ class Backend:
         return task, events
 
     async def crowded(self) -> tuple[asyncio.Task, list[dict], asyncio.Future]:
-        """Do the same amid others that slow it down, so that what is done to it finds it running;
-        the third is for their answers."""
+        """Start a generation among others that slow it down, so that it is still running later;
+        the third value awaits the answers of the others."""
         if self.hold is not None:
             self.hold()
         crowd = asyncio.gather(*(self.generate(LONG) for _ in range(24)))
@@ -137,16 +137,16 @@ class Backend:
         return *(await self.streaming()), crowd
 
     async def running(self) -> int:
-        """Return how many requests it says to be running."""
+        """Return the reported number of running requests."""
         (load,) = (await self.get("/v1/loads"))[1]["loads"]
         return load["num_running_reqs"]
 
     async def version(self) -> str:
-        """Return the version that the server tells of itself."""
+        """Return the version that the server reports."""
         return (await self.get("/model_info"))[1]["weight_version"]
 
     async def checksum(self) -> str:
-        """Return one checksum of all weights; "" from a version that makes none."""
+        """Return a checksum of all weights; "" if the server has no checksums."""
         if self.weight_sum is not None:
             return self.weight_sum()
         status, answer = await self.post("/weights_checker", action="checksum")
@@ -157,13 +157,13 @@ class Backend:
         return answer["per_engine_checksum"]
 
     async def flush(self) -> None:
-        """Empty the cache; SGLang may see a request that has just ended for a moment longer."""
+        """Flush the cache; retry, because SGLang may still count a finished request."""
         async with asyncio.timeout(60):
             while (await self.post("/flush_cache"))[0] != 200:
                 pass
 
     async def load(self, number: int, **body: Any) -> tuple[int, Any]:
-        """Load the weights of a folder from disk, anew if the flush came too soon (see there)."""
+        """Load the weights of a folder from disk; retry after an early flush (see `flush`)."""
         body["model_path"] = self.folders[number]
         status, answer = await self.post("/update_weights_from_disk", **body)
         if status == 400 and "not flushed" in answer["message"]:
@@ -172,13 +172,13 @@ class Backend:
         return status, answer
 
     async def begin(self) -> None:
-        """Open an update session, where there are such."""
+        """Open an update session if the server has sessions."""
         if self.has("/begin_weight_update"):
             status, answer = await self.post("/begin_weight_update")
             assert status == 200 and answer["success"], answer
 
     async def end(self) -> None:
-        """Close it."""
+        """Close the update session."""
         if self.has("/end_weight_update"):
             status, answer = await self.post("/end_weight_update")
             assert status == 200 and answer["success"], answer
@@ -190,7 +190,7 @@ class Backend:
         return [span["version"] for span in spans]
 
     def check(self, answer: dict[str, Any]) -> None:
-        """Check what holds for every answer: one length, spans that cover it."""
+        """Check an answer: equal lengths, and spans that cover the output."""
         meta, ids = answer["meta_info"], answer["output_ids"]
         pairs = meta["output_token_logprobs"]
         assert [token for _, token, _ in pairs] == ids
@@ -202,7 +202,7 @@ class Backend:
 
 
 def retractions(answer: dict[str, Any]) -> int:
-    """Return how often a request was retracted; SGLang 0.5.9 names it otherwise."""
+    """Return the number of retractions of a request; SGLang 0.5.9 uses another field."""
     meta = answer["meta_info"]
     return meta["num_retractions"] if "num_retractions" in meta else meta["total_retractions"]
 
@@ -219,14 +219,14 @@ def num_bytes(folder: str) -> int:
 
 
 class Trainer:
-    """Rank 0 of a group with one server, in another process."""
+    """Rank 0 of a process group with one server, in another process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.group = ""
 
     async def join(self, server: Backend, name: str | None = None) -> tuple[int, Any]:
-        """Make a group with the server; return the server's answer."""
+        """Create a group with the server; return the server's answer."""
         self.group = name or f"group-{uuid.uuid4().hex[:8]}"
         port = await self.command(do="listen", server=server)
         where = {"master_address": "127.0.0.1", "master_port": port, "group_name": self.group}
@@ -252,13 +252,13 @@ class Trainer:
         return answer
 
     async def leave(self, server: Backend) -> tuple[int, Any]:
-        """Have both sides leave the group; return the server's answer."""
+        """Destroy the group on both sides; return the server's answer."""
         answer = await server.post("/destroy_weights_update_group", group_name=self.group)
         assert await self.command(do="leave", server=server) == "done"
         return answer
 
     async def command(self, *, server: Backend, **command: Any) -> Any:
-        """Have it done by the process; a scripted server takes no part, so nobody does."""
+        """Run a command in the process, except with a scripted server, which has no group."""
         return "done" if server.is_scripted else await asyncio.to_thread(self._command, command)
 
     def _command(self, command: dict[str, Any]) -> Any:
@@ -270,7 +270,7 @@ class Trainer:
 
 @contextmanager
 def trainer_process() -> Iterator[Trainer]:
-    """Run a trainer's side until the body ends."""
+    """Run the trainer process until the body ends."""
     command = [sys.executable, "-m", "tests.contracts.trainer_side"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as process:

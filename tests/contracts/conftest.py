@@ -1,4 +1,4 @@
-"""The three servers that the contract of a language-model server is run against."""
+"""The three servers that run the contract of a language-model server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(params=SERVERS)
 async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIterator[Backend]:
-    """A server that has just started, or was brought back to that."""
+    """Return a server in its initial state, new or reset."""
     control: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
         if request.param == "fake":
@@ -35,11 +35,11 @@ async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIte
                 token_s=0.002, context_length=512, vocab_size=64, next_token=lambda ids: 9
             )
             url = (await stack.enter_async_context(fake)).url
-            control = {"hold": lambda: setattr(fake, "hold_after", 2), "let_go": fake.release}
+            control = {"hold": lambda: setattr(fake, "hold_after", 2), "release": fake.release}
         elif request.param == "embedded":
             instance = await stack.enter_async_context(embedded(folders[0]))
             url, brake = instance.address, Brake(instance.engine)
-            control = {"hold": brake.hold, "let_go": brake.let_go, "is_streaming": False}
+            control = {"hold": brake.block, "release": brake.release, "is_streaming": False}
             control["weight_sum"] = partial(weight_sum, instance)
         else:
             real: SharedServer = request.getfixturevalue("sglang_server")
@@ -52,6 +52,6 @@ async def server(request: pytest.FixtureRequest, folders: list[str]) -> AsyncIte
 
 @pytest.fixture(scope="session")
 def trainer() -> Iterator[Trainer]:
-    """One process for the session; each test makes its own group."""
+    """Return one trainer process for the session; each test creates its own group."""
     with trainer_process() as process:
         yield process

@@ -1,4 +1,4 @@
-"""What every agent must keep to; a new agent is added to AGENTS."""
+"""The contract of all agents. Add a new agent to AGENTS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AGENTS = [
     *("shouting", "judge"),
 ]
 GENERATING = [name for name in AGENTS if name != "scripted"]
-"""Those that sample through a client: the trial's, or, if frozen, one of their own."""
+"""Agents that sample through a client: the trial's client or, if frozen, their own."""
 SEAT = Seat("left", "group-3", "lease-1/2", 5, SamplingConfig(temperature=0.25))
 
 
@@ -41,7 +41,7 @@ def test_every_built_in_agent_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", GENERATING)
-async def test_it_acts_and_records_what_it_sampled(name: str) -> None:
+async def test_agent_returns_an_action_and_records_sampled_turns(name: str) -> None:
     agent = make(name)
     action = await agent.act("1+1=")
     assert isinstance(action, Action)
@@ -55,7 +55,7 @@ async def test_it_acts_and_records_what_it_sampled(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GENERATING)
-async def test_its_requests_carry_its_seat(name: str) -> None:
+async def test_requests_have_unique_ids_and_the_seat(name: str) -> None:
     agent = make(name)
     await agent.act("a")
     await agent.act("b")
@@ -63,7 +63,7 @@ async def test_its_requests_carry_its_seat(name: str) -> None:
     assert len({request.request_id for request in requests}) == len(requests)
     for request in requests:
         assert request.request_id.startswith("lease-1/2/left/")
-        # A frozen server is never brought up to date: it has no version to wait for.
+        # A frozen server is never updated, so requests have no min_version.
         oldest = 0 if name == "fixed_policy" else 5
         assert (request.group_id, request.min_version) == ("group-3", oldest)
         assert request.sampling is SEAT.sampling
@@ -91,15 +91,13 @@ async def test_rewards_go_to_the_latest_turn(name: str) -> None:
     "odd", [None, 5, b"a", {"role": "user"}, ["a"], [{"role": "user", "content": None}]]
 )
 @pytest.mark.parametrize("name", sorted({*GENERATING} - {"shouting"}))
-async def test_an_observation_that_is_none_is_the_environments_fault(
-    name: str, odd: object
-) -> None:
+async def test_invalid_observation_is_a_type_error(name: str, odd: object) -> None:
     with pytest.raises(TypeError, match="a text or chat messages"):
         await make(name).act(odd)
 
 
 @pytest.mark.parametrize("name", AGENTS)
-async def test_agents_share_nothing(name: str) -> None:
+async def test_agents_share_no_state(name: str) -> None:
     first, second = make(name), make(name)
     await first.act("a")
     assert not second.record.turns
@@ -107,7 +105,7 @@ async def test_agents_share_nothing(name: str) -> None:
     assert said[0] == said[1]
 
 
-async def test_rewards_of_a_seat_that_neither_generates_nor_trains_are_let_go() -> None:
+async def test_rewards_of_an_untrained_seat_without_turns_are_discarded() -> None:
     agent = make("judge")
     agent.reward(1.0, style=0.5)
     assert agent.record.turns == []

@@ -99,7 +99,7 @@ def test_every_built_in_environment_is_tested() -> None:
     assert built_in <= set(ENVS)
 
 
-async def test_environment_names_its_seats(played) -> None:
+async def test_environment_has_unique_seat_names(played) -> None:
     env: Env = played[0].parts[""].env
     assert env.seats
     assert len(set(env.seats)) == len(env.seats)

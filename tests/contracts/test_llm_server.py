@@ -1,7 +1,7 @@
-"""What every server behind the client must do, as observed of SGLang 0.5.23 on the wire.
+"""The contract of all language-model servers, as observed with SGLang 0.5.23.
 
-One suite for all backends, so that tests against the fake and runs on the embedded server mean
-something for SGLang.
+One suite runs against all backends, so that tests with the fake and the embedded server are valid
+for SGLang.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.contracts.backends import LONG, PROMPT, Backend, retractions
 
 
 @pytest.mark.sglang_short
-async def test_generate_answers_with_tokens_logprobs_and_versions(server: Backend) -> None:
+async def test_generate_returns_tokens_logprobs_and_versions(server: Backend) -> None:
     answer = await server.generate(6, rid="mine")
     server.check(answer)
     meta = answer["meta_info"]
@@ -30,13 +30,13 @@ async def test_generate_answers_with_tokens_logprobs_and_versions(server: Backen
     assert isinstance(answer["text"], str)
 
 
-async def test_no_new_tokens_is_an_empty_answer(server: Backend) -> None:
+async def test_zero_new_tokens_give_an_empty_answer(server: Backend) -> None:
     answer = await server.generate(0)
     assert answer["output_ids"] == []
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
 
 
-async def test_stop_token_is_kept_and_named(server: Backend) -> None:
+async def test_stop_token_is_in_the_output_and_the_finish_reason(server: Backend) -> None:
     everything = list(range(64))
     unheeded = await server.generate(20, sampling={"stop_token_ids": everything})
     assert len(unheeded["output_ids"]) == 20  # the suite's ignore_eos covers these too
@@ -57,7 +57,7 @@ async def test_stop_token_is_kept_and_named(server: Backend) -> None:
         ({"sampling": {"temperature": -1.0}}, "non-negative"),
     ],
 )
-async def test_bad_requests_are_refused_and_harm_nobody(
+async def test_invalid_request_is_refused_and_the_server_continues(
     server: Backend, body: dict[str, Any], text: str
 ) -> None:
     status, answer = await server.try_generate(**body)
@@ -69,15 +69,15 @@ async def test_bad_requests_are_refused_and_harm_nobody(
 @pytest.mark.parametrize("server", ["fake", "embedded"], indirect=True)
 @pytest.mark.parametrize("ids", [[5, 64], [-1]])
 async def test_tokens_outside_the_vocabulary_are_refused(server: Backend, ids: list[int]) -> None:
-    # A real SGLang dies of these, so it is never sent any: tests/impl/client proves that.
+    # These crash a real SGLang, so the client never sends them: see tests/impl/client.
     status, answer = await server.try_generate(input_ids=ids)
     assert status == 400 and "input_ids" in answer["error"]["message"]
     server.check(await server.generate(2))
 
 
-async def test_stream_is_cumulative_and_ends_with_the_reason(server: Backend) -> None:
+async def test_stream_is_cumulative_and_ends_with_the_finish_reason(server: Backend) -> None:
     task, events = await server.streaming(new=8)
-    server.let_go()
+    server.release()
     await task
     lengths = [len(event["output_ids"]) for event in events]
     assert lengths == sorted(lengths) and lengths[-1] == 8
@@ -99,12 +99,12 @@ async def test_abort_returns_the_partial_output(server: Backend) -> None:
     assert 0 < len(events[-1]["output_ids"]) < LONG
 
 
-async def test_abort_of_an_unknown_request_is_fine(server: Backend) -> None:
+async def test_abort_of_an_unknown_request_returns_200(server: Backend) -> None:
     assert (await server.post("/abort_request", rid="nobody"))[0] == 200
     assert (await server.post("/abort_request", abort_all=True))[0] == 200
 
 
-async def test_pause_abort_ends_all_with_what_they_have(server: Backend) -> None:
+async def test_pause_with_abort_ends_requests_with_their_partial_output(server: Backend) -> None:
     task, events = await server.streaming()
     status, answer = await server.post("/pause_generation")
     assert (status, answer["status"]) == (200, "ok")
@@ -114,13 +114,13 @@ async def test_pause_abort_ends_all_with_what_they_have(server: Backend) -> None
     assert (await server.get("/health"))[0] == 200
     assert not held.done()
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     server.check(await held)
 
 
 @pytest.mark.sglang_short
 @pytest.mark.parametrize(("mode", "retracted"), [("retract", 1), ("in_place", 0)])
-async def test_pause_update_continue_splits_the_versions(
+async def test_tokens_before_and_after_an_update_have_different_versions(
     server: Backend, mode: str, retracted: int
 ) -> None:
     task, events = await server.streaming()
@@ -134,7 +134,7 @@ async def test_pause_update_continue_splits_the_versions(
     assert status == 200 and answer["success"], answer
     assert (await server.get("/model_info"))[1]["weight_version"] == "7"
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     await task
     last = events[-1]
     server.check(last)
@@ -145,7 +145,7 @@ async def test_pause_update_continue_splits_the_versions(
     assert last["meta_info"]["weight_version"] == "7"
 
 
-async def test_abort_while_paused(server: Backend) -> None:
+async def test_abort_ends_a_paused_request(server: Backend) -> None:
     rid = uuid.uuid4().hex
     task, events = await server.streaming(rid)
     await server.post("/pause_generation", mode="retract")
@@ -160,7 +160,7 @@ async def test_abort_while_paused(server: Backend) -> None:
 async def test_update_waits_for_running_requests(server: Backend) -> None:
     task, events = await server.streaming(new=50)
     update = asyncio.ensure_future(server.load(1, weight_version="1"))
-    server.let_go()
+    server.release()
     await task
     status, answer = await update
     assert status == 200, answer
@@ -171,7 +171,7 @@ async def test_update_waits_for_running_requests(server: Backend) -> None:
 @pytest.mark.parametrize(
     "server", ["fake", pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True
 )
-async def test_update_may_abort_the_running(server: Backend) -> None:
+async def test_update_with_abort_all_requests_aborts_running_requests(server: Backend) -> None:
     task, events, crowd = await server.crowded()
     assert (await server.load(1, abort_all_requests=True))[0] == 200
     await task
@@ -180,7 +180,7 @@ async def test_update_may_abort_the_running(server: Backend) -> None:
     assert (await server.get("/model_info"))[1]["weight_version"] == "default"
 
 
-async def test_update_from_nowhere_keeps_the_weights(server: Backend) -> None:
+async def test_update_from_a_missing_folder_keeps_the_weights(server: Backend) -> None:
     status, answer = await server.post(
         "/update_weights_from_disk", model_path="/nowhere", weight_version="9"
     )
@@ -189,7 +189,7 @@ async def test_update_from_nowhere_keeps_the_weights(server: Backend) -> None:
     assert (await server.get("/model_info"))[1]["weight_version"] == "default"
 
 
-async def test_flush_cache_only_when_nothing_runs(server: Backend) -> None:
+async def test_flush_cache_is_refused_while_requests_run(server: Backend) -> None:
     assert (await server.post("/flush_cache"))[0] == 200
     rid = uuid.uuid4().hex
     task, _ = await server.streaming(rid)
@@ -201,7 +201,7 @@ async def test_flush_cache_only_when_nothing_runs(server: Backend) -> None:
     await task
 
 
-async def test_pausing_twice_and_continuing_without_pause_are_fine(server: Backend) -> None:
+async def test_repeated_pause_and_continue_without_a_pause_return_200(server: Backend) -> None:
     assert (await server.post("/continue_generation"))[0] == 200
     for _ in range(2):
         assert (await server.post("/pause_generation", mode="retract"))[0] == 200
@@ -210,7 +210,7 @@ async def test_pausing_twice_and_continuing_without_pause_are_fine(server: Backe
     server.check(await server.generate(1))
 
 
-async def test_info_names_the_model(server: Backend) -> None:
+async def test_info_has_version_and_model_path(server: Backend) -> None:
     for path in ("/model_info", "/server_info"):
         status, info = await server.get(path)
         assert status == 200

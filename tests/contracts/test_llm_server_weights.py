@@ -1,4 +1,4 @@
-"""What every server does with new weights, as observed of SGLang 0.5.23 on the wire."""
+"""The contract of weight updates of all servers, as observed with SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ OUTSIDE = "must run between begin_weight_update() and end_weight_update()"
 with_sessions = pytest.mark.parametrize(
     "server", ["fake", pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True
 )
-"""The embedded server has no update sessions: its weights are checked before they are written."""
+"""The embedded server has no update sessions, because it checks weights before it writes them."""
 
 
 def needs(server: Backend, path: str) -> None:
-    """Skip a test on a version that has no such route; the probe sees that too."""
+    """Skip a test if the server has no such route; the probe detects that, too."""
     if not server.has(path):
         pytest.skip(f"this version has no {path}")
 
 
-async def test_description_tells_what_a_probe_asks(server: Backend) -> None:
+async def test_openapi_description_has_the_fields_a_probe_reads(server: Backend) -> None:
     modes = server.fields("PauseGenerationReqInput")["mode"]["enum"]
     assert {"abort", "retract", "in_place"} <= set(modes)
     assert "load_format" in server.fields("UpdateWeightsFromDistributedReqInput")
@@ -34,7 +34,7 @@ async def test_description_tells_what_a_probe_asks(server: Backend) -> None:
 
 
 @with_sessions
-async def test_updates_outside_a_session_are_refused_at_once(server: Backend) -> None:
+async def test_update_outside_a_session_is_refused_at_once(server: Backend) -> None:
     needs(server, "/begin_weight_update")
     body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]]}
     status, answer = await server.post("/update_weights_from_distributed", **body)
@@ -44,7 +44,7 @@ async def test_updates_outside_a_session_are_refused_at_once(server: Backend) ->
 
 
 @with_sessions
-async def test_sessions_open_once_and_close_once(server: Backend) -> None:
+async def test_session_cannot_be_opened_or_closed_twice(server: Backend) -> None:
     needs(server, "/begin_weight_update")
     status, answer = await server.post("/end_weight_update")
     assert status == 400 and "no weight-update session is open" in answer["message"]
@@ -59,7 +59,7 @@ async def test_sessions_open_once_and_close_once(server: Backend) -> None:
 
 @with_sessions
 @pytest.mark.parametrize("route", ["/begin_weight_update", "/end_weight_update"])
-async def test_a_session_waits_for_running_requests_unless_paused(
+async def test_session_waits_for_running_requests_unless_paused(
     server: Backend, route: str
 ) -> None:
     needs(server, route)
@@ -68,15 +68,17 @@ async def test_a_session_waits_for_running_requests_unless_paused(
     await server.post(route)
     assert not task.done()
     await server.post("/continue_generation")
-    server.let_go()
-    await server.post(route)  # also where it is refused, as one who greets a server does
+    server.release()
+    await server.post(route)  # publishers send this even if it is refused
     await task
     assert len(events[-1]["output_ids"]) == LONG
 
 
 @pytest.mark.sglang_short
 @pytest.mark.parametrize("flat", [False, True])
-async def test_weights_come_through_a_group(server: Backend, trainer: Trainer, flat: bool) -> None:
+async def test_weights_are_received_through_a_process_group(
+    server: Backend, trainer: Trainer, flat: bool
+) -> None:
     status, _ = await server.load(1)
     assert status == 200
     wanted = await server.checksum()
@@ -108,7 +110,7 @@ async def test_weights_come_through_a_group(server: Backend, trainer: Trainer, f
         assert await server.checksum() == wanted
 
 
-async def test_a_group_update_splits_the_versions_of_running_requests(
+async def test_group_update_splits_the_versions_of_running_requests(
     server: Backend, trainer: Trainer
 ) -> None:
     assert (await trainer.join(server))[0] == 200
@@ -120,14 +122,16 @@ async def test_a_group_update_splits_the_versions_of_running_requests(
     assert status == 200
     await server.end()
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     await task
     await trainer.leave(server)
     assert len(events[-1]["output_ids"]) == LONG
     assert server.versions(events[-1]) == (["default", "3"] if server.spans else ["3"])
 
 
-async def test_groups_are_made_and_unmade(server: Backend, trainer: Trainer) -> None:
+async def test_process_groups_can_be_created_and_destroyed(
+    server: Backend, trainer: Trainer
+) -> None:
     (layout,) = layouts(server.folders[0])
     body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
     status, answer = await trainer.join(server)
@@ -137,7 +141,7 @@ async def test_groups_are_made_and_unmade(server: Backend, trainer: Trainer) -> 
     assert status == 200 and answer["success"]
     status, answer = await server.post("/destroy_weights_update_group", group_name=name)
     assert status == 400 and "does not exist" in answer["message"]
-    if not server.is_old_sglang:  # which dies of an unknown group
+    if not server.is_old_sglang:  # an unknown group crashes this version
         await server.begin()
         path = "/update_weights_from_distributed"
         status, answer = await server.post(path, group_name=name, **body)
@@ -148,7 +152,7 @@ async def test_groups_are_made_and_unmade(server: Backend, trainer: Trainer) -> 
     assert (await trainer.leave(server))[0] == 200
 
 
-async def test_a_trainer_that_dies_in_the_middle_ends_in_a_refusal(server: Backend) -> None:
+async def test_update_is_refused_if_the_trainer_dies_during_it(server: Backend) -> None:
     if server.is_old_sglang:
         pytest.skip("this version dies of it")
     if server.is_scripted:
@@ -160,7 +164,7 @@ async def test_a_trainer_that_dies_in_the_middle_ends_in_a_refusal(server: Backe
         await server.begin()
         path, name = "/update_weights_from_distributed", doomed.group
         update = asyncio.ensure_future(server.post(path, group_name=name, **body))
-        await asyncio.sleep(0.2)  # what arrives nowhere tells nobody
+        await asyncio.sleep(0.2)  # no event shows that the server waits
         assert not update.done()
         doomed.process.kill()
         assert doomed.process.wait(60) != 0
@@ -173,7 +177,7 @@ async def test_a_trainer_that_dies_in_the_middle_ends_in_a_refusal(server: Backe
     server.check(await server.generate(2))
 
 
-async def test_checksums_differ_as_the_weights_do(server: Backend) -> None:
+async def test_checksum_changes_with_the_weights(server: Backend) -> None:
     if not (first := await server.checksum()):
         pytest.skip("this version makes no checksums")
     await server.load(1)
@@ -183,20 +187,20 @@ async def test_checksums_differ_as_the_weights_do(server: Backend) -> None:
     await server.load(0, weight_version="5")
     assert len({first, other}) == 2
     assert again == await server.checksum()
-    if not server.is_scripted:  # its first weights are nowhere
+    if not server.is_scripted:  # the initial weights are not in a folder
         assert first == again
     if server.has("/weights_checker"):
         status, answer = await server.post("/weights_checker", action="nonsense")
         assert status == 400 and not answer["success"]
 
 
-async def test_a_version_can_be_told_anew(server: Backend) -> None:
+async def test_version_can_be_changed_without_an_update(server: Backend) -> None:
     task, events = await server.streaming()
     status, answer = await server.post(
         "/update_weight_version", new_version="-1", abort_all_requests=False
     )
     assert (status, answer["new_version"]) == (200, "-1")
-    server.let_go()
+    server.release()
     await task
     assert await server.version() == "-1"
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
@@ -205,7 +209,7 @@ async def test_a_version_can_be_told_anew(server: Backend) -> None:
     assert server.versions(await server.generate(2)) == ["-1"]
 
 
-async def test_telling_a_version_anew_aborts_what_runs(server: Backend) -> None:
+async def test_changing_the_version_aborts_running_requests(server: Backend) -> None:
     task, events, crowd = await server.crowded()
     assert (await server.post("/update_weight_version", new_version="-1"))[0] == 200
     await task
@@ -213,7 +217,7 @@ async def test_telling_a_version_anew_aborts_what_runs(server: Backend) -> None:
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_an_update_that_could_not_flush_says_so(server: Backend) -> None:
+async def test_update_that_could_not_flush_reports_it(server: Backend) -> None:
     if server.is_old_sglang:
         pytest.skip("this version dies of it")
     rid = uuid.uuid4().hex
@@ -227,7 +231,7 @@ async def test_an_update_that_could_not_flush_says_so(server: Backend) -> None:
     assert await server.version() == "default"
     assert (await server.post("/flush_cache"))[0] == 400
     await server.post("/continue_generation")
-    server.let_go()
+    server.release()
     await task
     assert server.versions(events[-1]) == ["default", "6"]
     await server.flush()

@@ -1,4 +1,4 @@
-"""The fake plays versions of SGLang that lack something, and servers that lie."""
+"""The fake simulates older versions of SGLang and servers that report wrong values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def use(fake: FakeSGLang, body: Any) -> None:
         await body(backend)
 
 
-async def test_without_spans_and_sessions_it_is_an_old_one() -> None:
+async def test_fake_without_spans_and_sessions_is_an_older_version() -> None:
     async def old(server: Backend) -> None:
         assert not server.spans
         assert not server.has("/begin_weight_update") and not server.has("/weights_checker")
@@ -37,7 +37,7 @@ async def test_without_spans_and_sessions_it_is_an_old_one() -> None:
     await use(FakeSGLang(sessions=False, spans=False, checksum=None, buckets=False), old)
 
 
-async def test_it_can_lie_about_its_weights_and_fail_anywhere() -> None:
+async def test_fake_can_report_wrong_checksums_and_scripted_failures() -> None:
     fake = FakeSGLang()
 
     async def check(server: Backend) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every part of every kind: its class, its config, and what each kind must do."""
+"""The contract of all registered parts: class, config, and behaviour of each kind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: list[tuple[Any, type, type | None]] = [
 
 
 def built_in(table: Any) -> list[str]:
-    """List the parts that come with the package, without those that other tests register."""
+    """List the built-in parts, without parts that other tests register."""
     return [name for name in table.names() if table.get(name).__module__.startswith("arealite.")]
 
 
@@ -51,7 +51,9 @@ IDS = [f"{table.kind}-{name}" for table, name, _, _ in PARTS]
 
 
 @pytest.mark.parametrize(("table", "name", "base", "config"), PARTS, ids=IDS)
-def test_a_part_is_whole(table: Any, name: str, base: type, config: type | None):
+def test_part_implements_its_class_and_has_a_docstring(
+    table: Any, name: str, base: type, config: type | None
+):
     part = table.get(name)
     assert issubclass(part, base)
     assert not inspect.isabstract(part), "every abstract method is there"
@@ -62,13 +64,13 @@ def test_a_part_is_whole(table: Any, name: str, base: type, config: type | None)
 
 
 @pytest.mark.parametrize(("_table", "_base", "config"), KINDS)
-def test_the_default_of_a_kind_is_in_its_table(_table: Any, _base: type, config: type | None):
+def test_default_type_is_registered(_table: Any, _base: type, config: type | None):
     if config is not None:
         assert config().type in _table.names()
 
 
 @pytest.mark.parametrize("name", built_in(rewards))
-async def test_a_reward_scores_right_and_wrong(name: str):
+async def test_reward_scores_a_right_answer_above_a_wrong_one(name: str):
     patient = MathVerifyConfig(timeout_s=60.0)
     reward = make_reward(RewardConfig(type=name, math_verify=patient))
     await reward.setup()
@@ -80,11 +82,11 @@ async def test_a_reward_scores_right_and_wrong(name: str):
 
 
 SERVICES = {"wandb", "trackio"}
-"""They have a service's package, as tests/impl/logger/test_services.py has them."""
+"""Loggers that need a service's package; see tests/impl/logger/test_services.py."""
 
 
 @pytest.mark.parametrize("name", [n for n in built_in(loggers) if n not in SERVICES])
-def test_a_logger_takes_steps_in_order_and_closes(name: str, tmp_path: Path):
+def test_logger_accepts_steps_in_order_and_closes(name: str, tmp_path: Path):
     logger = loggers.get(name)(tmp_path)
     logger.log(0, {"reward/mean": 0.25})
     logger.log(1, {"reward/mean": 0.5})
@@ -95,11 +97,11 @@ def test_a_logger_takes_steps_in_order_and_closes(name: str, tmp_path: Path):
 
 
 SERVED = {"openenv", "webarena"}
-"""They begin with somebody's servers, as test_env.py has them."""
+"""Environments that need an external server; test_env.py starts one."""
 
 
 @pytest.mark.parametrize("name", [installed(n) for n in built_in(envs) if n not in SERVED])
-async def test_an_environment_starts_and_stops_more_than_once(name: str):
+async def test_environment_can_be_set_up_and_closed_twice(name: str):
     for _ in range(2):
         env = players.make(name, **ADAPTERS.get(name, {}))
         await env.setup()

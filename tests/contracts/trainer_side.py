@@ -1,4 +1,4 @@
-"""Rank 0 of a weight group, in a process of its own: torch knows one group of a name in a process.
+"""Rank 0 of a weight group in its own process, because torch has one group per name in a process.
 
 Reads commands as JSON lines (listen, join, send, leave), answers each with one; see
 backends.Trainer.

@@ -22,7 +22,7 @@ from arealite.cli.main import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 BEGINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3|arealite|make|torchrun|tools/\S+\.sh)\s")
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*(/[A-Z_]+)*|.*…")
-"""A word that stands for the reader's own: M, CONFIG, runs/EXPERIMENT/TRIAL, dataset.train=…"""
+"""A placeholder for the reader's value: M, CONFIG, runs/EXPERIMENT/TRIAL, dataset.train=…"""
 SCHEMAS = {
     "train": (ExperimentConfig, "async_ppo.yaml"),
     "check": (ExperimentConfig, "async_ppo.yaml"),
@@ -32,19 +32,19 @@ SCHEMAS = {
     "serve": (EnvServerConfig, "env_server.yaml"),
     "serve-llm": (ServerConfig, "llm_server.yaml"),
 }
-"""Commands whose words are a config, with its class and default file."""
+"""Commands whose arguments are config overrides, with config class and default file."""
 SCRIPTS = {"train.py": "train", "arealite/launch_llm_server.py": "serve-llm"}
 ELSEWHERE = {"-m": "a module of another package", "-c": "code", "-": "code on standard input"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command line, joined from its lines."""
+    """A command line, joined from its continuation lines."""
 
     where: str
     line: str
     text: str
-    """All of the page or docstring, which may name files of its own."""
+    """The text of the page or docstring, which may define its own files."""
 
 
 def found(file: Path) -> Iterator[Command]:
@@ -67,7 +67,7 @@ def found(file: Path) -> Iterator[Command]:
 
 
 def check(command: Command) -> None:
-    """Fail the test unless all that the command names is there."""
+    """Fail the test unless everything that the command names exists."""
     words = shlex.split(command.line, comments=True)
     words = words[: next((i for i, w in enumerate(words) if w in ("&", "|", ">", "2>")), None)]
     while re.match(r"[A-Z_]+=", words[0]):
@@ -89,7 +89,7 @@ def check(command: Command) -> None:
 
 
 def check_make(words: list[str]) -> None:
-    """Check targets and variables."""
+    """Check the targets and variables of a make command."""
     makefile = (ROOT / "Makefile").read_text()
     for word in words:
         name, is_variable, _ = word.partition("=")
@@ -98,7 +98,7 @@ def check_make(words: list[str]) -> None:
 
 
 def check_script(script: str, words: list[str]) -> None:
-    """Check that a script is there and knows its options."""
+    """Check that a script exists and accepts the options."""
     assert (ROOT / script).is_file(), f"{script} is not there"
     text = (ROOT / script).read_text()
     for word in words:
@@ -107,7 +107,7 @@ def check_script(script: str, words: list[str]) -> None:
 
 
 def example_options(script: str) -> list[str]:
-    """Return what an example sets, once its own parts are registered; [] if it has no options."""
+    """Return the overrides of an example after its parts are registered; [] without options."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "examples")
         loaded = runpy.run_path(str(ROOT / script))
@@ -115,7 +115,7 @@ def example_options(script: str) -> list[str]:
 
 
 def check_config(name: str, words: list[str], command: Command) -> None:
-    """Load the config, without words that stand for the reader's own."""
+    """Load the config without placeholders."""
     if name == "play":
         played = play.parse(words)
         words = [play.full_key(word, played.env) for word in played.words]

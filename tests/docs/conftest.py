@@ -1,4 +1,4 @@
-"""The demo's kit, once for all that is typed in a session."""
+"""The demo's kit, created once per session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.docs import tutorial
 
 @pytest.fixture(scope="session")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the demo's model and data once a session, whatever process asks first."""
+    """Create the demo's model and data once per session, in the first process that needs them."""
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if root.name.startswith("popen-") else root) / "kit"
     with folder.with_suffix(".lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""Each command line that a docstring or a page shows names what is there: nothing is run.
+"""Command lines in docstrings and pages are valid; nothing is run.
 
 Tutorials, the README's commands and the examples on a laptop are run as well (make test-docs).
 """
@@ -24,13 +24,13 @@ FILES = [
 COMMANDS = [command for file in FILES for command in commands.found(file)]
 
 
-def test_every_example_shows_how_it_is_run() -> None:
+def test_every_example_shows_its_command() -> None:
     shown = {c.where.partition(":")[0] for c in COMMANDS if "python3 examples/" in c.line}
     assert {f"examples/{f.name}" for f in (ROOT / "examples").glob("[a-z]*.py")} <= shown
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.where)
-def test_what_a_command_names_is_there(command: Command) -> None:
+def test_shown_command_is_valid(command: Command) -> None:
     commands.check(command)
 
 
@@ -46,12 +46,12 @@ def test_what_a_command_names_is_there(command: Command) -> None:
         "arealite eval samples=8",
     ],
 )
-def test_what_is_not_there_is_found(line: str) -> None:
+def test_invalid_command_is_detected(line: str) -> None:
     with pytest.raises((AssertionError, UserError)):
         commands.check(Command("here", line, ""))
 
 
-def test_lines_are_joined_and_comments_left_out(tmp_path: Path, monkeypatch) -> None:
+def test_continued_lines_are_joined_and_comments_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(commands, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     indented, fenced = "    make a \\\n        B=1\n", "```bash\narealite audit R  # why\nls\n```\n"

@@ -1,4 +1,4 @@
-"""The harness of the tutorials: it types what is written, and tells what is not true."""
+"""The tutorial harness runs the commands of a page and compares their output."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.docs import tutorial
 from tests.waiting import until_exited
 
 
-def typed(folder: Path, text: str) -> Path:
-    """Run a tutorial of this text in a folder of its own; return the folder."""
+def run_text(folder: Path, text: str) -> Path:
+    """Run a tutorial with this text in a new folder; return the folder."""
     file = folder / "guide.md"
     file.write_text(text)
     where, kit = folder / "scratch", folder / "kit"
@@ -25,8 +25,8 @@ def fence(language: str, body: str) -> str:
     return f"```{language}\n{body}\n```\n"
 
 
-def test_one_shell_types_all_blocks_and_files_are_written_where_they_stand(tmp_path: Path):
-    where = typed(
+def test_one_shell_runs_all_blocks_and_files_are_written_in_order(tmp_path: Path):
+    where = run_text(
         tmp_path,
         fence("bash", "export NAME=one\nmkdir inner && cd inner")
         + "\nPut this in `part.py`, beside it:\n\n"
@@ -37,8 +37,8 @@ def test_one_shell_types_all_blocks_and_files_are_written_where_they_stand(tmp_p
     assert (where / "inner" / "part.py").exists()
 
 
-def test_the_checkout_is_at_hand(tmp_path: Path):
-    typed(
+def test_tutorial_can_use_the_checkout(tmp_path: Path):
+    run_text(
         tmp_path,
         fence("bash", "arealite --version\npython3 train.py --help\npython3 tools/demo_task.py kit")
         + fence("text", "0.1.0\nusage: train.py …\n…"),
@@ -55,7 +55,7 @@ def test_the_checkout_is_at_hand(tmp_path: Path):
         ("…\n\nb", "b"),
     ],
 )
-def test_what_is_true(shown: str, came: str):
+def test_matching_output_is_accepted(shown: str, came: str):
     assert tutorial.first_missing(shown, came) == ""
 
 
@@ -69,46 +69,46 @@ def test_what_is_true(shown: str, came: str):
         ("(x)", "x", "(x)"),
     ],
 )
-def test_what_is_not_true(shown: str, came: str, missing: str):
+def test_missing_output_line_is_detected(shown: str, came: str, missing: str):
     assert tutorial.first_missing(shown, came) == missing
 
 
-def test_a_command_that_fails_is_told(tmp_path: Path):
+def test_failed_command_is_reported(tmp_path: Path):
     with pytest.raises(AssertionError, match=r"guide.md:4 failed:\s+mended"):
-        typed(tmp_path, fence("bash", "true") + fence("bash", "false\necho mended"))
+        run_text(tmp_path, fence("bash", "true") + fence("bash", "false\necho mended"))
 
 
-def test_an_error_that_is_shown_must_come(tmp_path: Path):
+def test_shown_error_is_expected(tmp_path: Path):
     shown = fence("text", "error: 3 is odd.")
-    typed(
+    run_text(
         tmp_path,
         fence("bash", "echo 'error: 3 is odd.'; exit_code() { return 2; }; exit_code") + shown,
     )
 
 
-def test_a_command_that_should_fail_and_does_not_is_told(tmp_path: Path):
+def test_missing_failure_is_reported(tmp_path: Path):
     with pytest.raises(AssertionError, match="did not fail"):
-        typed(
+        run_text(
             tmp_path, fence("bash", "echo 'error: 3 is odd.'") + fence("text", "error: 3 is odd.")
         )
 
 
-def test_nothing_is_left_running(tmp_path: Path):
+def test_background_processes_are_killed(tmp_path: Path):
     loop = "(setsid sh -c 'echo $$ > pid; exec sleep 600') &\nuntil [ -s pid ]; do :; done"
-    where = typed(tmp_path, fence("bash", loop))
+    where = run_text(tmp_path, fence("bash", loop))
     pid = int((where / "pid").read_text())
     until_exited(pid)
 
 
-def test_a_block_is_left_out_with_its_reason(tmp_path: Path):
+def test_block_marked_not_run_is_skipped_with_its_reason(tmp_path: Path):
     text = "Install:\n\n<!-- not run: it takes\nlong -->\n" + fence("bash", "exit 3")
     assert [block.not_run for block in tutorial.blocks(text)] == ["it takes long"]
-    typed(tmp_path, text)
+    run_text(tmp_path, text)
 
 
-def test_what_nobody_has_printed_is_told(tmp_path: Path):
+def test_output_of_a_skipped_command_is_reported_as_missing(tmp_path: Path):
     with pytest.raises(AssertionError, match="there came no line"):
-        typed(tmp_path, "<!-- not run: a -->\n" + fence("bash", "echo 1") + fence("text", "1"))
+        run_text(tmp_path, "<!-- not run: a -->\n" + fence("bash", "echo 1") + fence("text", "1"))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,6 @@ def test_what_nobody_has_printed_is_told(tmp_path: Path):
         fence('python title="x.py"', "x = 1"),
     ],
 )
-def test_a_block_that_can_not_be_run_is_refused(text: str):
+def test_block_without_a_file_name_is_refused(text: str):
     with pytest.raises(AssertionError):
         tutorial.blocks(text)

@@ -7,7 +7,7 @@ import re
 from tests.e2e.conftest import ROOT
 
 
-def test_every_block_of_code_stands_in_the_example() -> None:
+def test_every_code_block_is_in_the_example() -> None:
     page = (ROOT / "docs/how_it_works.md").read_text()
     example = (ROOT / "examples/rl_loop.py").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -1,4 +1,4 @@
-"""What the README tells people to type, typed: its commands and its custom agent, word for word."""
+"""Run the commands and the custom agent of the README as written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def block(after: str, language: str) -> str:
 
 
 def words(line: str) -> list[str]:
-    """Split a command line, with this interpreter and this checkout in place of the reader's."""
+    """Split a command line; use this interpreter and this checkout."""
     found = [str(ROOT / w) if (ROOT / w).is_file() else w for w in shlex.split(line)]
     if found[0] == "arealite":
         return [sys.executable, "-m", "arealite.cli.main", *found[1:]]
@@ -43,7 +43,7 @@ def commands(after: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, kit: Path) -> Path:
-    """Where the reader stands; the first command has made the kit."""
+    """Return the working folder, with the kit that the first command creates."""
     assert commands("By hand")[0] == f"python3 {tutorial.KIT}"
     made = tmp_path_factory.mktemp("reader")
     shutil.copytree(kit, made / "kit")
@@ -61,7 +61,7 @@ def run(line: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess
     )
 
 
-def test_the_commands_by_hand(folder: Path):
+def test_commands_by_hand_work(folder: Path):
     _, serve, train, audit = commands("By hand")
     names = f"cluster.name_root={folder / 'names'}"
     with subprocess.Popen(
@@ -90,10 +90,10 @@ def test_the_commands_by_hand(folder: Path):
     assert "nothing lost, nothing repeated" in shown.stdout
 
 
-def test_the_custom_agent(folder: Path):
+def test_custom_agent_of_the_readme_trains(folder: Path):
     (folder / "my_agent.py").write_text(block("Add your own agent", "python"))
     (line,) = commands("Add your own agent")
-    line = line.replace("runs/demo/kit-seed1", "kit")  # what `make demo` would have made
+    line = line.replace("runs/demo/kit-seed1", "kit")  # `make demo` creates this kit
     names = f"cluster.name_root={folder / 'others'}"
     done = run(line, folder, names, "trainer.ppo.total_steps=2")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Every tutorial of docs/tutorials, typed word for word; see tutorial.py for how."""
+"""Run every tutorial of docs/tutorials as written; see tutorial.py."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ pytestmark = [pytest.mark.docs, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_tutorial(file: Path, tmp_path: Path, request: pytest.FixtureRequest):
+def test_tutorial_runs_as_written(file: Path, tmp_path: Path, request: pytest.FixtureRequest):
     wants_kit = tutorial.KIT in file.read_text()
     tutorial.run(file, tmp_path, request.getfixturevalue("kit") if wants_kit else tmp_path)
 
 
-def left_out(file: Path) -> list[Any]:
+def skipped_blocks(file: Path) -> list[Any]:
     """List the blocks of a tutorial that are not run."""
     try:
         found = tutorial.blocks(file.read_text())
-    except AssertionError:  # test_tutorial tells it
+    except AssertionError:  # test_tutorial_runs_as_written reports it
         return []
     return [pytest.param(b.not_run, id=f"{file.stem}:{b.line}") for b in found if b.not_run]
 
 
-@pytest.mark.parametrize("why", [each for file in FILES for each in left_out(file)])
-def test_not_run(why: str):
+@pytest.mark.parametrize("why", [each for file in FILES for each in skipped_blocks(file)])
+def test_block_is_not_run(why: str):
     pytest.skip(why)

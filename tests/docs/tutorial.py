@@ -1,18 +1,19 @@
-"""Runs a tutorial as its reader would: what is typed is typed, and what is shown must come.
+"""Run a tutorial as its reader would: run its commands and compare their output.
 
-A tutorial is plain Markdown; nothing in it is there for this harness but the last point.
+A tutorial is plain Markdown. Only the last point below exists for this harness.
 
-* A ```bash block is typed, one after the other, into one shell, in a folder where `train.py`,
-  `tools/`, `config/`, … are the checkout's. `&`, `kill %1`, `cd` and `export` work; what still runs
-  at the end is ended. Each command must succeed.
-* A ```text block shows what the commands before it print. Its lines must come, in this order;
-  others may come between. `…` stands for anything, a number for any number unless it is one digit,
-  spaces for any spaces. Where a line begins with `error:`, the commands must fail.
-* Any other block is a file, named by the paragraph above it, which ends like: in `my_agent.py`:
-* `<!-- not run: why -->` above a block leaves it out, and the test's summary says why.
+* All ```bash blocks run in order in one shell, in a folder where `train.py`, `tools/`, `config/`, …
+  are links to the checkout. `&`, `kill %1`, `cd` and `export` work. Processes that still run at the
+  end are killed. Each command must succeed.
+* A ```text block shows the output of the commands before it. Its lines must appear in this order;
+  other lines may appear between them. `…` matches anything, a number of two or more characters
+  matches any number, and spaces match any spaces. If a line begins with `error:`, the commands must
+  fail.
+* Any other block is a file. The paragraph above it names the file and ends like: in `my_agent.py`:
+* `<!-- not run: why -->` above a block skips it. The summary of the tests shows the reason.
 
-Everything of a run lies below the folder, HOME included, so tutorials may run at the same time.
-`python3 tools/demo_task.py kit` copies a kit that the session makes once.
+All files of a run are below the folder, HOME included, so tutorials can run concurrently.
+`python3 tools/demo_task.py kit` copies a kit that the session creates once.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class Block:
     language: str
     body: str
     file: str = ""
-    """Where it is written to, when it is neither typed nor shown."""
+    """File that the block is written to; empty for commands and output."""
     not_run: str = ""
-    """Why it is left out; empty where it is not."""
+    """Reason to skip the block; empty if it runs."""
     fails: bool = False
-    """Of commands: whether what is shown below them is an error."""
+    """Whether the commands must fail, because an error is shown below them."""
 
 
 def blocks(text: str) -> list[Block]:
@@ -76,7 +77,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def script(folder: Path, found: list[Block]) -> str:
-    """Return the shell script that writes the files and types the commands, up to a surprise."""
+    """Return the shell script that writes the files and runs the commands up to a mismatch."""
     lines = ["set -mE", "trap 'status=$?' ERR", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
     (folder / ".blocks").mkdir()
     for block in found:
@@ -94,13 +95,13 @@ def script(folder: Path, found: list[Block]) -> str:
 
 
 def run(tutorial: Path, folder: Path, kit: Path, *, timeout_s: float = 900) -> None:
-    """Type a tutorial in a new folder, and compare what it shows with what came.
+    """Run a tutorial in a new folder and compare its output.
 
     Raises:
-        AssertionError: a command did not end as shown, or a line that is shown did not come.
+        AssertionError: The exit code of a command differs, or a shown line is missing.
     """
     found = blocks(tutorial.read_text())
-    environment = furnish(folder, kit)
+    environment = prepare(folder, kit)
     (folder / ".script").write_text(script(folder, found))
     with (folder / ".out").open("w+b") as output:
         shell = subprocess.Popen(
@@ -116,14 +117,14 @@ def run(tutorial: Path, folder: Path, kit: Path, *, timeout_s: float = 900) -> N
         except subprocess.TimeoutExpired:
             pytest.fail(f"{tutorial.name} hangs:\n{tail((folder / '.out').read_text())}")
         finally:
-            sweep(folder)
+            kill_remaining(folder)
             shell.wait()
     shown = (folder / ".out").read_text(errors="replace")
     compare(tutorial.name, found, ESCAPE.sub("", shown))
 
 
-def furnish(folder: Path, kit: Path) -> dict[str, str]:
-    """Put the reader's checkout, home and commands into a folder; return the environment."""
+def prepare(folder: Path, kit: Path) -> dict[str, str]:
+    """Create checkout, home and commands of a reader in a folder; return the environment."""
     for name in LINKED:
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
@@ -143,8 +144,8 @@ def furnish(folder: Path, kit: Path) -> dict[str, str]:
     }
 
 
-def sweep(folder: Path) -> None:
-    """Kill what still runs in a folder."""
+def kill_remaining(folder: Path) -> None:
+    """Kill the processes whose working directory is in a folder."""
     for process in psutil.process_iter():
         try:
             if Path(process.cwd()).is_relative_to(folder):
@@ -154,7 +155,7 @@ def sweep(folder: Path) -> None:
 
 
 def compare(name: str, found: list[Block], output: str) -> None:
-    """Check each command's end, and that what each text block shows came."""
+    """Check the exit code of each command and the lines of each text block."""
     came = dict(segments(output))
     status, text = 0, ""
     for block in found:
@@ -172,14 +173,14 @@ def compare(name: str, found: list[Block], output: str) -> None:
 
 
 def segments(output: str) -> Iterator[tuple[int, tuple[int, str]]]:
-    """Yield each command block's line, and its status and what came while it ran."""
+    """Yield the line of each command block with its exit code and output."""
     pieces = re.split(rf"^{MARK}(\d+) (\d+)$", output, flags=re.MULTILINE)
     for text, line, status in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=False):
         yield int(line), (int(status), text)
 
 
 def first_missing(shown: str, came: str) -> str:
-    """Return the first line of `shown` that did not come in its order; "" where all did."""
+    """Return the first line of `shown` that is missing or out of order; "" if none is."""
     lines = iter(came.splitlines())
     for line in shown.splitlines():
         wanted = pattern(line)
@@ -189,7 +190,7 @@ def first_missing(shown: str, came: str) -> str:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """Return what a shown line stands for; the pattern of an empty one is empty."""
+    """Return the pattern that a shown line matches; empty for an empty line."""
     line = " ".join(line.split())
     if line == "…":
         line = ""

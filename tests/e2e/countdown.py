@@ -29,7 +29,7 @@ class Countdown(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Numbers, other ones for another split."""
+        """Return numbers that differ between splits."""
         first = {"train": 0, "eval": 5}.get(split, 0)
         return ({"prompt": f"{first + n % 5}:"} for n in count())
 

@@ -39,7 +39,7 @@ class Faulty(MathEnv):
         await super().run(task, **agents)
 
     def order(self) -> str:
-        """Take the order that is there, if any."""
+        """Read and remove the requested fault, if the file has one."""
         file = Path(self.config.orders)
         try:
             order = file.read_text()

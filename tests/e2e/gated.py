@@ -36,7 +36,7 @@ class Gated(MathEnv):
     def __init__(self, args: Any, config: GatedConfig) -> None:
         super().__init__(args, config)
         self.places: dict[str, int] = {}
-        """Of tasks, in the order in which they came."""
+        """Task ids in order of arrival."""
 
     async def run(self, task: Task, **agents: Agent) -> None:
         if task.task_id.startswith(self.config.split):

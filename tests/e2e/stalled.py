@@ -12,7 +12,7 @@ from typing import Any
 
 FILE = Path(__file__)
 
-if "RANK" in os.environ:  # a trainer: the others need no torch
+if "RANK" in os.environ:  # only in a trainer: other roles need no torch
     from arealite.impl.publisher.disk import DiskPublisher
 
     push = DiskPublisher.push

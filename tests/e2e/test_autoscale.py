@@ -35,7 +35,7 @@ def test_full_worker_of_a_slow_environment_gets_a_second_worker(site: Site, tmp_
     )
 
     def is_wider() -> bool:
-        """Whether a step was trained with two workers and more episodes than one may run."""
+        """Return whether a step trained with two workers and more episodes than one runs."""
         text = paths.metrics.read_text() if paths.metrics.exists() else ""
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
         wider = [line for line in lines if line.get("rollout/workers") == 2]

@@ -1,4 +1,4 @@
-"""Wrong input is found before a process is started: one line with the fix, exit code 2."""
+"""Invalid input is refused before a process starts: one line with the fix, exit code 2."""
 
 from __future__ import annotations
 
@@ -57,20 +57,22 @@ def refused(site: Site, run_root: Path, capsys: pytest.CaptureFixture[str], *wor
         ("imports=[not_there]", "imports=[not_there]"),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_invalid_input_is_a_one_line_error(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, says: str
 ):
     assert says in refused(site, tmp_path, capsys, override)
 
 
-def test_wrong_input_of_a_real_process_is_one_line(site: Site, tmp_path: Path):
+def test_invalid_input_of_a_real_process_is_a_one_line_error(site: Site, tmp_path: Path):
     done = site.train(tmp_path, "trainer.ppo.lrr=1")
     assert done.code == 2
     assert done.shown.startswith("error: command line: unknown key 'trainer.ppo.lrr'.")
     assert len(done.shown.splitlines()) == 1
 
 
-def test_no_server(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_without_a_server_is_refused(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     says = refused(site, tmp_path, capsys, "trial_name=other", "server_wait_s=0.3")
     assert "Start one: python3 arealite/launch_llm_server.py" in says
 
@@ -94,7 +96,7 @@ def test_prompt_longer_than_the_context_is_refused(
     assert "row train-5: its prompt has 600 tokens" in says
 
 
-def test_a_full_disk(
+def test_full_disk_is_refused(
     site: Site,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -68,7 +68,7 @@ def test_killed_trainer_resumes_with_its_critic(site: Site, tmp_path: Path) -> N
         until(saved, what="a checkpoint", seconds=SLOW_S)
         victim = trainer_of(run.pid)
         assert victim is not None
-        gated.write(gate, 2 * groups)  # of the last batch it can not have had all
+        gated.write(gate, 2 * groups)  # too few to complete the last batch
         victim.kill()
         victim.wait(60)
         held = checkpoint.latest(paths.checkpoints)

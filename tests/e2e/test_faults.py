@@ -62,18 +62,18 @@ class Live:
         until(found, what=what, seconds=SLOW_S)
 
     def order(self, order: str) -> None:
-        """Have the environment do harm, and wait until it begins: a worker may just be starting."""
+        """Request a fault from the environment, and wait until it occurs."""
         self.orders.write_text(order)
         taken = lambda: not self.orders.exists()  # noqa: E731
         until(taken, what=f"somebody to take the order {order}", seconds=SLOW_S)
 
-    def goes_on(self) -> None:
+    def wait_for_steps(self) -> None:
         """Wait until two more steps are trained."""
         begin = self.steps()
         until(lambda: self.steps() >= begin + 2, what="further steps", seconds=SLOW_S)
 
     def why(self) -> str:
-        """What `arealite why` says now."""
+        """Return the output of `arealite why`."""
         command = [sys.executable, "-m", "arealite.cli.main", "why", str(self.paths.root)]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=SLOW_S, env=ENVIRONMENT, cwd=ROOT
@@ -122,13 +122,13 @@ def live(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]
     all_gone(folder)
 
 
-def test_a_full_disk_under_a_checkpoint(live: Live) -> None:
+def test_trainer_is_restarted_after_a_checkpoint_fails_on_a_full_disk(live: Live) -> None:
     """This test is the first: metrics and logs are still small, only a checkpoint is too large."""
     since, victim = len(live.shown()), live.role("trainer-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
     until_exited(victim, seconds=SLOW_S)  # as a checkpoint fails
     live.named("trainer-0 died", "File too large", since=since)
-    live.goes_on()
+    live.wait_for_steps()
 
 
 @pytest.mark.parametrize("name", ["rollout-0", "datapipe-0", "trainer-1", "llm_server-0"])
@@ -142,7 +142,7 @@ def test_stopped_role_is_reported_and_restarted(live: Live, name: str) -> None:
         if not has_exited(victim):
             victim.kill()
     assert live.role(name).pid != victim.pid
-    live.goes_on()
+    live.wait_for_steps()
 
 
 def test_stopped_launcher_is_reported_by_why(live: Live) -> None:
@@ -150,10 +150,10 @@ def test_stopped_launcher_is_reported_by_why(live: Live) -> None:
     live.place.launcher.send_signal(signal.SIGSTOP)
     try:
         until(lambda: "launcher-0 is STOPPED" in live.why(), what="why", seconds=SLOW_S)
-        live.goes_on()
+        live.wait_for_steps()
     finally:
         live.place.launcher.send_signal(signal.SIGCONT)
-    live.goes_on()
+    live.wait_for_steps()
 
 
 @pytest.mark.parametrize("order", ["block", "spin"])
@@ -162,7 +162,7 @@ def test_blocked_loop_is_reported_with_its_stack(live: Live, order: str) -> None
     live.order(order)
     live.named("rollout-0", "blocked", "faulty.py", since=since)
     until_exited(victim, seconds=SLOW_S)
-    live.goes_on()
+    live.wait_for_steps()
 
 
 def test_hanging_environment_is_reported(live: Live) -> None:
@@ -170,10 +170,10 @@ def test_hanging_environment_is_reported(live: Live) -> None:
     until(lambda: "on environment faulty" in live.why(), what="why to name it", seconds=SLOW_S)
     timed_out = lambda: audit(live.paths.ledger).failures_by_class.get("episode_timeout")  # noqa: E731
     until(timed_out, what="the episode's failure", seconds=SLOW_S)
-    live.goes_on()
+    live.wait_for_steps()
 
 
-def test_a_full_disk_under_the_ledger(site: Site, live: Live) -> None:
+def test_run_stops_if_the_ledger_cannot_be_written_and_resumes(site: Site, live: Live) -> None:
     """This test is the last: the run stops, because it cannot write its ledger; then it resumes."""
     since, victim = len(live.shown()), live.role("datapipe-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
@@ -181,4 +181,4 @@ def test_a_full_disk_under_the_ledger(site: Site, live: Live) -> None:
     assert live.place.launcher.wait(SLOW_S) == 3
     assert "balanced" in live.shown()[since:]
     live.place.launch()
-    live.goes_on()
+    live.wait_for_steps()

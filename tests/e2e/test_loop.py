@@ -80,7 +80,7 @@ def first(site: Site, tmp_path_factory: pytest.TempPathFactory) -> First:
     return First(root, done, done.metrics(), audit(done.paths.ledger), server_version(site))
 
 
-def test_a_run_from_start_to_export(first: First):
+def test_run_trains_evaluates_and_exports(first: First):
     assert steps_of(first.told) == [1, 2, 3, 4]
     evals = [line for line in first.told if "eval/reward" in line]
     assert len(evals) == 2, "before the first step and after the last"
@@ -123,7 +123,7 @@ def test_resume_from_an_earlier_step_and_fresh_synchronous_run(
     assert len(list((tmp_path / "e2e").glob("t.before-*/ledger.sqlite"))) == 1
 
 
-def test_resume_at_another_number_of_ranks_and_workers_with_weights_through_a_group(
+def test_resume_with_other_ranks_workers_and_the_distributed_publisher(
     site: Site, first: First, tmp_path: Path
 ):
     first.copy(tmp_path)

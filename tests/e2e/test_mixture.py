@@ -46,7 +46,7 @@ def mixed(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return done
 
 
-def test_two_environments_are_trained_and_evaluated_side_by_side(mixed: Finished) -> None:
+def test_two_environments_are_trained_and_evaluated(mixed: Finished) -> None:
     lines = mixed.metrics()
     trained = [line for line in lines if "reward/mean" in line]
     assert len(trained) == 6
@@ -65,14 +65,14 @@ def test_two_environments_are_trained_and_evaluated_side_by_side(mixed: Finished
         assert {"eval/reward/sums", "eval/reward/letters"} <= line.keys()
 
 
-def test_the_environments_processes_are_renewed_and_none_dies(mixed: Finished) -> None:
+def test_environment_processes_are_recycled_and_none_dies(mixed: Finished) -> None:
     logs = mixed.logs()
     assert logs.count("environment process ready") > 2
     assert "environment process recycled" in logs
     assert "environment process died" not in logs
 
 
-def test_the_run_starts_and_ends_its_own_server(mixed: Finished) -> None:
+def test_run_starts_and_stops_its_own_server(mixed: Finished) -> None:
     assert "waiting up to" not in mixed.shown
     assert "server ready" in (mixed.paths.logs / "llm_server-0.log").read_text()
     names = mixed.paths.root.parents[1] / "names"

@@ -29,7 +29,7 @@ class Counted(Reward):
 SAYS = "updates in a row were skipped, after 1 applied ones: the gradient norm is "
 
 
-def test_a_learning_rate_that_breaks_the_model_ends_the_run(site: Site, tmp_path: Path) -> None:
+def test_non_finite_updates_stop_the_run(site: Site, tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text(REWARD)
     done = site.train(
         tmp_path,
@@ -46,7 +46,7 @@ def test_a_learning_rate_that_breaks_the_model_ends_the_run(site: Site, tmp_path
     assert len(done.metrics()) < 40
 
 
-def test_offline_run_with_infinite_updates_ends(site: Site, tmp_path: Path) -> None:
+def test_non_finite_updates_stop_an_offline_run(site: Site, tmp_path: Path) -> None:
     write_answers(tmp_path / "answers.jsonl", 48)
     done = site.train(
         tmp_path / "run",

@@ -80,7 +80,7 @@ def test_sft_then_ppo_in_one_command(site: Site, tmp_path: Path) -> None:
     assert any(not torch.equal(taught[name], begun[name]) for name in begun)
     assert [line["step"] for line in done.metrics() if "reward/mean" in line] == [1, 2]
     assert audit(done.paths.ledger).ok
-    # Version 0 of the second stage is what the first left: its policy agrees with the server's.
+    # Version 0 of the second stage is the export of the first, so trainer and server agree.
     assert done.metrics()[1]["mismatch/logprob_abs_diff_max_current"] < 1e-4
 
 
@@ -139,7 +139,7 @@ class Run:
 
 
 @pytest.mark.faults
-def test_a_run_that_is_killed_stopped_and_resumed_is_the_same(tmp_path: Path) -> None:
+def test_killed_stopped_and_resumed_offline_run_is_equal(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", init_std=0.1)
     whole, harmed = Run(tmp_path / "whole", model), Run(tmp_path / "harmed", model)
     whole.finish()

@@ -66,9 +66,9 @@ class History:
 
     finished: Finished
     rows: dict[str, tuple[str, int, str, str]]
-    """By trajectory id, at that time: group, member, state of the group, hash of the payload."""
+    """Group, member, group state and payload hash of each trajectory, at the time of the kill."""
     checkpoint: int
-    """The newest durable step at that time."""
+    """The newest durable step at the time of the kill."""
 
 
 def read(ledger: Path, sql: str) -> list[Any]:
@@ -109,7 +109,7 @@ def history(site: Site, tmp_path_factory: pytest.TempPathFactory) -> History:
 
         def rank() -> psutil.Process | None:
             for child in psutil.Process(run.pid).children():
-                with suppress(psutil.Error):  # it is ending just now
+                with suppress(psutil.Error):  # the process is exiting
                     if child.cmdline()[-3:-1] == ["trainer", "0"]:
                         return child
             return None
@@ -118,9 +118,9 @@ def history(site: Site, tmp_path_factory: pytest.TempPathFactory) -> History:
         victim = rank()
         assert victim is not None
         victim.kill()
-        gated.write(gate, 5 * groups + 2)  # two are finished for a batch that can not be
+        gated.write(gate, 5 * groups + 2)  # two groups of an incomplete batch are finished
         reach(lambda: rank() not in (None, victim), "a new rank")
-        reach(lambda: steps() >= 5, "steps of the new rank")  # the last is in no checkpoint
+        reach(lambda: steps() >= 5, "steps of the new rank")  # no checkpoint has the last step
         run.kill()
         run.wait(timeout=60)
     all_gone(run_root)
@@ -178,7 +178,7 @@ def test_replay_is_bitwise_equal(history: History):
     assert len(set(fingerprints)) == STEPS, "every step has changed the parameters"
 
     def files() -> dict[Path, int]:
-        """All but SQLite's table of who reads."""
+        """Return all files except SQLite's shared-memory index."""
         found = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
         return {path: time for path, time in found.items() if path.suffix != ".sqlite-shm"}
 
@@ -213,7 +213,7 @@ def test_replay_finds_the_step_of_a_changed_trajectory(history: History, tmp_pat
         key, header, payload = db.execute(sql).fetchone()
         changed = with_another_token(payload)
         assert changed != payload
-        # The header's own sum of the payload would tell before a step is trained.
+        # Update the checksum too, so that only the training step detects the change.
         told = msgspec.structs.replace(decode_header(header), payload_sum=payload_sum(changed))
         row = msgspec.msgpack.encode(told), changed, key
         db.execute(

@@ -96,7 +96,7 @@ def start(
     """Run train.py with two ranks and a checkpoint every two steps."""
     fast = ["dataset.eval=null", "logger.types=[]", "trainer.ppo.checkpoint.export=false"]
     two = ["launcher.trainer_ranks=2", "trainer.ppo.checkpoint.every_steps=2"]
-    own = f"trainer.ppo.publisher.disk.dir={folder / 'staged'}"  # others may clear /dev/shm
+    own = f"trainer.ppo.publisher.disk.dir={folder / 'staged'}"  # other tests may clear /dev/shm
     command = site.command(folder, *names(folder), *fast, *two, own, *overrides)
     return spawned(command, ENVIRONMENT)
 
@@ -120,7 +120,7 @@ def test_every_killed_role_is_restarted(site: Site, tmp_path: Path):
         assert not leftovers(tmp_path), "the launcher has removed what the killed ranks staged"
         run.train.kill()
         shown = run.train.communicate(timeout=60)[0]
-        until_exited(*children)  # they die with the launcher
+        until_exited(*children)  # roles are killed with the launcher
         assert leftovers(tmp_path), "a killed trainer cannot remove what it staged"
         for role in ("rollout-0", "datapipe-0", "trainer-1"):
             assert f"{role} died (killed by SIGKILL); started again (1 of 5)" in shown

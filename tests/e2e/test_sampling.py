@@ -49,7 +49,7 @@ class Run:
                 process.kill()
 
     def kept(self) -> dict[tuple[int, int], list[bytes]]:
-        """Return the samples that are there: what was sampled, by (task, member)."""
+        """Return the stored samples by (task, member)."""
         if not self.samples.exists():
             return {}
         samples = Samples(self.samples)
@@ -59,8 +59,8 @@ class Run:
             samples.close()
 
     def cut(self, number: int, *, at: int, tasks: int) -> tuple[int, str]:
-        """Run it, send a signal once there are `at` samples, in the first so many tasks that are
-        left; return exit code and output."""
+        """Run the command and send a signal when the first `tasks` remaining tasks have `at`
+        samples; return exit code and output."""
         gated.write(self.gate, tasks)
         with self.started() as process:
             there = lambda: len(self.kept()) >= at or process.poll() is not None  # noqa: E731
@@ -70,7 +70,7 @@ class Run:
             return process.returncode, shown
 
     def whole(self) -> str:
-        """Run it to its end; return its output."""
+        """Run the command to its end; return its output."""
         self.gate.unlink()
         with self.started() as process:
             shown, _ = process.communicate(timeout=SLOW_S)

@@ -49,7 +49,7 @@ def test_shared_parameters_generate_and_learn(site: Site, tmp_path: Path) -> Non
         until(saved, what="a checkpoint", seconds=SLOW_S)
         victim = trainer_of(run.pid)
         assert victim is not None
-        gated.write(gate, 5 * groups)  # it generates again, and the run can not end
+        gated.write(gate, 5 * groups)  # generation continues, and the run cannot end yet
         victim.kill()
         victim.wait(60)
         gate.unlink()

@@ -20,7 +20,7 @@ PLAN = ["datapipe", "rollout"] * 10 + ["llm_server"] * 5 + ["trainer"] * 3 + ["l
 KILLS = len(PLAN)
 
 
-def test_thirty_kills(site: Site, tmp_path: Path) -> None:
+def test_thirty_kills_leave_the_ledger_balanced(site: Site, tmp_path: Path) -> None:
     names = [
         "experiment_name=e2e",
         "trial_name=soak",
@@ -38,7 +38,7 @@ def test_thirty_kills(site: Site, tmp_path: Path) -> None:
     seen: list[int] = []
 
     def trains_again() -> bool:
-        """Whether a further step is trained since this was first asked."""
+        """Return whether a step was trained since the first call."""
         text = paths.metrics.read_text() if paths.metrics.exists() else ""
         seen.append(text.count('"reward/mean"'))
         return seen[-1] > min(seen)

@@ -24,7 +24,7 @@ def test_killed_launcher_is_restarted_without_loss_or_repetition(
     site: Site, tmp_path: Path
 ) -> None:
     gate, paths = tmp_path / "gate", RunPaths(tmp_path / "e2e" / "t")
-    gated.write(gate, 2 * GROUPS)  # it cannot be over before it is killed
+    gated.write(gate, 2 * GROUPS)  # the run cannot end before the kill
     options = [
         f"imports=[{gated.FILE}]",
         "trainer.ppo.collector.env.type=gated",
@@ -43,7 +43,7 @@ def test_killed_launcher_is_restarted_without_loss_or_repetition(
         roles = launcher.children(recursive=True)
         assert len(roles) >= 3, "datapipe, worker and trainer"
         launcher.kill()
-        until_exited(launcher, *roles)  # the roles die with it
+        until_exited(launcher, *roles)  # the roles are killed with the launcher
         gate.unlink()
         shown = script.communicate(timeout=SLOW_S)[0]
     assert script.returncode == 0, shown

@@ -1,5 +1,5 @@
-"""Runs an example as its user would, in a folder where its tiny model is already: taught for less
-long, once a session. Nothing is left running."""
+"""Run an example as a user does, in a folder that has its tiny model already, with a shorter
+warm-up, once per session. No process remains."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tools.make_tiny_model import make_tiny_model
 
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 600.0
-"""For what takes 15 s on a quiet machine: a safety net, see tests/waiting.py."""
+"""Time limit for work of 15 s on an idle machine; see tests/waiting.py."""
 STEPS = {"calculator": 200}
-"""Of a warm-up, else 60: enough to be right now and then, or there is nothing to learn."""
+"""Warm-up steps, by default 60: enough for some right answers, which learning needs."""
 Example = Callable[..., Finished]
 
 
 def make_kit(folder: Path, name: str) -> None:
-    """Make what examples/_run.py would, in a few seconds."""
+    """Create the kit of examples/_run.py in a few seconds."""
     logging.disable_progress_bar()
     if name != "sorting":
         found = import_module(f"tools.lessons.{name}").LESSON
@@ -44,7 +44,7 @@ def make_kit(folder: Path, name: str) -> None:
 
 @pytest.fixture
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what gives the folder of a kit, whichever process asks first."""
+    """Return a function that returns the folder of a kit; the first process creates it."""
     base = tmp_path_factory.getbasetemp()
     kits = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kits"
 
@@ -60,7 +60,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def example(kit: Callable[[str], Path], tmp_path: Path) -> Example:
-    """Return what runs an example without a model, on its kit, for a few small steps."""
+    """Return a function that runs an example on its kit for a few small steps."""
 
     def run(name: str, *words: str, of: str = "sorting") -> Finished:
         there = tmp_path / "runs/examples/kits"

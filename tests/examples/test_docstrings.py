@@ -1,7 +1,7 @@
-"""Commands of an example's docstring that are more than the example itself, typed as they stand.
+"""Run commands of an example's docstring beyond the example itself, as written.
 
-tests/docs/test_commands.py checks without running it that each docstring names what is there; the
-one command that most have for a laptop is run by the other tests of this folder.
+tests/docs/test_commands.py checks the commands of all docstrings without running them. Other tests
+of this folder run the laptop command of each example.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def blocks(name: str) -> list[str]:
     return [re.sub("^ {4}", "", block, flags=re.MULTILINE) for block in found]
 
 
-def test_an_external_server_is_started_and_used_as_the_docstring_says(
+def test_commands_of_the_external_server_docstring_work(
     kit: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """On the port that it names, which is below those that the system gives to other tests."""
+    """The docstring's port is below the ephemeral range, so no other test uses it."""
     _, laptop = blocks("external_sglang")
     typed, last = laptop.rstrip().rsplit("\n", 1)
     assert last == "python3 examples/external_sglang.py"

@@ -1,4 +1,4 @@
-"""What all examples have in common: short, told in the table, and each says what it is."""
+"""Rules of all examples: short, listed in the table, and documented."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.impl.browser.sites import LACKING
 from tests.models import tiny_model
 
 LOOPS = {"rl_loop": 200, "async_loop": 75}
-"""Examples without options, and how many lines each may have."""
+"""Examples without options, with their maximum number of lines."""
 FILES = sorted(EXAMPLES.glob("[a-z]*.py"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_an_example_is_short_and_says_what_it_is(file: Path, tmp_path: Path) -> None:
+def test_example_is_short_and_documented(file: Path, tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) <= LOOPS.get(file.stem, 100)
     assert file.stem not in sys.stdlib_module_names, "it would hide that module"
     assert f"[`{file.stem}`]({file.name})" in (EXAMPLES / "README.md").read_text()
@@ -37,7 +37,7 @@ def test_an_example_is_short_and_says_what_it_is(file: Path, tmp_path: Path) -> 
 
 @pytest.mark.examples
 @pytest.mark.parametrize("file", [f for f in FILES if f.stem not in LOOPS], ids=lambda f: f.stem)
-def test_its_options_for_a_real_model_pass_every_check(
+def test_options_for_a_real_model_pass_preflight(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if file.stem == "browser" and LACKING:
@@ -50,13 +50,13 @@ def test_its_options_for_a_real_model_pass_every_check(
     model = tiny_model("model", max_position_embeddings=8192)
     own = [f"model.path={model}", "cluster.name_root=names", "--dry-run"]
     if file.stem == "external_sglang":
-        own += ["llm_server.addresses=[]", "launcher.llm_servers=1"]  # nobody is there to be asked
+        own += ["llm_server.addresses=[]", "launcher.llm_servers=1"]  # no server is running
     if not any(word.startswith("dataset.train=") or ".envs." in word for word in options):
         own.append("dataset.train=rows.jsonl")
     assert main.run("arealite.cli.train", [*options, *own]) == 0
 
 
-def test_a_word_that_is_wrong_is_one_line(tmp_path: Path) -> None:
+def test_invalid_argument_of_an_example_is_a_one_line_error(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "grpo_math.py"), "model.path=nowhere"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert shown.returncode == 2

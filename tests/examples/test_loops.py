@@ -1,4 +1,4 @@
-"""The loops in one process: they learn what they say, and tokens know their versions."""
+"""The one-process loops learn their task, and tokens have their versions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def async_loop() -> Iterator[ModuleType]:
     sys.path.remove(str(EXAMPLES))
 
 
-def test_new_weights_interrupt_generations_that_continue_under_them(
+def test_new_weights_interrupt_generations_which_then_continue(
     async_loop: ModuleType, kit: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third pass of the decoder waits until the pause is queued, so the order is forced."""
@@ -75,7 +75,7 @@ def test_new_weights_interrupt_generations_that_continue_under_them(
     monkeypatch.setattr(sampler.decoder, "decode", decode_and_wait)
     requests = [sampler.request(digits) for digits in ("531426", "998877")]
     for request in requests:
-        request.stops = frozenset()  # each has MAX_NEW_TOKENS tokens, whatever is sampled
+        request.stops = frozenset()  # each answer has MAX_NEW_TOKENS tokens
     sampler.engine.call(sampler.engine.submit, *requests)
     assert reached.wait(SLOW_S)
     paused = sampler.engine.call(sampler.engine.pause, "retract")
@@ -87,11 +87,11 @@ def test_new_weights_interrupt_generations_that_continue_under_them(
     for sample in samples:
         versions = np.frombuffer(sample.segment.versions, np.int32)
         sampled = versions[versions >= 0].tolist()
-        assert sampled == [0] * 5 + [1] * 3  # the prompt's pass and four more, then the rest
+        assert sampled == [0] * 5 + [1] * 3  # one prefill and four decode steps, then the rest
 
 
 class _Weights:
-    """Streams the weights that a model has."""
+    """Streams the weights of a model."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -13,19 +13,19 @@ pytestmark = [pytest.mark.examples, pytest.mark.timeout(2 * LIMIT_S)]
 
 
 def before_and_after(done: Finished, name: str) -> tuple[float, float]:
-    """Return a metric of the held-out rows at the beginning and at the end."""
+    """Return a metric of the held-out rows before and after training."""
     assert done.code == 0, done.shown + done.logs()
     told = [line[name] for line in done.metrics() if name in line]
     assert len(told) == 2, "an evaluation before the first step, and one after the last"
     return told[0], told[1]
 
 
-def test_sft(example: Example) -> None:
+def test_sft_lowers_the_loss(example: Example) -> None:
     begin, end = before_and_after(example("sft"), "eval/loss")
     assert end < 0.95 * begin
 
 
-def test_dpo(example: Example) -> None:
+def test_dpo_raises_the_margin(example: Example) -> None:
     done = example("dpo")
     begin, end = before_and_after(done, "eval/margin")
     assert begin == pytest.approx(0, abs=1e-5), "it begins as its reference"
@@ -33,7 +33,7 @@ def test_dpo(example: Example) -> None:
     assert before_and_after(done, "eval/accuracy")[1] > 0.6
 
 
-def test_reward_model(example: Example) -> None:
+def test_reward_model_lowers_the_loss(example: Example) -> None:
     done = example("reward_model")
     begin, end = before_and_after(done, "eval/loss")
     assert end < begin

@@ -1,4 +1,4 @@
-"""The examples with sampling and a trainer: what each is there to show has happened."""
+"""The examples with sampling and a trainer do what they demonstrate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Line = dict[str, float]
 
 
 def trained(done: Finished, steps: int = 2) -> list[Line]:
-    """Return the metrics of each step of a run that ended well, its balance included."""
+    """Return the metrics of each step, after a check of exit code and balance."""
     assert done.code == 0, done.shown + done.logs()
     balance = audit(done.paths.ledger)
     assert balance.ok and balance.steps == steps, balance.table()
@@ -36,7 +36,7 @@ def trained(done: Finished, steps: int = 2) -> list[Line]:
     return lines
 
 
-def test_quickstart(example: Example, tmp_path: Path) -> None:
+def test_quickstart_publishes_evaluates_and_balances(example: Example, tmp_path: Path) -> None:
     more = "launcher.server_args=[llm_server.embedded.max_running_requests=16]"
     done = example("quickstart", "trainer.ppo.total_steps=3", more)
     lines = trained(done, 3)
@@ -46,20 +46,20 @@ def test_quickstart(example: Example, tmp_path: Path) -> None:
     assert not list((tmp_path / "names").rglob("llm_server/*.json")), "the server left its name"
 
 
-def test_grpo_math(example: Example) -> None:
+def test_grpo_math_reports_reference_kl_and_bounded_staleness(example: Example) -> None:
     lines = trained(example("grpo_math"))
     begin, end = (line["policy/reference_kl"] for line in lines)
     assert begin == pytest.approx(0, abs=1e-6) and end > 0
     assert max(line["staleness/max"] for line in lines) <= 2
 
 
-def test_ppo_critic(example: Example) -> None:
+def test_ppo_critic_trains_its_critic(example: Example) -> None:
     for line in trained(example("ppo_critic")):
         assert line["critic/grad_norm"] > 0
         assert line["episode/groups_of_one"] == line["episode/trajectories"] == 64
 
 
-def test_hybrid(example: Example) -> None:
+def test_hybrid_trains_sft_then_ppo(example: Example) -> None:
     done = example("hybrid", "tasks=48", "n=8")
     trained(done)
     assert "stage 1 of 2: sft" in done.shown and "stage 2 of 2: async_ppo" in done.shown
@@ -67,7 +67,7 @@ def test_hybrid(example: Example) -> None:
     assert base_config.read(done.paths.config).model.path == str(taught)
 
 
-def test_custom_agent(example: Example) -> None:
+def test_custom_agent_retries_at_a_cost(example: Example) -> None:
     lines = trained(example("custom_agent", "trainer.ppo.collector.agent.retry.cost=0.5"))
     for line in lines:
         again = line["reward/parts/retries"]
@@ -75,14 +75,14 @@ def test_custom_agent(example: Example) -> None:
         assert line["reward/min"] < 0 < line["reward/max"], "a further try costs"
 
 
-def test_external_sglang(
+def test_external_sglang_uses_running_servers(
     example: Example,
     kit: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(ENVIRONMENT, "SERVER_KEY", "none")
-    with socket.socket() as silent:  # a port that is taken, and where nobody listens
+    with socket.socket() as silent:  # a port that is bound and not listening
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
         nobody = example("external_sglang", f"llm_server.addresses=[127.0.0.1:{port}]")
@@ -111,19 +111,19 @@ def test_external_sglang(
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
-def test_code_sandbox(example: Example) -> None:
+def test_code_sandbox_runs_programs(example: Example) -> None:
     lines = trained(example("code_sandbox", "trainer.ppo.batch_size=32", of="code"))
     assert all(line["reward/parts/loaded"] > 0 for line in lines)
     assert max(line["reward/parts/passed"] for line in lines) > 0
 
 
-def test_tool_use(example: Example) -> None:
+def test_tool_use_calls_tools(example: Example) -> None:
     for line in trained(example("tool_use", of="calculator")):
         assert line["reward/parts/tool_calls"] > 0
         assert line["episode/turns_mean"] > 1, "a call is answered, and the answer read"
 
 
-def test_several_environments(example: Example) -> None:
+def test_several_environments_train_both_parts(example: Example) -> None:
     done = example("several_environments", "trainer.ppo.batch_size=128", of="calculator")
     lines = trained(done)
     for part in ("sums", "calls"):
@@ -132,14 +132,14 @@ def test_several_environments(example: Example) -> None:
     assert all(0 < share < 1 for share in shares)
 
 
-def test_debate(example: Example) -> None:
+def test_debate_trains_both_seats(example: Example) -> None:
     for line in trained(example("debate", of="debate")):
         assert line["episode/trajectories"] == 2 * 64, "both seats are trained"
         assert 0 < line["reward/parts/score"] < 1
         assert {"reward/seat/pro/mean", "reward/seat/con/mean"} <= line.keys()
 
 
-def test_self_play(example: Example) -> None:
+def test_self_play_evaluates_both_seats(example: Example) -> None:
     done = example(
         "self_play", "trainer.ppo.eval.num_prompts=0", "dataset.eval_rows=8", of="tic_tac_toe"
     )
@@ -150,7 +150,7 @@ def test_self_play(example: Example) -> None:
 
 
 @needs_chromium
-def test_browser(example: Example) -> None:
+def test_browser_clicks_right_and_wrong_buttons(example: Example) -> None:
     done = example("browser", "trainer.ppo.batch_size=32", "dataset.eval_rows=4", of="click_test")
     lines = trained(done)
     assert all(line["reward/min"] == -1 for line in lines), "some buttons are wrong"

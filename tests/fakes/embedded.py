@@ -25,7 +25,7 @@ class Brake:
         self._iterate, engine._run_iteration = engine._run_iteration, self._braked  # type: ignore[method-assign]
         self._is_on, self._free = False, 0
 
-    def hold(self, free: int = 0) -> None:
+    def block(self, free: int = 0) -> None:
         """Stop the engine after `free` steps; each command then runs one step.
 
         A step samples a token for each request, two for a new one.
@@ -33,7 +33,7 @@ class Brake:
         with self._wake:
             self._is_on, self._free = True, free
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let the engine run without limit."""
         with self._wake:
             self._is_on = False
@@ -47,8 +47,8 @@ class Brake:
 
 
 def server_config(model: Path | str, names: Path | str, **server: Any) -> ServerConfig:
-    """Return the config of a server that asks for no token; `max_running_requests` goes where it
-    belongs."""
+    """Return the config of a server that needs no token; `max_running_requests` is an
+    option of the engine."""
     rows = server.pop("max_running_requests", 64)
     embedded = EmbeddedServerConfig(max_running_requests=rows, device="cpu")
     cluster = ClusterConfig(
@@ -62,7 +62,7 @@ def server_config(model: Path | str, names: Path | str, **server: Any) -> Server
 
 
 def weight_sum(server: EmbeddedServer) -> str:
-    """Return one checksum of all weights, which the server must not change meanwhile."""
+    """Return a checksum of all weights; the server must not change them concurrently."""
     total = sha256()
     for name, tensor in server.engine.decoder.model.state_dict().items():
         total.update(name.encode() + tensor.contiguous().numpy().tobytes())
@@ -88,7 +88,7 @@ async def running(config: ServerConfig) -> AsyncIterator[EmbeddedServer]:
 
 @asynccontextmanager
 async def embedded(model: Path | str, **server: Any) -> AsyncIterator[EmbeddedServer]:
-    """Serve a model under throw-away names; `server` are fields of LLMServerConfig."""
+    """Serve a model with a temporary name root; `server` are fields of LLMServerConfig."""
     with tempfile.TemporaryDirectory() as names:
         async with running(server_config(model, names, **server)) as instance:
             yield instance

@@ -65,7 +65,7 @@ class Steps(StepEnv):
 
 @envs.register("host_moods")
 class Moods(Env):
-    """Does after the first action what the prompt says; lists episodes that were cancelled."""
+    """Follows the prompt after the first action; lists cancelled episodes."""
 
     open: ClassVar[set[str]] = set()
     cut: ClassVar[list[str]] = []
@@ -140,7 +140,7 @@ class Apart(Env):
 
 @envs.register("host_judged")
 class Judged(Env):
-    """Has seats that its constructor sets; checks which agents are trained and which have acted."""
+    """An environment with configurable seats; checks which agents are trained and have acted."""
 
     def __init__(self, args: Any, config: Any) -> None:
         super().__init__(args, config)

@@ -1,8 +1,8 @@
-"""A server that answers every generation at once, as cheaply as Python can, to bench clients.
+"""A server that answers every generation at once with little CPU, to benchmark clients.
 
     python -m tests.fakes.instant --port N [--tokens 8]
 
-One asyncio Protocol without a web framework: the answer is made once, and only the length of a
+One asyncio Protocol without a web framework: the answer is encoded once, and only the length of a
 request is read. It prints its port on the first line of stdout and runs until stdin closes.
 """
 
@@ -24,7 +24,7 @@ def _http(body: bytes) -> bytes:
 
 
 def answers(tokens: int) -> tuple[bytes, bytes]:
-    """Return the bytes that answer a generation, and anything else."""
+    """Return the bytes of the answer to a generation and to other requests."""
     ids = [3 + i % 60 for i in range(tokens)]
     generation = {
         "text": "x" * tokens,

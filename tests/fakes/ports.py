@@ -1,4 +1,4 @@
-"""Reserves loopback ports that tests know before a server listens on them."""
+"""Reserves loopback ports for servers of a test before they listen."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def held_port() -> Iterator[int]:
     A bound socket that does not listen holds the port, so the system gives it to no other process.
     """
     with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those servers' sockets
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers' sockets
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

@@ -1,13 +1,13 @@
 """A scripted server that speaks SGLang's native protocol, for tests that need no model.
 
-Everything is deterministic: the next token is a function of the tokens before it, time passes only
-where a test says so (`latency_s`, `token_s`), and generations can be held at a token until the test
-lets them go. Faults are queued per path.
+Everything is deterministic: the next token is a function of the tokens before it, delays are set by
+the test (`latency_s`, `token_s`), and generations can be blocked at a token until the test releases
+them. Faults are queued per path.
 
     async with FakeSGLang() as server:
-        server.hold_after = 3                       # every generation stands still after 3 tokens
+        server.hold_after = 3                       # every generation blocks after 3 tokens
         ...                                         # send requests to server.url
-        await server.held(1)                        # one of them stands there now
+        await server.held(1)                        # one generation is blocked
         server.fail_next("500")                     # the next /generate is answered 500
         server.release()
 """
@@ -64,24 +64,24 @@ class FakeSGLang:
         """Seconds before the first token: a number, or a function of the request's body."""
         self.token_s = 0.0
         self.capacity = 64
-        """Requests that it says it can run at a time; further ones wait, by what it says."""
+        """Reported maximum of running requests; further requests are reported as waiting."""
         self.hold_after: int | None = None
-        """Generations stand still after this many tokens until `release`."""
+        """Generations block after this many tokens until `release`."""
         self.spans = True
         """False: like SGLang before 0.5.19, no per-token versions."""
         self.sessions = True
         """False: like SGLang before 0.5.21, no begin_weight_update and end_weight_update."""
         self.stubborn = 0
-        """So many more calls of /continue_generation leave it paused."""
+        """Number of further calls of /continue_generation that are ignored."""
         self.api_key = ""
-        """What requests must have as their bearer token; "" for none."""
+        """The bearer token that requests need; "" for none."""
         self.tells_pause = True
         """False: like SGLang 0.5.9, no /ready."""
         self.pause_modes = ("abort", "retract", "in_place")
         self.buckets = True
-        """False: a distributed update takes no flattened_bucket."""
+        """False: distributed updates refuse flattened_bucket."""
         self.checksum: str | None = ""
-        """"": of the weights; another text: this lie; None: there is none."""
+        """"": checksum of the weights; other text: this wrong checksum; None: no route."""
         self.version = "default"
         self.model_path = "fake-model"
         self.requests: list[dict[str, Any]] = []
@@ -102,9 +102,9 @@ class FakeSGLang:
         self._changed = asyncio.Condition()
         self._updating = False
         self.asked_ready = asyncio.Event()
-        """Set when it is asked whether it is ready."""
+        """Set when /ready is requested."""
         self._reported: str | None = None
-        """What /model_info says where it is not `version`: after an update that was not flushed."""
+        """The version in /model_info if it differs from `version` (update without a flush)."""
         self.weights = WeightRoutes(self)
         self._runner: web.AppRunner | None = None
 
@@ -117,7 +117,7 @@ class FakeSGLang:
 
     @property
     def is_up(self) -> bool:
-        """Whether it listens."""
+        """Whether the fake listens."""
         return self._runner is not None
 
     @property
@@ -127,7 +127,7 @@ class FakeSGLang:
 
     @property
     def reported(self) -> str:
-        """The version that /model_info tells."""
+        """The version in /model_info."""
         return self.version if self._reported is None else self._reported
 
     def entry(self) -> dict[str, Any]:
@@ -147,13 +147,13 @@ class FakeSGLang:
         }
 
     def load(self) -> dict[str, int]:
-        """Return the load as a server's name tells it."""
+        """Return the load as in the registry entry of a server."""
         running = min(len(self._jobs), self.capacity)
         waiting = len(self._jobs) - running
         return {"running": running, "waiting": waiting, "capacity": self.capacity}
 
     def recover(self) -> None:
-        """Take back all that `fail_next` has ordered."""
+        """Remove all queued faults."""
         self._faults.clear()
 
     def fail_next(self, kind: str, *, count: int = 1, path: str = "/generate") -> None:
@@ -163,7 +163,7 @@ class FakeSGLang:
         self._faults[path].extend([kind] * count)
 
     def release(self) -> None:
-        """Let all held generations go on."""
+        """Continue all blocked generations."""
         self.hold_after = None
         self._tasks.create_task(self._notify())
 
@@ -172,11 +172,11 @@ class FakeSGLang:
         await self._until(lambda: len(self.requests) >= count, seconds)
 
     async def held(self, count: int, *, seconds: float = 60.0) -> None:
-        """Wait until `count` generations stand at `hold_after`."""
+        """Wait until `count` generations are blocked at `hold_after`."""
         await self._until(lambda: sum(map(self._is_held, self._jobs.values())) >= count, seconds)
 
     async def kill(self) -> None:
-        """Die as a process does: connections are reset, the port refuses."""
+        """Simulate a crash: connections are reset, and the port refuses connections."""
         runner, self._runner = self._runner, None
         if runner is None:
             return
@@ -190,7 +190,7 @@ class FakeSGLang:
         self._jobs.clear()
 
     async def restart(self) -> None:
-        """Come back on the same port with the initial version, as a restarted server does."""
+        """Restart on the same port with the initial version."""
         await self.kill()
         self.version, self.paused, self._updating = "default", None, False
         self._reported = None
@@ -438,7 +438,7 @@ class FakeSGLang:
                 job.abort_message = "Aborted"
             job.retractions += mode == "retract"
         await self._notify()
-        if mode == "abort":  # who comes meanwhile is paused, and not waited for
+        if mode == "abort":  # later requests are paused and not waited for
             await self._until(lambda: all(job not in self._jobs.values() for job in running))
         return _json({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -455,7 +455,7 @@ class FakeSGLang:
         return request[BODY]
 
     async def still(self) -> None:
-        """Wait until nothing runs, unless paused; new generations wait meanwhile."""
+        """Wait until no request runs, unless paused; new generations wait."""
         if self.paused is None:
             self._updating = True
             await self._until(lambda: not self._jobs)
@@ -463,7 +463,7 @@ class FakeSGLang:
             await self._notify()
 
     async def change(self, body: dict[str, Any]) -> bool:
-        """Take new weights when nothing runs; False: the cache could not be flushed."""
+        """Load new weights when no request runs; return False if the cache could not be flushed."""
         if body.get("abort_all_requests"):
             await self._abort_all()
         await self.still()
@@ -474,7 +474,7 @@ class FakeSGLang:
         return not dirty
 
     async def relabel(self, version: str, *, abort: bool) -> None:
-        """Tell another version from now on."""
+        """Change the reported version."""
         if abort:
             await self._abort_all()
         self.version, self._reported = version, None

@@ -1,7 +1,7 @@
-"""A program that stands in for `python -m sglang.launch_server`: a real process, without a model.
+"""A program that replaces `python -m sglang.launch_server`: a real process, without a model.
 
-It does what a JSON file beside it says, read again at each request, so that a test can change its
-mind. `Program(folder)` writes it; its path is what a test gives as `llm_server.sglang.python`.
+Its behaviour is read from a JSON file beside it at each request, so that a test can change
+it. `Program(folder)` writes it; a test passes its path as `llm_server.sglang.python`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Server(("127.0.0.1", port), Handler).serve_forever()
 
 
 class Program:
-    """The program in `folder`, and what it is told."""
+    """The program in `folder`, and its orders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -119,25 +119,25 @@ class Program:
         self.path.chmod(0o755)
 
     def load(self, running: int, waiting: int) -> None:
-        """Say how many requests it has, as two copies of a model would."""
+        """Set the reported load, as two data-parallel replicas report it."""
         room = {"max_running_requests": 16}
         first = {"num_running_reqs": running, "num_waiting_reqs": 0, **room}
         second = {"num_running_reqs": 0, "num_waiting_reqs": waiting, **room}
-        self.tell(answers=self.orders["answers"] | {"/v1/loads": {"loads": [first, second]}})
+        self.configure(answers=self.orders["answers"] | {"/v1/loads": {"loads": [first, second]}})
 
-    def tell(self, **orders: Any) -> None:
-        """Change what it does, from its next request (or start) on."""
+    def configure(self, **orders: Any) -> None:
+        """Change the behaviour from the next request or start on."""
         self.orders |= orders
         temporary = self.folder / "orders.tmp"
         temporary.write_text(json.dumps(self.orders))
         temporary.replace(self.folder / "orders.json")
 
     def started(self, seed: int = 1) -> dict[str, Any]:
-        """Return what the server of that seed was started with, newest start."""
+        """Return the arguments of the newest start of the server with that seed."""
         return json.loads((self.folder / f"started-{seed}.json").read_text())
 
     def terms(self, seed: int = 1) -> int:
-        """Return how often it was sent SIGTERM."""
+        """Return the number of SIGTERMs that the program received."""
         file = self.folder / f"term-{seed}"
         return len(file.read_text()) if file.exists() else 0
 
@@ -150,7 +150,7 @@ def wrapper_config(
     heartbeat_s: float = 1.0,
     **server: Any,
 ) -> ServerConfig:
-    """Return a config that runs `program`; options of type=sglang go where they belong."""
+    """Return a config that runs `program`; options of type=sglang are set in their section."""
     own = {name: server.pop(name) for name in list(server) if name in OPTIONS}
     own = {"python": str(program.path), "device": "cpu"} | own
     return ServerConfig(

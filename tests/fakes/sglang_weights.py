@@ -1,6 +1,6 @@
-"""The fake's weight routes: sessions, groups, checksums, in scripted form.
+"""Scripted weight routes of the fake: sessions, groups and checksums.
 
-No torch group is joined and no byte is received: a distributed update is answered at once.
+The fake joins no torch group and receives no bytes: a distributed update is answered at once.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Refused(Exception):
 
 
 class WeightRoutes:
-    """Handlers of what changes the weights, and what they remember."""
+    """Handlers of the weight routes, and their state."""
 
     def __init__(self, fake: FakeSGLang) -> None:
         self.fake = fake
         self.forget()
 
     def forget(self) -> None:
-        """Start again, as a restarted server does."""
+        """Reset the state, as a restart does."""
         self.session = False
         self.groups: list[str] = []
         self.parts: list[str] = []
         self.content = "start"
-        """Stands for the weights' bytes; the checksum is made of it."""
+        """Identifies the weights; the checksum is computed from it."""
 
     def handlers(self) -> dict[str, Any]:
-        """Return a handler for each path; 404 where the fake plays a version without it."""
+        """Return a handler for each path; 404 for routes that the simulated version lacks."""
         fake = self.fake
         always: Callable[[], bool] = lambda: True  # noqa: E731
         sessions: Callable[[], bool] = lambda: fake.sessions  # noqa: E731
@@ -79,7 +79,7 @@ class WeightRoutes:
         return handle
 
     def openapi(self, others: list[str]) -> dict[str, Any]:
-        """Describe what the version that is played can do."""
+        """Return the OpenAPI description of the simulated version."""
         paths = others + [path for path, exists in self._exists.items() if exists()]
         text = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         schemas = {
@@ -112,7 +112,7 @@ class WeightRoutes:
         return {"message": "Succeeded to update parameter online." + text}
 
     def _part(self, part: list[Any]) -> str:
-        """Return what the weights are with one more part of this session's: not of its history."""
+        """Return the identity of the weights after another part of this session."""
         self.parts.append(str(part))
         return " ".join(self.parts)
 
@@ -168,7 +168,7 @@ class WeightRoutes:
 
 
 def _content(path: str) -> str | None:
-    """Return what stands for a folder's weights; None: an absolute path that leads nowhere."""
+    """Return the identity of a folder's weights; None: a missing absolute path."""
     folder = Path(path)
     if not folder.is_dir():
         return None if folder.is_absolute() else path

@@ -1,4 +1,4 @@
-"""Limits of HTTP servers: bodies that are too long, and connections that bring no request."""
+"""Limits of HTTP servers: long bodies, and connections without a request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Site:
 
 @pytest.fixture
 async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    """Connections are looked at all the time, and closed only where a test says so."""
+    """Check connections frequently, and close them only if a test shortens the limits."""
     monkeypatch.setattr(http_limits, "SWEEP_S", 0.01)
     monkeypatch.setattr(http_limits, "IDLE_S", 3600.0)
     made, app = Site(), web.Application()
@@ -51,7 +51,7 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
 
 @asynccontextmanager
 async def connected(site: Site, sent: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """Connect by hand and send some bytes."""
+    """Open a raw connection and send bytes."""
     reader, writer = await asyncio.open_connection(*site.address.split(":"))
     try:
         writer.write(sent)

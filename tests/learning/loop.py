@@ -1,8 +1,8 @@
-"""The demo's task in one process: the real trainer and its engines, with the server's own decode
+"""Train the demo's task in one process: the real trainer and its engines, with the server's decode
 loop as sampler.
 
-Between the trainer's verbs stand a link that samples a batch where the datapipe would hand one out,
-and a publisher that copies the weights into the sampler: the synchronous loop, in seconds.
+A link samples batches in place of the datapipe, and a publisher copies the weights into the
+sampler. The synchronous loop runs in seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SETTINGS = [
 
 
 class Sampler(WeightPublisher):
-    """A copy of the policy that answers questions; it takes every `1 + staleness`-th version."""
+    """A copy of the policy that answers questions; it loads every `1 + staleness`-th version."""
 
     def __init__(self, model: Path, *, seed: int, staleness: int) -> None:
         self.model, self.tokenizer = load_model(str(model), dtype="float32", device="cpu")
@@ -91,7 +91,7 @@ class Sampler(WeightPublisher):
 
 
 class Task:
-    """Hands out batches of sampled and scored answers, in the datapipe's place."""
+    """A link with batches of sampled and scored answers, in place of the datapipe."""
 
     def __init__(self, kit: Path, config: ExperimentConfig, sampler: Sampler) -> None:
         lines = (kit / "train.jsonl").read_text().splitlines()
@@ -100,7 +100,7 @@ class Task:
         self.rows, self.ppo, self.sampler = rows, config.trainer.ppo, sampler
         self.rounds = 0
         self.rewards: list[float] = []
-        """Mean of each step's batch, with what was filtered."""
+        """Mean reward of each step's batch, filtered groups included."""
 
     def start(self, step: int) -> TrainerReady:
         return TrainerReady(step, 0)
@@ -138,7 +138,7 @@ class Task:
 def episode(
     sampler: Sampler, row: dict[str, str], answer: Generation, *, member: int
 ) -> tuple[TrajectoryHeader, bytes]:
-    """Score an answer and pack it as a worker would."""
+    """Score an answer and encode it as a worker does."""
     reward = float(sampler.text(answer).strip() == row["ground_truth"])
     shown, sampled = len(answer.prompt), len(answer.output)
     made = Segment(
@@ -172,7 +172,7 @@ def episode(
 
 
 def accuracy(kit: Path, sampler: Sampler) -> float:
-    """Return how many of the held-out questions are answered right, four answers each."""
+    """Return the accuracy on the held-out questions, with four answers each."""
     rows = [json.loads(line) for line in (kit / "eval.jsonl").read_text().splitlines()] * 4
     answers = sampler.answer([row["prompt"] for row in rows], round=999)
     right = [

@@ -1,5 +1,5 @@
-"""Every preset of config/algo teaches the demo's warm model to be right more often; the same run
-with its advantages turned round teaches it the contrary, so the margin means something.
+"""Every preset of config/algo raises the accuracy of the demo's warmed-up model; the same run with
+negated advantages lowers it, so the margin is significant.
 
 Accuracy is of 2,048 sampled answers to held-out questions: one standard error is 0.011.
 """
@@ -25,18 +25,18 @@ OPTIONS = {
     "reinforce": ["trainer.ppo.total_steps=30"],
 }
 STALENESS = {"m2po": 2, "mis": 2, "tis": 2}
-"""Versions that the sampler is behind, of what is for samplers that are."""
+"""Versions by which the sampler is behind, for presets that need a stale sampler."""
 
 
 @pytest.fixture(scope="session")
 def kit() -> Path:
-    """What `make demo` begins with; made here if it was not."""
+    """Return the kit of `make demo`; create it if it is missing."""
     folder = Path(__file__).resolve().parents[2] / "runs/demo/kit-seed1"
     return make_kit(folder, seed=1)
 
 
 @pytest.mark.parametrize("preset", sorted(file.stem for file in CONFIG_DIR.glob("algo/*.yaml")))
-def test_it_learns(kit: Path, tmp_path: Path, preset: str) -> None:
+def test_preset_raises_the_accuracy(kit: Path, tmp_path: Path, preset: str) -> None:
     options, staleness = OPTIONS.get(preset, []), STALENESS.get(preset, 0)
     before, after = learn(kit, tmp_path, preset, *options, staleness=staleness)
     print(f"{preset}: {before:.3f} -> {after:.3f}")
@@ -44,7 +44,7 @@ def test_it_learns(kit: Path, tmp_path: Path, preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce"])
-def test_it_unlearns_with_its_advantages_turned_round(
+def test_negated_advantages_lower_the_accuracy(
     kit: Path, tmp_path: Path, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scatter = LocalTrajectory.scatter

@@ -1,4 +1,4 @@
-"""SFT, DPO and the reward model learn the demo's task: held-out digits, put in order."""
+"""SFT, DPO and the reward model learn the demo's task: sorting held-out digits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED = 1
 
 
 def rows(digits: list[str], *, pairs: bool) -> list[dict[str, str]]:
-    """Write the right answer of each; in a pair, after it another order of the same digits."""
+    """Return rows with right answers; pairs have another order of the same digits as rejected."""
     rng, made = random.Random(SEED), []
     for each in digits:
         wrong = list(each)
@@ -77,7 +77,7 @@ def run(folder: Path, model: Path, kind: str, *, steps: int, lr: float) -> Exper
 
 
 def evals(config: ExperimentConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the held-out numbers before and after."""
+    """Return the held-out metrics before and after training."""
     lines = [json.loads(line) for line in run_paths(config).metrics.read_text().splitlines()]
     first, *_, last = [line for line in lines if "eval/loss" in line]
     return first, last
@@ -99,22 +99,24 @@ def accuracy(path: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model."""
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a random model."""
     shape = dataclasses.replace(SHAPE, seed=SEED)
-    return make_tiny_model(tmp_path_factory.mktemp("begun") / "model", shape)
+    return make_tiny_model(tmp_path_factory.mktemp("random_model") / "model", shape)
 
 
 @pytest.fixture(scope="module")
-def taught(begun: Path, tmp_path_factory: pytest.TempPathFactory) -> ExperimentConfig:
-    """The run that taught it the right answers for a while."""
-    return run(tmp_path_factory.mktemp("sft"), begun, "sft", steps=400, lr=4e-3)
+def taught(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ExperimentConfig:
+    """Return an SFT run on right answers."""
+    return run(tmp_path_factory.mktemp("sft"), random_model, "sft", steps=400, lr=4e-3)
 
 
-def test_sft_lowers_the_loss_and_raises_the_accuracy(begun: Path, taught: ExperimentConfig) -> None:
+def test_sft_lowers_the_loss_and_raises_the_accuracy(
+    random_model: Path, taught: ExperimentConfig
+) -> None:
     before, after = evals(taught)
     assert before["eval/loss"] > 2.0 and after["eval/loss"] < 0.3
-    assert accuracy(begun) == 0.0
+    assert accuracy(random_model) == 0.0
     assert accuracy(run_paths(taught).export) > 0.5
 
 
@@ -123,11 +125,11 @@ def test_dpo_raises_the_margin(taught: ExperimentConfig, tmp_path: Path) -> None
     assert before["eval/margin"] == pytest.approx(0.0, abs=1e-5)
     assert after["eval/margin"] > 0.5 and after["eval/loss"] < 0.5
     assert after["eval/accuracy"] > 0.9
-    # It is the rejected answers that lose, not the right ones with them.
+    # The rejected answers lose probability, not the chosen answers.
     assert after["eval/rejected"] < after["eval/chosen"] - 0.5
 
 
-def test_a_reward_model_ranks_right(begun: Path, tmp_path: Path) -> None:
-    before, after = evals(run(tmp_path, begun, "reward", steps=60, lr=4e-3))
+def test_reward_model_prefers_right_answers(random_model: Path, tmp_path: Path) -> None:
+    before, after = evals(run(tmp_path, random_model, "reward", steps=60, lr=4e-3))
     assert before["eval/loss"] == pytest.approx(0.6931, abs=1e-3), "it cannot tell them apart"
     assert after["eval/accuracy"] > 0.95 and after["eval/loss"] < 0.2

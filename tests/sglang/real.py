@@ -1,6 +1,6 @@
 """A real SGLang server on this machine's CPU, for tests marked `sglang`.
 
-Started directly, not by our own wrapper, so that the protocol is proven apart from it. The Python
+The server starts without our wrapper, so that the protocol is tested independently. The Python
 that has sglang is `.venv-sglang/bin/python` (made by tools/setup_sglang_cpu.sh), or $SGLANG_PYTHON.
 """
 
@@ -22,7 +22,7 @@ from tests.waiting import until, until_exited
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
 START_S = 400.0
-"""For what takes 20 s on a quiet machine: a safety net, see tests/waiting.py."""
+"""Time limit for work of 20 s on an idle machine; see tests/waiting.py."""
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -47,14 +47,14 @@ ARGUMENTS = [
 
 @dataclass
 class Real:
-    """One running server."""
+    """A running server."""
 
     address: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def stop(self) -> None:
-        """End the whole group; wait until it is gone."""
+        """Terminate the process group; wait until it has exited."""
         for number, seconds in ((signal.SIGTERM, 8.0), (signal.SIGKILL, 10.0)):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -62,7 +62,7 @@ class Real:
                 self.process.wait(seconds)
 
     def kill(self) -> None:
-        """Kill the whole group; return when the server has exited."""
+        """Kill the process group; return when the server has exited."""
         os.killpg(self.process.pid, signal.SIGKILL)
         until_exited(self.process.pid)
 
@@ -71,7 +71,7 @@ class Real:
 
 
 def answers(address: str) -> bool:
-    """Say whether the server is healthy."""
+    """Return whether the server is healthy."""
     try:
         with urllib.request.urlopen(f"{address}/health", timeout=5) as response:
             return response.status == 200
@@ -83,7 +83,7 @@ def answers(address: str) -> bool:
 def real_sglang(
     model: Path | str, folder: Path, *extra: str, context: int = 512, port: int | None = None
 ) -> Iterator[Real]:
-    """Run a server of `model` (log in `folder`) until the body ends; nothing of it survives."""
+    """Run a server of `model` (log in `folder`) until the body ends; leave no process."""
     port = port or free_port()
     command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), *ARGUMENTS]
     command += ["--context-length", str(context), "--host", "127.0.0.1", "--port", str(port)]

@@ -1,4 +1,4 @@
-"""A rollout worker on real servers: leases in, episodes out, and what went over the wire."""
+"""A rollout worker on real servers, with its leases, episodes and HTTP answers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.waiting import until
 TOKENS = 160
 EOS = 2
 SILENT_S = 5.0
-"""The name of a server that is silent for so long is removed."""
+"""Seconds until the registry entry of a silent server expires."""
 EXACT = SamplingConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
-"""Every generation has one length, so a lost token shows."""
+"""All generations have one length, so that a lost token is detected."""
 
 
 class Client(SGLangClient):
-    """Remembers what agents got."""
+    """An environment that records the responses of agents."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -55,7 +55,7 @@ class Client(SGLangClient):
 
 
 class Rollout:
-    """The worker, its client, and the answers of servers by request id (without the attempt)."""
+    """A worker, its client, and the answers of servers by request id (without the attempt)."""
 
     def __init__(self, config: ExperimentConfig, monkeypatch: Any) -> None:
         self.names = NameRegistry(name_dir(config), ttl_s=600.0)
@@ -77,7 +77,7 @@ class Rollout:
         monkeypatch.setattr(wire, "decode_answer", remember)
 
     def add(self, server: SharedServer, **fields: Any) -> None:
-        """Register a server and keep its name fresh, as its supervisor would."""
+        """Register a server and renew its entry, as its supervisor does."""
         assert server.real is not None
         entry = {"address": server.address, "pid": server.real.process.pid, "vocab_size": 64}
         entry |= {"context_length": 506, "type": "sglang"} | fields
@@ -99,14 +99,14 @@ class Rollout:
             await asyncio.sleep(0.1)
 
     def start(self, groups: int, *, members: int = 4, version: int = 0) -> None:
-        """Lease episodes of one generation each."""
+        """Add leases of episodes with one generation each."""
         for number in range(self._leased, self._leased + groups):
             lease = small.lease(number, members=members, prompt="ok", version=version)
             self.link.leases.put_nowait(lease)
         self._leased += groups
 
     async def end(self, episodes: int) -> list[LLMResponse]:
-        """Wait for all episodes, none of which may have failed; return what was generated."""
+        """Wait for all episodes, check that none failed, and return the responses."""
         async with asyncio.timeout(120):
             while len(self.link.submitted) < episodes:
                 self.link.seen.clear()
@@ -118,8 +118,8 @@ class Rollout:
         return [response for _, response in self.client.finished]
 
     def kept(self) -> int:
-        """Check that each output is its answers' tokens, one after the other; return how many
-        tokens came in answers that were not the last."""
+        """Check that each output is the concatenation of its answers; return the number of
+        tokens of partial answers."""
         partial = 0
         for request, response in self.client.finished:
             answers = self.answers[request.request_id]
@@ -134,7 +134,7 @@ class Rollout:
 async def rollout(
     folder: Path, monkeypatch: Any, *servers: SharedServer, **options: Any
 ) -> AsyncIterator[Rollout]:
-    """Run a worker on reset servers; `options` are the client's."""
+    """Run a worker on reset servers; `options` are options of the client."""
     assert worlds is not None
     assert servers
     base = small.experiment(
@@ -164,12 +164,12 @@ async def rollout(
 
 
 async def eventually(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-    """Wait beside the event loop for what a server does."""
+    """Wait for a condition of a server without blocking the event loop."""
     await asyncio.to_thread(until, condition, what=what, seconds=seconds)
 
 
 def running(server: SharedServer, at_least: int) -> Callable[[], bool]:
-    """Return a question: does the server generate this many now?"""
+    """Return a condition: the server runs `count` requests."""
 
     def ask() -> bool:
         return server.get("/v1/loads")[1]["loads"][0]["num_running_reqs"] >= at_least
@@ -178,7 +178,7 @@ def running(server: SharedServer, at_least: int) -> Callable[[], bool]:
 
 
 async def update(server: SharedServer, mode: str, version: int) -> None:
-    """Bring the server to `folders[version]`, as a publisher does."""
+    """Update the server to `folders[version]`, as a publisher does."""
     body = {"model_path": server.folders[version], "weight_version": str(version)}
     for path, more in (
         ("/pause_generation", {"mode": mode}),
@@ -190,7 +190,7 @@ async def update(server: SharedServer, mode: str, version: int) -> None:
 
 
 def logprobs_under(folder: str, prompt: list[int], output: list[int]) -> list[float]:
-    """Return the output's logprobs by transformers, with no EOS, as EXACT samples."""
+    """Return the output's logprobs by transformers without EOS, as the sampling options EXACT."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits_TV = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]

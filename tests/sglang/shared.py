@@ -1,6 +1,6 @@
-"""One real SGLang server for all tests of a session, brought back to its start between them.
+"""One real SGLang server for all tests of a session, reset between them.
 
-Because a start takes 20 seconds and a reset 0.1.
+A start takes 20 seconds and a reset 0.1.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def call(
 
 
 class SharedServer:
-    """The session's server. Tests use `address`, `folders`, `get`, `post`; it starts when asked
-    for."""
+    """The session's server. Tests use `address`, `folders`, `get`, `post`; it starts at first
+    use."""
 
     def __init__(self, root: Path) -> None:
         self.folders = [str(tiny_model(root / f"m{seed}", seed=seed)) for seed in range(3)]
@@ -74,12 +74,12 @@ class SharedServer:
         return call(self.address, path, body, seconds=seconds)
 
     def idle(self) -> bool:
-        """Say whether nothing runs or waits."""
+        """Return whether no request runs or waits."""
         loads = self.get("/v1/loads")[1]["loads"]
         return not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     def reset(self) -> None:
-        """Start it if it does not run; else undo all that a test can have left behind."""
+        """Start the server, or reset a running server to its initial state."""
         if not self.alive:
             self._stack.close()
             self.real = self._stack.enter_context(real_sglang(self.folders[0], self._root))
@@ -88,7 +88,7 @@ class SharedServer:
         self.post("/end_weight_update")
         self.post("/abort_request", abort_all=True)
         until(self.idle, what="an idle SGLang server")
-        until(self._flushed, what="an empty cache")  # it may see an ended request a moment longer
+        until(self._flushed, what="an empty cache")  # it may still count a finished request
         first = {"model_path": self.folders[0], "weight_version": "default"}
         status, answer = self.post("/update_weights_from_disk", **first)
         assert status == 200, answer
@@ -103,7 +103,7 @@ class SharedServer:
 
 @contextmanager
 def shared_server(root: Path) -> Iterator[SharedServer]:
-    """Hold the server for a session; it is started by the first `reset`."""
+    """Provide the server for a session; the first `reset` starts it."""
     server = SharedServer(root)
     try:
         yield server

@@ -1,4 +1,4 @@
-"""The rollout path on real SGLang: no episode is lost, whatever happens to servers and weights."""
+"""The rollout path on real SGLang: no episode is lost despite server faults and updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.sglang.shared import SharedServer, shared_server
 pytestmark = pytest.mark.sglang
 
 MOVED_S = 3.0
-"""The promise: traffic of a dead server is elsewhere, and a new one has some, in this time."""
+"""Seconds until requests of a dead server run elsewhere and a new server gets requests."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def second_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedS
 
 @pytest.fixture
 def second(sglang_server: SharedServer, second_session: SharedServer) -> SharedServer:
-    """A second server of the same models, which a test may freeze or kill."""
+    """Return a second server of the same models, which a test may stop or kill."""
     second_session.folders = sglang_server.folders
     second_session.reset()
     return second_session
@@ -50,7 +50,7 @@ def request(**settings: object) -> LLMRequest:
 
 @pytest.mark.sglang_short
 @pytest.mark.parametrize("mode", ["retract", "abort"])
-async def test_an_update_interrupts_and_loses_nothing(
+async def test_update_interrupts_generations_and_loses_no_token(
     sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     async with rollout(tmp_path, monkeypatch, sglang_server) as run:
@@ -83,13 +83,13 @@ async def test_an_update_interrupts_and_loses_nothing(
     assert response.logprobs == pytest.approx(expected, abs=2e-4)
 
 
-async def test_a_frozen_server_is_left_and_taken_back(
+async def test_stopped_server_gets_no_requests_until_it_continues(
     sglang_server: SharedServer,
     second: SharedServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Half open: it accepts connections and answers nothing."""
+    """The stopped server accepts connections and does not answer."""
     async with rollout(tmp_path, monkeypatch, sglang_server, second, connect_timeout_s=1.0) as run:
         run.start(8)
         frozen = run.client.server(second)
@@ -108,7 +108,7 @@ async def test_a_frozen_server_is_left_and_taken_back(
         await eventually(second.idle, "the aborts to reach the thawed server")
 
 
-async def test_a_server_that_joins_gets_traffic(
+async def test_new_server_gets_requests(
     sglang_server: SharedServer,
     second: SharedServer,
     tmp_path: Path,
@@ -123,7 +123,7 @@ async def test_a_server_that_joins_gets_traffic(
         await eventually(lambda: len(run.client._router.servers) == 2, "the second server")
         late = run.client.server(second)
         await eventually(lambda: late.alive, "the second server's answer")
-        assert (late.version, late.served) == (0, 0)  # it does not hold version 1 yet
+        assert (late.version, late.served) == (0, 0)  # the server does not have version 1 yet
         await update(second, "retract", 1)
         begin = time.perf_counter()
         await eventually(lambda: late.version == 1, "the second server's version", MOVED_S)
@@ -135,11 +135,11 @@ async def test_a_server_that_joins_gets_traffic(
     assert run.client.stats()["failovers"] == 0
 
 
-async def test_what_kills_a_server_is_never_sent(
+async def test_out_of_vocabulary_prompts_are_refused_by_the_client(
     sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rollout(tmp_path, monkeypatch, sglang_server) as run:
-        run.add(sglang_server, vocab_size=None)  # then the model's own counts
+        run.add(sglang_server, vocab_size=None)  # the model's vocabulary is used instead
         server = run.client.server(sglang_server)
         for ids in ([5, 64], [5, -1], [10**9]):
             with pytest.raises(GenerationRefused, match="the model has 64"):
@@ -151,10 +151,10 @@ async def test_what_kills_a_server_is_never_sent(
     assert sglang_server.get("/health")[0] == 200
 
 
-async def test_a_prompt_with_nearly_all_of_its_answer_still_passes_as_a_prompt(
+async def test_resumed_prompt_near_the_context_limit_is_accepted(
     sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang takes prompts of at most its context less 7, and cuts answers short by 2."""
+    """SGLang accepts prompts of at most the context length minus 7, and shortens answers by 2."""
     status, info = sglang_server.get("/server_info")
     assert (status, info["max_req_input_len"]) == (200, 506)
     async with rollout(tmp_path, monkeypatch, sglang_server) as run:
@@ -166,20 +166,23 @@ async def test_a_prompt_with_nearly_all_of_its_answer_still_passes_as_a_prompt(
         assert len((await run.client.generate(again)).output_ids) == 1
 
 
-async def test_refusals_and_errors_are_told_apart(
+async def test_refusals_raise_an_error_and_server_errors_are_retried(
     sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rollout(tmp_path, monkeypatch, sglang_server) as run:
         with pytest.raises(GenerationRefused, match="HTTP 400: temperature must be"):
             await run.client.generate(request(temperature=-1.0))
-        encode, broken = wire.encode_body, [b'{"input_ids": [5], "rid": ["a", "b"]}']  # a 500
+        encode, broken = (
+            wire.encode_body,
+            [b'{"input_ids": [5], "rid": ["a", "b"]}'],
+        )  # causes a 500
         monkeypatch.setattr(wire, "encode_body", lambda b: broken.pop() if broken else encode(b))
         assert len((await run.client.generate(request())).output_ids) <= 8
         assert run.client.stats()["server_errors"] == 1
 
 
 def external(server: SharedServer, folder: Path) -> tuple[Site, str]:
-    """Return the commands of a run that uses this server by its address."""
+    """Return the site and options of a run that uses this server by its address."""
     write_rows(folder / "train.jsonl", 64, seed=1)
     write_rows(folder / "eval.jsonl", 8, seed=2)
     address = server.address.removeprefix("http://")
@@ -187,11 +190,11 @@ def external(server: SharedServer, folder: Path) -> tuple[Site, str]:
     return site, f"llm_server.addresses=[{address}]"
 
 
-def test_an_external_server_outlives_the_runs_that_use_it(
+def test_external_server_keeps_running_after_runs_that_use_it(
     sglang_server: SharedServer, tmp_path: Path
 ) -> None:
     site, addresses = external(sglang_server, tmp_path)
-    for steps in (2, 1):  # the second finds the first one's version 2, and starts with its own 0
+    for steps in (2, 1):  # the second run finds version 2 and starts with version 0
         done = site.train(tmp_path / str(steps), addresses, f"trainer.ppo.total_steps={steps}")
         assert done.code == 0, done.shown + done.logs()
         assert sglang_server.get("/model_info")[1]["weight_version"] == str(steps)
@@ -200,7 +203,7 @@ def test_an_external_server_outlives_the_runs_that_use_it(
     assert sglang_server.alive
 
 
-def test_another_model_at_an_external_address_is_refused(
+def test_external_server_with_another_model_is_refused(
     sglang_server: SharedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site, addresses = external(sglang_server, tmp_path)
@@ -211,7 +214,7 @@ def test_another_model_at_an_external_address_is_refused(
     assert "it serves another model: its hidden_size is 32, model.path has 64" in line
 
 
-async def test_a_killed_servers_episodes_finish_elsewhere(
+async def test_episodes_of_a_killed_server_finish_on_another_server(
     sglang_server: SharedServer,
     second: SharedServer,
     tmp_path: Path,
@@ -222,7 +225,7 @@ async def test_a_killed_servers_episodes_finish_elsewhere(
         victim, survivor = run.client.server(second), run.client.server(sglang_server)
         await eventually(lambda: victim.in_flight + survivor.in_flight == 64, "all requests")
         await eventually(running(second, 20), "traffic on the second server")
-        # Half of it is cut first: tokens that came must survive the server that sampled them.
+        # Half of the requests are aborted first; their tokens must survive the server's death.
         for rid in (f"l{number}/{member}/agent/0~0" for number in range(8) for member in range(4)):
             await asyncio.to_thread(second.post, "/abort_request", rid=rid)
         await eventually(lambda: len(run.answers) >= 16, "the cut answers")

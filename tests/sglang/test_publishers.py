@@ -1,4 +1,4 @@
-"""Every publisher against real SGLang: what is generated under which weights, and every fault."""
+"""Every publisher with real SGLang: versions of tokens, and faults."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ PROMPT = [5, 6, 7]
 LONG = 480
 
 
-class Press:
-    """A publisher of real servers; streams of tensors during which things happen."""
+class PublisherSetup:
+    """A publisher of real servers, with callbacks during the stream of tensors."""
 
     def __init__(self, folder: Path, *servers: SharedServer) -> None:
         self.folder, self.servers = folder, servers
@@ -60,7 +60,7 @@ class Press:
     def publish(
         self, version: int, model: int, at_5: Callable[[], object] | None = None
     ) -> PublishReport:
-        """Publish the weights of `models[model]`; `at_5` is called in the middle, once."""
+        """Publish the weights of `models[model]`; call `at_5` once, before the fifth tensor."""
         assert self.publisher is not None
         weights = load_file(Path(self.models[model]) / "model.safetensors")
         hooks = [at_5] if at_5 else []
@@ -78,11 +78,11 @@ class Press:
 
 
 @pytest.fixture
-def press(
+def publisher_setup(
     tmp_path: Path, sglang_server: SharedServer, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Press]:
+) -> Iterator[PublisherSetup]:
     monkeypatch.setattr(base, "WATCH_S", 0.2)
-    made = Press(tmp_path, sglang_server)
+    made = PublisherSetup(tmp_path, sglang_server)
     yield made
     if made.publisher is not None:
         made.publisher.close()
@@ -95,16 +95,16 @@ def second_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedS
 
 
 @pytest.fixture
-def two(
+def two_servers(
     tmp_path: Path,
     sglang_server: SharedServer,
     second_session: SharedServer,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Press]:
-    """The session's server, and a second one that may be killed or stopped."""
+) -> Iterator[PublisherSetup]:
+    """Return a publisher for the session's server and a second server that may be killed."""
     monkeypatch.setattr(base, "WATCH_S", 0.2)
     second_session.reset()
-    made = Press(tmp_path, sglang_server, second_session)
+    made = PublisherSetup(tmp_path, sglang_server, second_session)
     yield made
     if made.publisher is not None:
         made.publisher.close()
@@ -134,9 +134,11 @@ def recomputed(folder: str, output: list[int]) -> list[float]:
     return logits_TV.double().log_softmax(-1).gather(-1, ids_T1)[:, 0].tolist()
 
 
-def during_generation(press: Press, act: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
-    """Do `act` while a long answer is generated; return both results."""
-    server = press.servers[0]
+def during_generation(
+    publisher_setup: PublisherSetup, act: Callable[[], Any]
+) -> tuple[dict[str, Any], Any]:
+    """Call `act` during a long generation; return both results."""
+    server = publisher_setup.servers[0]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(generate, server, LONG)
         until(lambda: not server.idle(), what="a running request")
@@ -146,10 +148,12 @@ def during_generation(press: Press, act: Callable[[], Any]) -> tuple[dict[str, A
 
 @pytest.mark.sglang_short
 @EACH
-def test_each_token_is_of_the_weights_that_it_says(press: Press, way: Any) -> None:
-    press.make(way)
-    press.publish(0, 0)
-    answer, report = during_generation(press, lambda: press.publish(1, 1))
+def test_each_token_has_the_version_that_sampled_it(
+    publisher_setup: PublisherSetup, way: Any
+) -> None:
+    publisher_setup.make(way)
+    publisher_setup.publish(0, 0)
+    answer, report = during_generation(publisher_setup, lambda: publisher_setup.publish(1, 1))
     assert (report.servers, report.quarantined) == (1, [])
     meta = answer["meta_info"]
     old, new = meta["weight_versions"]
@@ -159,29 +163,29 @@ def test_each_token_is_of_the_weights_that_it_says(press: Press, way: Any) -> No
     told = [part[0] for part in meta["output_token_logprobs"]]
     for span, model in ((old, 0), (new, 1)):
         part = slice(span["start"], span["end"])
-        expected = recomputed(press.models[model], answer["output_ids"])[part]
+        expected = recomputed(publisher_setup.models[model], answer["output_ids"])[part]
         assert told[part] == pytest.approx(expected, abs=1e-4)
 
 
 @EACH
-def test_an_abort_keeps_every_partial_token(press: Press, way: Any) -> None:
-    press.make(way, pause_mode="abort")
-    press.publish(0, 0)
-    answer, report = during_generation(press, lambda: press.publish(1, 1))
-    assert report.servers == 1 and version(press.servers[0]) == "1"
+def test_abort_keeps_every_partial_token(publisher_setup: PublisherSetup, way: Any) -> None:
+    publisher_setup.make(way, pause_mode="abort")
+    publisher_setup.publish(0, 0)
+    answer, report = during_generation(publisher_setup, lambda: publisher_setup.publish(1, 1))
+    assert report.servers == 1 and version(publisher_setup.servers[0]) == "1"
     meta, output = answer["meta_info"], answer["output_ids"]
     assert meta["finish_reason"]["type"] == "abort"
     assert 0 < len(output) < LONG
     assert [part[1] for part in meta["output_token_logprobs"]] == output
     told = [part[0] for part in meta["output_token_logprobs"]]
-    assert told == pytest.approx(recomputed(press.models[0], output), abs=1e-4)
+    assert told == pytest.approx(recomputed(publisher_setup.models[0], output), abs=1e-4)
 
 
 @EACH
-def test_in_place_continues_and_never_flushes(press: Press, way: Any) -> None:
-    press.make(way, pause_mode="in_place")
-    press.publish(0, 0)
-    answer, report = during_generation(press, lambda: press.publish(1, 1))
+def test_in_place_continues_and_never_flushes(publisher_setup: PublisherSetup, way: Any) -> None:
+    publisher_setup.make(way, pause_mode="in_place")
+    publisher_setup.publish(0, 0)
+    answer, report = during_generation(publisher_setup, lambda: publisher_setup.publish(1, 1))
     assert report.servers == 1
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "1"]
@@ -189,12 +193,12 @@ def test_in_place_continues_and_never_flushes(press: Press, way: Any) -> None:
 
 
 @EACH
-def test_updated_but_not_flushed_is_put_right(
-    press: Press, way: Any, monkeypatch: pytest.MonkeyPatch
+def test_update_without_flush_is_repaired(
+    publisher_setup: PublisherSetup, way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a mistaken flush while requests hold the cache ends in: new weights, old version."""
-    press.make(way, pause_mode="in_place")
-    press.publish(0, 0)
+    """A flush during requests fails: the server has new weights and the old version."""
+    publisher_setup.make(way, pause_mode="in_place")
+    publisher_setup.publish(0, 0)
     pause = ServerControl.pause
 
     async def pause_and_flush(self: ServerControl, mode: str) -> None:
@@ -202,27 +206,27 @@ def test_updated_but_not_flushed_is_put_right(
         self.flush = True
 
     monkeypatch.setattr(ServerControl, "pause", pause_and_flush)
-    answer, report = during_generation(press, lambda: press.publish(1, 1))
-    assert report.servers == 1 and version(press.servers[0]) == "1"
+    answer, report = during_generation(publisher_setup, lambda: publisher_setup.publish(1, 1))
+    assert report.servers == 1 and version(publisher_setup.servers[0]) == "1"
     assert len(answer["output_ids"]) == LONG
-    expected = recomputed(press.models[1], answer["output_ids"])[-50:]
+    expected = recomputed(publisher_setup.models[1], answer["output_ids"])[-50:]
     told = [part[0] for part in answer["meta_info"]["output_token_logprobs"]][-50:]
     assert told == pytest.approx(expected, abs=1e-4), "no token came of an old cache"
 
 
 @EACH
-def test_wrong_tensors_never_leave_us(press: Press, way: Any) -> None:
-    publisher, server = press.make(way), press.servers[0]
+def test_mismatched_tensors_are_not_sent(publisher_setup: PublisherSetup, way: Any) -> None:
+    publisher, server = publisher_setup.make(way), publisher_setup.servers[0]
     for name, tensor in (("model.norm.weight", torch.zeros(7)), ("model.new", torch.zeros(2))):
-        weights = load_file(Path(press.models[1]) / "model.safetensors") | {name: tensor}
+        weights = load_file(Path(publisher_setup.models[1]) / "model.safetensors") | {name: tensor}
         with pytest.raises(RoleError, match=f"tensor '{name}'"):
             publisher.stage(1, iter(weights.items()))
     assert version(server) == "default"
     assert server.post("/end_weight_update")[0] == 400, "no session was opened"
 
 
-def test_a_client_killed_between_pause_and_continue_is_cleared(press: Press) -> None:
-    server = press.servers[0]
+def test_pause_and_session_of_a_killed_client_are_ended(publisher_setup: PublisherSetup) -> None:
+    server = publisher_setup.servers[0]
     dead = """
 import os, sys, urllib.request
 for path, body in (("/pause_generation", b'{"mode": "retract"}'), ("/begin_weight_update", b"{}")):
@@ -233,17 +237,17 @@ os.kill(os.getpid(), 9)
     killed = subprocess.run([sys.executable, "-c", dead, server.address], timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert server.get("/ready")[0] == 503, "it is paused"
-    press.make(DistributedPublisher)
-    assert press.publish(1, 1).servers == 1
+    publisher_setup.make(DistributedPublisher)
+    assert publisher_setup.publish(1, 1).servers == 1
     assert server.get("/ready")[0] == 200
     assert version(server) == "1" and len(greedy(server)) == 8
 
 
-def test_a_stopped_server_is_quarantined_in_time(two: Press) -> None:
-    kept, stopped = two.servers
+def test_stopped_server_is_quarantined_within_timeout_s(two_servers: PublisherSetup) -> None:
+    kept, stopped = two_servers.servers
     assert stopped.real is not None
-    publisher = two.make(DistributedPublisher, timeout_s=5.0)
-    two.publish(0, 0)
+    publisher = two_servers.make(DistributedPublisher, timeout_s=5.0)
+    two_servers.publish(0, 0)
     group = stopped.real.process.pid
 
     def stop() -> None:
@@ -251,7 +255,7 @@ def test_a_stopped_server_is_quarantined_in_time(two: Press) -> None:
 
     begin = time.monotonic()
     try:
-        report = two.publish(1, 1, at_5=stop)
+        report = two_servers.publish(1, 1, at_5=stop)
         seconds = time.monotonic() - begin
         assert report.servers == 1 and version(kept) == "1"
         assert seconds < 5.0 + 5.0, "timeout_s, and the second round"
@@ -259,16 +263,16 @@ def test_a_stopped_server_is_quarantined_in_time(two: Press) -> None:
     finally:
         os.killpg(group, signal.SIGCONT)
     until(lambda: publisher.needs_republish, what="the server to be back", seconds=30)
-    assert two.publish(1, 1).servers == 2
+    assert two_servers.publish(1, 1).servers == 2
     assert version(stopped) == "1" and greedy(stopped) == greedy(kept)
 
 
-def test_a_server_that_dies_while_paused_costs_the_other_nothing(
-    two: Press, monkeypatch: pytest.MonkeyPatch
+def test_server_that_dies_while_paused_does_not_delay_the_other(
+    two_servers: PublisherSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, dying = two.servers
-    two.make(DiskPublisher)
-    two.publish(0, 0)
+    kept, dying = two_servers.servers
+    two_servers.make(DiskPublisher)
+    two_servers.publish(0, 0)
     pause = ServerControl.pause
 
     async def pause_and_die(self: ServerControl, mode: str) -> None:
@@ -278,21 +282,21 @@ def test_a_server_that_dies_while_paused_costs_the_other_nothing(
             dying.real.kill()
 
     monkeypatch.setattr(ServerControl, "pause", pause_and_die)
-    report = two.publish(1, 1)
+    report = two_servers.publish(1, 1)
     assert not dying.alive
     assert (report.servers, report.quarantined) == (1, ["s1"])
     assert version(kept) == "1" and len(greedy(kept)) == 8
 
 
-def test_a_server_killed_in_the_middle_of_an_update(two: Press) -> None:
-    kept, dying = two.servers
+def test_server_killed_during_an_update_is_quarantined(two_servers: PublisherSetup) -> None:
+    kept, dying = two_servers.servers
     assert dying.real is not None
-    two.make(DistributedPublisher)
-    two.publish(0, 0)
-    report = two.publish(1, 1, at_5=dying.real.kill)
+    two_servers.make(DistributedPublisher)
+    two_servers.publish(0, 0)
+    report = two_servers.publish(1, 1, at_5=dying.real.kill)
     assert not dying.alive
     assert (report.servers, report.quarantined) == (1, ["s1"])
     assert version(kept) == "1"
     output = generate(kept, 64)
     told = [part[0] for part in output["meta_info"]["output_token_logprobs"]]
-    assert told == pytest.approx(recomputed(two.models[1], output["output_ids"]), abs=1e-4)
+    assert told == pytest.approx(recomputed(two_servers.models[1], output["output_ids"]), abs=1e-4)

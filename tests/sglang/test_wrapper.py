@@ -1,6 +1,6 @@
-"""`launch_llm_server.py llm_server.type=sglang` and what becomes of its real SGLang server.
+"""`launch_llm_server.py llm_server.type=sglang` with a real SGLang server.
 
-One wrapper for the module: the tests run in their order, and the last one ends it.
+All tests use one wrapper: they run in their order, and the last one stops it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ START_S = 240.0
 
 
 class Wrapper:
-    """The command as a user types it, in a folder of its own."""
+    """The command as a user runs it, in a separate folder."""
 
     def __init__(self, folder: Path, model: Path, *overrides: str) -> None:
         self.registry = NameRegistry(folder / "names/u/arealite/t")
@@ -65,7 +65,7 @@ class Wrapper:
         return found
 
     def name(self) -> dict[str, Any] | None:
-        """Return what the server's name says; None while it has none."""
+        """Return the server's registry entry, or None."""
         return next((entry.value for entry in self.registry.list("llm_server")), None)
 
     def await_name(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Wrapper:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def call(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
-        """Ask as a process of the trial; return (status, answer)."""
+        """Send a request with the trial's token; return (status, answer)."""
         return call(self.await_name()["address"], path, body, token=self.token, **options)
 
     @property
@@ -109,7 +109,7 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[W
 
 
 def generate(wrapper: Wrapper, count: int) -> list[threading.Thread]:
-    """Send generations of 450 tokens and return when some run; their ends interest nobody."""
+    """Send generations of 450 tokens and return when some run; ignore their results."""
     sampling = {"max_new_tokens": 450, "ignore_eos": True}
 
     def send(i: int) -> None:
@@ -117,7 +117,7 @@ def generate(wrapper: Wrapper, count: int) -> list[threading.Thread]:
             body = {"input_ids": [5, 6 + i], "sampling_params": sampling}
             wrapper.call("/generate", body, seconds=60)
         except (OSError, http.client.HTTPException):
-            pass  # the server died, which is what these tests are about
+            pass  # the server died, as these tests intend
 
     threads = [threading.Thread(target=send, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
@@ -127,7 +127,7 @@ def generate(wrapper: Wrapper, count: int) -> list[threading.Thread]:
 
 
 def running(wrapper: Wrapper) -> int:
-    """Return how many requests the server has, as it says itself."""
+    """Return the number of running requests that the server reports."""
     loads = wrapper.call("/v1/loads?include=core")[1]["loads"]
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
@@ -137,7 +137,7 @@ def load(wrapper: Wrapper) -> int:
     return told.get("running", 0) + told.get("waiting", 0)
 
 
-def test_a_wrong_argument_ends_the_command_with_the_servers_words(tmp_path: Path, model: Path):
+def test_invalid_argument_exits_with_the_servers_error(tmp_path: Path, model: Path):
     wrapper = Wrapper(tmp_path, model, "llm_server.sglang.extra_args=[--no-such-argument]")
     try:
         assert wrapper.process.wait(START_S) == 2
@@ -150,7 +150,7 @@ def test_a_wrong_argument_ends_the_command_with_the_servers_words(tmp_path: Path
         wrapper.close()
 
 
-def test_nothing_survives_a_wrapper_killed_while_the_server_starts(tmp_path: Path, model: Path):
+def test_wrapper_killed_during_a_server_start_leaves_no_process(tmp_path: Path, model: Path):
     wrapper = Wrapper(tmp_path, model)
     try:
         scheduler = lambda: any("scheduler" in p.name() for p in wrapper.family())  # noqa: E731
@@ -163,7 +163,7 @@ def test_nothing_survives_a_wrapper_killed_while_the_server_starts(tmp_path: Pat
         wrapper.close()
 
 
-def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Path):
+def test_registry_entry_of_a_healthy_server_follows_its_state(wrapper: Wrapper, model: Path):
     name = wrapper.await_name()
     assert name == {
         "address": name["address"],
@@ -172,7 +172,7 @@ def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Pa
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
         "vocab_size": 64,
-        "context_length": 494,  # what SGLang takes as a prompt
+        "context_length": 494,  # the longest prompt that SGLang accepts
         "version": "default",
         "host": "127.0.0.1",
         "pid": wrapper.family()[0].pid,
@@ -189,7 +189,7 @@ def test_a_healthy_server_has_a_name_that_follows_it(wrapper: Wrapper, model: Pa
 
 
 @pytest.mark.sglang_short
-def test_server_answers_only_who_has_the_token_and_shows_it_nowhere(
+def test_server_answers_only_with_the_token_and_never_shows_it(
     wrapper: Wrapper, model: Path
 ) -> None:
     address = wrapper.await_name()["address"]
@@ -216,7 +216,7 @@ def test_server_answers_only_who_has_the_token_and_shows_it_nowhere(
     assert all(wrapper.token not in log.read_text() for log in wrapper.logs())
 
 
-def test_a_server_killed_while_it_generates_comes_back_without_its_weights(wrapper: Wrapper):
+def test_server_killed_while_generating_is_restarted_with_the_initial_weights(wrapper: Wrapper):
     before = wrapper.await_name()
     family = wrapper.family()
     generate(wrapper, 16)
@@ -235,7 +235,7 @@ def test_a_server_killed_while_it_generates_comes_back_without_its_weights(wrapp
     assert wrapper.call("/model_info")[0] == 200
 
 
-def test_sigterm_ends_a_paused_server_with_requests_in_it(wrapper: Wrapper):
+def test_sigterm_stops_a_paused_server_with_running_requests(wrapper: Wrapper):
     generate(wrapper, 16)
     wrapper.call("/pause_generation", {"mode": "retract"})
     assert running(wrapper), "requests that will never end"

@@ -58,7 +58,7 @@ class Checks:
 
             raise Violation(what)
 
-    # ------------------------------------------------------------ what is seen on the way
+    # ------------------------------------------------------------ observations during the run
 
     def sees(self, socket: SimSocket, frames: list[bytes]) -> None:
         """Record sent results and acknowledgements."""

@@ -74,7 +74,7 @@ class Launch:
         if not self.killed:
             _, late = await asyncio.wait(others, timeout=60.0)
         if late and not self.killed:
-            # One that was started again after the last word does not know that it was the last.
+            # A role that was restarted after the last message has not received it.
             left = "datapipe" not in sim.roles or sim.pipe.requests.finish is None
             sim.expect(left, f"the datapipe does not end after the trainer: {sim.describe_roles()}")
             for name in list(sim.roles):
@@ -103,7 +103,7 @@ class Launch:
                 self.datapipe_ended = True
                 return
             if isinstance(error, InvariantError) and self.disk_is_full:
-                await asyncio.sleep(1.0)  # the trainer hears why
+                await asyncio.sleep(1.0)  # the trainer receives the reason
                 self.kill()
                 return
             expected = error is None or isinstance(error, Killed)

@@ -100,7 +100,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ROOT.queue.clear()
         ROOT.runs, ROOT.in_runnable = True, False
 
-    # ------------------------------------------------------------ what asyncio asks for
+    # ------------------------------------------------------------ interface for asyncio
 
     def time(self) -> float:
         return self.now

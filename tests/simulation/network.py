@@ -92,7 +92,7 @@ class Network:
     def up(self, connection: Connection, frames: Frames) -> None:
         self.counts["messages"] += 1
         if connection.address not in self.routers:
-            connection.waiting.append(frames)  # ZeroMQ keeps it until somebody is there
+            connection.waiting.append(frames)  # ZeroMQ keeps the message until a peer is connected
             return
         self._carry(connection, "up", frames)
 
@@ -140,7 +140,7 @@ class Network:
             connection.route = b"r%d" % self._routes
         router.deliver([connection.route, *frames])
 
-    # ------------------------------------------------------------ what happens to sockets
+    # ------------------------------------------------------------ faults of sockets
 
     def connect(self, dealer: SimSocket, address: str) -> Connection:
         self._numbers += 1

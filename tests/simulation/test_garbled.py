@@ -79,7 +79,7 @@ def test_each_garbled_result_is_counted_and_none_is_trained(
     assert garbled > 20
 
 
-def test_garbled_results_among_crashes_break_no_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbled_results_with_crashes_violate_no_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     garbler = Garbler(monkeypatch)
     broken = {seed: found for seed in range(20) if (found := simulate(seed).violation)}
     assert not broken

@@ -16,7 +16,7 @@ def outcomes() -> list[Outcome]:
     return [simulate(seed) for seed in SEEDS]
 
 
-def test_no_invariant_breaks(outcomes: list[Outcome]) -> None:
+def test_no_seed_violates_an_invariant(outcomes: list[Outcome]) -> None:
     broken = {o.seed: o.violation for o in outcomes if o.violation}
     assert not broken, "play it again: python tools/simulate.py --seed N --trace"
 
@@ -33,7 +33,7 @@ def test_every_kind_of_fault_occurs(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("seed", [3, 11, 42])
-def test_seed_repeats_exactly(seed: int) -> None:
+def test_same_seed_gives_the_same_run(seed: int) -> None:
     first, second = simulate(seed), simulate(seed)
     assert (first.digest, first.virtual_s, first.counts) == (
         second.digest,

@@ -264,7 +264,7 @@ class Rank:
             self.sim.expect(count == self.scenario.eval_rows, f"evaluation of {count} prompts")
             self.evaluating = None
 
-    # ------------------------------------------------------------ what a rank sees
+    # ------------------------------------------------------------ checks of received batches
 
     def check(self, batch: Batch, payloads: list[bytes]) -> None:
         """Check a shard against the guarantees of every batch."""

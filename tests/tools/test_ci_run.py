@@ -1,4 +1,4 @@
-"""`.ci/run`: what it runs, in which order, and on which PATH."""
+"""`.ci/run`: its targets, their order and their PATH."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ mkdir -p .venv/bin out
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with a space in its path, and a machine that has every program."""
+    """Return a checkout with a space in its path, on a machine with every program."""
     made = tmp_path / "a checkout"
     for name in FILES:
         (made / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,41 +62,41 @@ def run(checkout: Path, *, skipped: str = SKIPPED, still: str = NEVER, fails: st
 
 
 def recorded(checkout: Path) -> list[tuple[str, str]]:
-    """Return the targets made, each with the programs that it found on the PATH."""
+    """Return the targets that ran, each with the programs on its PATH."""
     lines = (checkout.parent / "record").read_text().splitlines()
     return [(line.partition(":")[0], line.partition(":")[2].strip()) for line in lines]
 
 
-def test_readmes_commands_come_first_without_extra_programs(checkout: Path) -> None:
+def test_commands_of_the_readme_run_first_without_extra_programs(checkout: Path) -> None:
     assert run(checkout) == 0
     everything = " ".join(HIDDEN)
     assert recorded(checkout) == [(name, "") for name in BARE] + [(n, everything) for n in FULL]
 
 
-def test_readmes_commands_are_those_two() -> None:
+def test_readme_has_the_commands_that_run_first() -> None:
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     commands = [line.partition("#")[0].strip() for line in lines if line.startswith("    make ")]
     assert commands == [f"make {name}" for name in BARE]
 
 
-def test_a_failure_ends_it(checkout: Path) -> None:
+def test_failed_target_ends_the_run(checkout: Path) -> None:
     assert run(checkout, fails="test") != 0
     assert [name for name, _ in recorded(checkout)] == BARE
 
 
 @pytest.mark.parametrize("skipped", [NEVER, SKIPPED + r"tests/test_y.py\tno zsh\n"])
-def test_other_skips_than_the_listed_ones_end_it(checkout: Path, skipped: str) -> None:
+def test_unlisted_skip_ends_the_run(checkout: Path, skipped: str) -> None:
     assert run(checkout, skipped=skipped) != 0
     assert [name for name, _ in recorded(checkout)] == BARE
 
 
-def test_a_skip_in_spite_of_the_extras_ends_it(checkout: Path) -> None:
+def test_skip_with_extras_installed_ends_the_run(checkout: Path) -> None:
     assert run(checkout, still=SKIPPED) != 0
     assert [name for name, _ in recorded(checkout)] == [*BARE, "check", "test-extras"]
 
 
-def test_a_checkout_with_an_environment_is_copied(checkout: Path) -> None:
-    """Its extras would hide what a newcomer lacks; the files not committed yet are copied, too."""
+def test_checkout_with_a_virtual_environment_is_copied(checkout: Path) -> None:
+    """Installed extras would hide missing ones. Uncommitted files are copied, too."""
     subprocess.run(["git", "init", "-q"], cwd=checkout, check=True)
     (checkout / ".gitignore").write_text(".venv\nout/\n")
     (checkout / ".venv/bin").mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_a_checkout_with_an_environment_is_copied(checkout: Path) -> None:
     assert (checkout / "out/ci/checkout/.venv/bin/python").exists()
 
 
-def test_the_programs_to_hide_are_those_that_the_extras_bring() -> None:
+def test_hidden_programs_are_those_of_the_extras() -> None:
     listed = subprocess.run(
         [ROOT / "tools/setup_envs.sh", "--list"], capture_output=True, text=True, check=True
     )
@@ -114,7 +114,7 @@ def test_the_programs_to_hide_are_those_that_the_extras_bring() -> None:
 
 
 def test_without_hides_programs_and_keeps_the_others(tmp_path: Path) -> None:
-    """Also a Python that makes virtual environments, which outlive the temporary folder."""
+    """Virtual environments created by the visible Python outlive the temporary folder."""
     path = f"{checkout_programs(tmp_path)}:{os.environ['PATH']}"
     code = "command -v one; command -v two; python3 -m venv --without-pip venv; exit 7"
     done = subprocess.run(
@@ -132,7 +132,7 @@ def test_without_hides_programs_and_keeps_the_others(tmp_path: Path) -> None:
 
 
 def checkout_programs(folder: Path) -> Path:
-    """Return a folder of two programs."""
+    """Create a folder with two programs."""
     made = folder / "two programs"
     made.mkdir()
     for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""The demo's own parts: processes end, numbers add up, curves are drawn. `make demo` runs all."""
+"""Parts of the demo: processes, summary and plots. `make demo` runs the whole demo."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINES = [
 ]
 
 
-def test_config_is_whole_and_learns_as_the_recipe_says():
+def test_demo_config_has_the_values_of_the_recipe():
     config = base_config.load(ExperimentConfig, [demo.ROOT / "config/demo.yaml"], [], {})
     ppo = config.trainer.ppo
     assert (config.experiment_name, config.trainer.type) == ("demo", "async_ppo")
@@ -60,25 +60,25 @@ def test_summary_condenses_metrics_and_audit():
     }
 
 
-def test_summary_of_a_run_without_evaluation_says_none():
+def test_summary_of_a_run_without_evaluation_has_no_rewards():
     summary = demo.summarize([step(0, 0.1)], AUDIT)
     assert summary["reward_before"] is None
     assert summary["reward_after"] is None
 
 
-def test_plot_has_one_column_a_value():
+def test_plot_has_one_column_per_value():
     rows = demo.plot([0.0, 0.5, 1.0], height=2).splitlines()
     assert rows == ["1.00 │  █", "     │ ██", "     └─── 3 steps"]
 
 
-def test_picture_is_drawn_or_its_absence_explained(tmp_path):
+def test_plot_is_written_or_its_absence_explained(tmp_path):
     said = demo.draw(tmp_path / "reward.png", LINES)
     drawn = tmp_path / "reward.png"
     assert said == str(drawn) if drawn.exists() else "pip install" in said
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_earlier_run_is_removed_or_moved_aside(tmp_path, capsys, keep):
+def test_earlier_run_is_removed_or_moved_aside(tmp_path, capsys, keep):
     root = tmp_path / "seed1"
     demo.clear(root, keep=keep)
     assert capsys.readouterr().out == ""
@@ -100,7 +100,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("mode", ["", "stubborn"])
-def test_the_servers_whole_group_ends(monkeypatch, mode):
+def test_process_group_of_the_server_is_killed(monkeypatch, mode):
     monkeypatch.setattr(demo, "SERVER_GRACE_S", 0.2)
     process = subprocess.Popen(
         [sys.executable, "-c", FAKE_SERVER, mode], start_new_session=True, stdout=subprocess.PIPE
@@ -112,7 +112,7 @@ def test_the_servers_whole_group_ends(monkeypatch, mode):
     until_exited(*members)
 
 
-def test_server_that_ended_shows_its_log(monkeypatch, tmp_path, capsys):
+def test_log_of_a_server_that_exited_is_shown(monkeypatch, tmp_path, capsys):
     shim = tmp_path / "arealite" / "launch_llm_server.py"
     shim.parent.mkdir()
     shim.write_text("import sys; sys.exit('no such model')")
@@ -129,7 +129,7 @@ def test_server_that_ended_shows_its_log(monkeypatch, tmp_path, capsys):
     assert "no such model" in out
 
 
-def test_training_gets_the_kit_and_the_steps(monkeypatch, tmp_path):
+def test_training_command_has_the_kit_and_the_steps(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text(
         "import pathlib, sys; pathlib.Path('argv').write_text(' '.join(sys.argv[1:])); sys.exit(3)"
     )
@@ -154,14 +154,14 @@ while True:  # not pause(): a signal just before it would be waited for in vain
 
 
 class Waited(subprocess.Popen):
-    """Tells in a file that it is waited for: an interruption earlier would be the test's own."""
+    """Writes a file when `wait` is called, because an earlier interrupt would reach the test."""
 
     def wait(self, timeout=None):
         Path("waited-for").touch()
         return super().wait(timeout)
 
 
-def test_training_gets_each_interruption_once(monkeypatch, tmp_path):
+def test_training_gets_each_interrupt_once(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text(INTERRUPTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo.subprocess, "Popen", Waited)
@@ -169,7 +169,7 @@ def test_training_gets_each_interruption_once(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("backend", list(demo.BACKENDS))
-def test_the_server_is_started_as_its_config_allows(monkeypatch, tmp_path, backend):
+def test_server_is_started_with_a_valid_config(monkeypatch, tmp_path, backend):
     words = demo.BACKENDS[backend]
     config = base_config.load(ServerConfig, [demo.ROOT / "config/llm_server.yaml"], words, {})
     assert config.llm_server.type == backend
@@ -184,12 +184,12 @@ def test_the_server_is_started_as_its_config_allows(monkeypatch, tmp_path, backe
     options = SimpleNamespace(seed=4, steps=None, keep=False, backend=backend)
     assert demo.run_locked(RunPaths(tmp_path / "seed4-x"), options) == 3
     assert set(words) <= set(started["server"][0])
-    assert not set(words) & set(started["train"][1])  # the same recipe with every server
+    assert not set(words) & set(started["train"][1])  # the recipe is the same with every server
     assert "trial_name=seed4-x" in started["server"][0]
     assert "trial_name=seed4-x" in started["train"][1]
 
 
-def test_without_a_server_the_trainer_shares_its_parameters(monkeypatch, tmp_path):
+def test_shared_backend_starts_no_server(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "make_kit", lambda seed: tmp_path)
     monkeypatch.setattr(demo, "server", lambda *_, **__: pytest.fail("a server was started"))
     told = []
@@ -199,7 +199,7 @@ def test_without_a_server_the_trainer_shares_its_parameters(monkeypatch, tmp_pat
     assert "trainer.ppo.publisher.type=shared" in told
 
 
-def test_a_kit_that_cannot_be_made_says_why(monkeypatch, tmp_path):
+def test_failed_kit_shows_the_reason(monkeypatch, tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "demo_task.py").write_text("import sys; sys.exit('no torch')")
     monkeypatch.chdir(tmp_path)
@@ -207,7 +207,7 @@ def test_a_kit_that_cannot_be_made_says_why(monkeypatch, tmp_path):
         demo.make_kit(3)
 
 
-def test_a_second_demo_of_one_seed_is_refused(monkeypatch, tmp_path, capsys):
+def test_second_demo_with_the_same_seed_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     codes, options = [], SimpleNamespace(seed=1, backend="embedded")
     monkeypatch.setattr(demo, "run_locked", lambda *_: codes.append(demo.run(options)) or 0)
@@ -216,7 +216,7 @@ def test_a_second_demo_of_one_seed_is_refused(monkeypatch, tmp_path, capsys):
     assert "seed 1 is running" in capsys.readouterr().out
 
 
-def test_help_names_the_options():
+def test_help_lists_the_options():
     shown = subprocess.run(
         [sys.executable, "tools/demo.py", "--help"],
         cwd=demo.ROOT,

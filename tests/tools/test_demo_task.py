@@ -1,4 +1,4 @@
-"""The demo's rows are right, disjoint and seeded, and the warm-up stops where it was told to."""
+"""The demo's rows are correct, disjoint and seeded; the warm-up stops at its limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools import demo_task
 from tools.make_tiny_model import TinyModel, make_tiny_model
 
 
-def test_rows_are_right_disjoint_and_seeded(tmp_path):
+def test_rows_are_correct_disjoint_and_seeded(tmp_path):
     train_file, eval_file = demo_task.write_data(tmp_path / "a", seed=1)
     train, held_out = load_tasks(str(train_file), "train"), load_tasks(str(eval_file), "eval")
     assert (len(train), len(held_out)) == (demo_task.TRAIN_ROWS, demo_task.EVAL_ROWS)
@@ -29,7 +29,7 @@ def test_rows_are_right_disjoint_and_seeded(tmp_path):
     assert again.read_bytes() == train_file.read_bytes() != other.read_bytes()
 
 
-def test_answers_take_the_short_cut_of_the_reward():
+def test_answers_are_compared_as_integers():
     assert equal_integers(demo_task.answer("531426"), "123456") is True
     assert equal_integers("123465", demo_task.answer("531426")) is False
 
@@ -40,7 +40,7 @@ def model_folder(tmp_path):
     return make_tiny_model(tmp_path / "model", shape)
 
 
-def test_warm_up_stops_at_the_accuracy_and_saves(model_folder):
+def test_warm_up_stops_at_the_accuracy_and_saves_the_model(model_folder):
     before = AutoModelForCausalLM.from_pretrained(model_folder)
     measured = demo_task.warm_up(model_folder, 1, accuracy=1e-4, batch_size=64)
     assert 1e-4 <= measured < 0.1
@@ -52,7 +52,7 @@ def test_warm_up_stops_at_the_accuracy_and_saves(model_folder):
     assert logprobs_BT.shape == (2, 7)
 
 
-def test_warm_up_ends_at_its_limit(model_folder):
+def test_warm_up_stops_at_max_steps(model_folder):
     assert demo_task.warm_up(model_folder, 1, max_steps=2, batch_size=8) < 0.3
 
 
@@ -65,7 +65,7 @@ def test_answer_logprobs_are_those_of_the_right_tokens(model_folder):
     assert torch.allclose(-logprobs_BT.mean(), loss, atol=1e-5)
 
 
-def test_kit_is_made_once(tmp_path, monkeypatch):
+def test_existing_kit_is_reused(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(demo_task, "warm_up", lambda folder, seed: made.append(seed) or 0.3)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What an installation prints goes to a log, and to the terminal only where it fails."""
+"""Output of an installation is written to a log, and to the terminal only if it fails."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ esac
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """Where a virtual environment is to be made, by the fake Python beside it."""
+    """Return the path of the virtual environment that a fake Python creates."""
     (tmp_path / "python").write_text(FAKE_PYTHON)
     (tmp_path / "python").chmod(0o755)
     return tmp_path / "venv"
 
 
 def make(target: str, venv: Path, fails: str = "no word") -> subprocess.CompletedProcess[str]:
-    """Run make as its user does, also where this test was started by make."""
+    """Run make as a user does, also if make started this test."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     return subprocess.run(
         ["make", target, f"VENV={venv}", f"PYTHON={venv.parent}/python", "TORCH=torch==1"],
@@ -73,8 +73,8 @@ def test_output_is_shown_when_an_installation_fails(venv: Path) -> None:
     assert make("demo", venv).returncode == 0, "the next try begins where this one failed"
 
 
-def test_a_venv_without_pip_is_completed(venv: Path) -> None:
-    """Debian without python3-venv leaves one behind that has a Python only."""
+def test_pip_is_installed_into_a_venv_without_pip(venv: Path) -> None:
+    """Debian without python3-venv creates a virtual environment without pip."""
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/python").write_text("#!/bin/sh\nexit 1\n")
     (venv / "bin/python").chmod(0o755)
@@ -90,7 +90,7 @@ def test_every_installation_of_the_makefile_has_a_log() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_debians_packages_are_installed_by_root_or_named(tmp_path: Path, fails: bool) -> None:
+def test_debian_packages_are_installed_as_root_or_listed(tmp_path: Path, fails: bool) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()
     for name, does in {
@@ -118,7 +118,7 @@ def test_debians_packages_are_installed_by_root_or_named(tmp_path: Path, fails: 
     assert ["not installed" in line for line in more] == [True] * fails
 
 
-def test_pip_knows_the_options() -> None:
+def test_pip_accepts_the_options_of_the_makefile() -> None:
     lines = (ROOT / "Makefile").read_text().splitlines()
     (words,) = [line.removeprefix("PIP := ").split() for line in lines if line[:6] == "PIP :="]
     done = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True)

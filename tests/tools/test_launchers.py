@@ -1,4 +1,4 @@
-"""The files in launchers/ that keep a launcher alive: which ends they answer with another start."""
+"""The files in launchers/ that restart a launcher, and the exit codes they restart after."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unit() -> configparser.ConfigParser:
 
 
 def relaunched(tmp_path: Path, ends: str, **environment: str) -> tuple[int, int]:
-    """Run a command that does `ends`; return the script's exit code, and how often it was run."""
+    """Run the script with the command `ends`; return its exit code and the number of runs."""
     runs = tmp_path / "runs"
     command = ["sh", "-c", f"echo x >> {runs}; {ends}"]
     done = subprocess.run([SCRIPT, *command], env=QUICK | environment, timeout=60, check=False)
@@ -36,25 +36,25 @@ def relaunched(tmp_path: Path, ends: str, **environment: str) -> tuple[int, int]
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 130])
-def test_script_runs_a_command_once_that_ended_for_good(tmp_path: Path, code: int) -> None:
+def test_script_does_not_restart_after_a_final_exit_code(tmp_path: Path, code: int) -> None:
     assert relaunched(tmp_path, f"exit {code}") == (code, 1)
 
 
 @pytest.mark.parametrize(
     ("ends", "code"), [("exit 1", 1), ("exit 4", 4), ("kill -9 $$", 137), ("kill -SEGV $$", 139)]
 )
-def test_script_runs_a_failed_command_again_a_bounded_number_of_times(
+def test_script_restarts_a_failed_command_at_most_relaunches_times(
     tmp_path: Path, ends: str, code: int
 ) -> None:
     assert relaunched(tmp_path, ends, RELAUNCHES="3") == (code, 4)
 
 
-def test_script_ends_as_soon_as_the_command_ends_well(tmp_path: Path) -> None:
+def test_script_exits_when_the_command_exits_with_0(tmp_path: Path) -> None:
     third = f'[ "$(wc -l < {tmp_path}/runs)" -eq 3 ] || kill -9 $$'
     assert relaunched(tmp_path, third) == (0, 3)
 
 
-def test_script_that_is_asked_to_end_lets_the_command_end_and_runs_it_no_more(
+def test_script_forwards_sigterm_and_does_not_restart(
     tmp_path: Path,
 ) -> None:
     ready = tmp_path / "ready"
@@ -66,7 +66,7 @@ def test_script_that_is_asked_to_end_lets_the_command_end_and_runs_it_no_more(
         assert script.returncode == 1
 
 
-def test_unit_restarts_after_the_same_ends_as_the_script() -> None:
+def test_unit_restarts_after_the_same_exit_codes_as_the_script() -> None:
     service, start = unit()["Service"], unit()["Unit"]
     assert service["Restart"] == "on-failure"
     assert service["RestartPreventExitStatus"].split() == ["2", "3"]
@@ -74,13 +74,13 @@ def test_unit_restarts_after_the_same_ends_as_the_script() -> None:
     assert start["StartLimitBurst"] == "10" and int(start["StartLimitIntervalSec"]) > 0
 
 
-def test_unit_lets_the_launcher_end_its_roles_in_time() -> None:
+def test_stop_timeout_of_the_unit_exceeds_the_drain_timeout() -> None:
     service, config = unit()["Service"], ExperimentConfig()
     assert service["KillMode"] == "mixed" and "KillSignal" not in service
     assert int(service["TimeoutStopSec"]) > config.launcher.drain_timeout_s + 30
 
 
-def test_unit_starts_a_command_line_that_is_accepted() -> None:
+def test_command_line_of_the_unit_is_valid() -> None:
     python, script, *words = unit()["Service"]["ExecStart"].split()
     assert python.endswith("/.venv/bin/python") and (FOLDER.parent / script).is_file()
     default = configs.CONFIG_DIR / "async_ppo.yaml"
@@ -92,7 +92,7 @@ def test_unit_starts_a_command_line_that_is_accepted() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="this machine has no systemd")
-def test_unit_is_one_for_systemd(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     text = UNIT.read_text().replace("%h/arealite/.venv/bin/python", shutil.which("true") or "")
     file = tmp_path / UNIT.name
     file.write_text(text.replace("%h/arealite", str(tmp_path)))
@@ -102,7 +102,7 @@ def test_unit_is_one_for_systemd(tmp_path: Path) -> None:
     assert not said, "\n".join(said)
 
 
-def test_page_shows_the_unit_as_it_is() -> None:
+def test_docs_show_the_unit_file() -> None:
     page = (FOLDER.parent / "docs" / "unattended.md").read_text()
     shown = page.split("```ini\n")[1].split("```")[0]
     assert shown == UNIT.read_text()

@@ -1,4 +1,4 @@
-"""A lesson's model, warmed up on demonstrations, and kept."""
+"""A lesson's model is warmed up on demonstrations and reused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lesson(**changes: object) -> Lesson:
     return Lesson(**about | changes)  # pyright: ignore
 
 
-def test_it_ends_when_demonstrations_are_likely(tmp_path: Path) -> None:
+def test_warm_up_stops_at_the_likelihood_and_the_kit_is_reused(tmp_path: Path) -> None:
     model = make_kit(tmp_path, lesson(warm_up=0.6), 1)
     steps, reached = (tmp_path / "done").read_text().split()
     assert 0 < int(steps) < 1500
@@ -33,12 +33,12 @@ def test_it_ends_when_demonstrations_are_likely(tmp_path: Path) -> None:
     assert (model / "model.safetensors").stat().st_mtime_ns == written
 
 
-def test_it_ends_after_its_steps(tmp_path: Path) -> None:
+def test_warm_up_stops_after_max_steps(tmp_path: Path) -> None:
     make_kit(tmp_path, lesson(warm_up=1.1, max_steps=3), 1)
     assert (tmp_path / "done").read_text().startswith("2 ")
 
 
-def test_a_lesson_s_template_is_the_model_s(tmp_path: Path) -> None:
+def test_chat_template_of_the_lesson_is_saved_with_the_model(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
     make_kit(tmp_path, lesson(warm_up=0.0, chat_template=template), 1)
     from transformers import AutoTokenizer
@@ -47,7 +47,7 @@ def test_a_lesson_s_template_is_the_model_s(tmp_path: Path) -> None:
     assert encode(tokenizer, [{"role": "user", "content": "a"}], "b") == ([2, 4], [3, 1])
 
 
-def test_answers_are_marked_and_rows_filled() -> None:
+def test_batch_marks_answer_tokens_and_pads_rows() -> None:
     tokenizer = make_tokenizer("ab=", context=16)
     ids_BT, marks_BT = pad([encode(tokenizer, "a=", "b"), encode(tokenizer, "=", "")])
     assert ids_BT.tolist() == [[2, 4, 3, 1], [4, 1, 0, 0]]

@@ -1,4 +1,4 @@
-"""What the calculator's lesson shows can be read by the agent, and is right."""
+"""Demonstrations of the calculator's lesson are correct and parsed by the agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.lessons.calculator import LESSON
 from tools.make_tiny_model import make_tokenizer
 
 
-def test_calls_are_calls_and_answers_are_answers() -> None:
+def test_examples_have_valid_calls_and_correct_answers() -> None:
     rng, ways = random.Random(1), set()
     for _ in range(200):
         prompt, answer = LESSON.examples(rng)
@@ -25,7 +25,7 @@ def test_calls_are_calls_and_answers_are_answers() -> None:
     assert ways == {(1, 0), (1, 1), (3, 0)}
 
 
-def test_a_call_is_a_few_tokens_and_reads_back() -> None:
+def test_call_has_few_tokens_and_decodes_unchanged() -> None:
     shape = LESSON.shape
     tokenizer = make_tokenizer(shape.alphabet, context=shape.context, words=shape.words)
     tokenizer.chat_template = LESSON.chat_template

@@ -1,5 +1,5 @@
-"""Tiny models load like any Hugging Face folder, and their tokenizer gives back what it was
-given."""
+"""Tiny models load as Hugging Face folders, and their tokenizer decodes what it
+encoded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_model_loads_with_the_shape_asked_for(folder, tokenizer):
+def test_model_has_the_requested_shape(folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = model.config
     assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("qwen2", 16, 1)
@@ -34,7 +34,7 @@ def test_model_loads_with_the_shape_asked_for(folder, tokenizer):
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-def test_the_seed_decides_the_weights(folder, tmp_path):
+def test_equal_seeds_give_equal_weights(folder, tmp_path):
     state = torch.random.get_rng_state()
     weights = folder / "model.safetensors"
     again = make_tiny_model(tmp_path / "again", SMALL) / "model.safetensors"
@@ -45,13 +45,13 @@ def test_the_seed_decides_the_weights(folder, tmp_path):
 
 
 @given(st.text(alphabet=PRINTABLE))
-def test_tokenizer_round_trips_one_token_a_character(tokenizer, text):
+def test_tokenizer_has_one_token_per_character(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
 
 
-def test_other_characters_vanish(tokenizer):
+def test_other_characters_are_dropped(tokenizer):
     assert tokenizer("1é2")["input_ids"] == tokenizer("12")["input_ids"]
 
 
@@ -60,7 +60,7 @@ def test_special_tokens_are_skipped_in_decoding(tokenizer):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
 
 
-def test_a_longer_chat_extends_a_shorter_one(tokenizer):
+def test_longer_chat_extends_the_shorter_one(tokenizer):
     def ids(*messages):
         chat = [{"role": role, "content": content} for role, content in messages]
         made = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
@@ -83,7 +83,7 @@ def test_command_line_and_wide_vocabulary(tmp_path, capsys):
     assert model.config.num_key_value_heads == 1
 
 
-def test_too_small_a_vocabulary_is_refused(tmp_path):
+def test_too_small_vocabulary_is_refused(tmp_path):
     with pytest.raises(ValueError, match="below the tokenizer's 4 tokens"):
         make_tiny_model(tmp_path, TinyModel(alphabet="01", vocab_size=3))
 
@@ -92,7 +92,7 @@ def test_alphabet_is_deduplicated():
     assert len(make_tokenizer("0011")) == 4
 
 
-def test_a_word_is_a_token():
+def test_each_given_word_is_one_token():
     tokenizer = make_tokenizer("ab(", words=("calc(", "b a"))
     assert tokenizer.encode("acalc(bb a") == [2, 5, 3, 6]
     assert tokenizer.decode([2, 5, 3, 6]) == "acalc(bb a"

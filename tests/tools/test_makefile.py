@@ -1,5 +1,5 @@
-"""A target that runs the tests of a marker reads the folders they are in, and no others: reading
-all tests takes as long as ten of them."""
+"""A target of a marker collects only the folders with marked tests, because collecting all tests
+is slow."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TARGETS = [
 ]
 
 
-def test_there_are_targets() -> None:
+def test_makefile_has_marker_targets() -> None:
     assert len(TARGETS) >= 7
 
 
 @pytest.mark.parametrize(("marker", "words"), TARGETS)
-def test_all_that_is_marked_is_read(marker: str, words: list[str]) -> None:
+def test_target_of_a_marker_reads_all_marked_tests(marker: str, words: list[str]) -> None:
     folders = [ROOT / word for word in words if word.startswith("tests/")]
     marked = re.compile(rf"pytest\.mark\.{marker}\b")
     files = [f for f in (ROOT / "tests").rglob("test_*.py") if marked.search(f.read_text())]
@@ -32,7 +32,7 @@ def test_all_that_is_marked_is_read(marker: str, words: list[str]) -> None:
 
 
 def test_short_part_on_real_sglang_has_contract_client_publish_and_wrapper() -> None:
-    """CI has time for no more; `make test-sglang` runs all."""
+    """CI runs only these; `make test-sglang` runs all."""
     (line,) = re.findall(r'-m "sglang and sglang_short" (.+)', (ROOT / "Makefile").read_text())
     files = [f for folder in line.split() for f in (ROOT / folder).glob("test_*.py")]
     assert {f.name for f in files if "mark.sglang_short" in f.read_text()} == {

@@ -1,4 +1,4 @@
-"""The pages made from the code are those of the code; links in README and docs lead somewhere."""
+"""Generated pages are up to date; links in README and docs have targets."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def made() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["config.md", "commands.md", "metrics.md"])
-def test_a_page_is_what_the_code_says(made: dict[str, str], name: str) -> None:
+def test_generated_page_is_up_to_date(made: dict[str, str], name: str) -> None:
     assert (reference.FOLDER / name).read_text("utf-8") == made[name], "run `make reference`"
 
 
-def test_every_key_command_and_metric_is_there(made: dict[str, str]) -> None:
+def test_reference_has_every_key_command_and_metric(made: dict[str, str]) -> None:
     config = made["config.md"]
     for key, _, _ in base_config.keys(ExperimentConfig):
         names = key.split(".")
@@ -63,11 +63,11 @@ def test_every_key_command_and_metric_is_there(made: dict[str, str]) -> None:
         (dict[str, Any], "map of anything"),
     ],
 )
-def test_types_are_told_as_yaml(held: Any, told: str) -> None:
+def test_types_are_shown_in_yaml_terms(held: Any, told: str) -> None:
     assert reference.type_name(held) == told
 
 
-def test_check_says_which_page_is_stale(
+def test_check_names_the_outdated_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reference, "FOLDER", tmp_path / "reference")
@@ -86,7 +86,7 @@ def test_check_says_which_page_is_stale(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     for link in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", link):
             continue
@@ -97,7 +97,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file), f"{link}: no such heading in {file.name}"
 
 
-def test_the_site_has_every_page_once() -> None:
+def test_site_navigation_has_every_page_once() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
     listed = sorted(entries(nav))
     there = sorted(str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md"))
@@ -106,8 +106,8 @@ def test_the_site_has_every_page_once() -> None:
 
 @pytest.mark.processes
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: the extra docs")
-def test_the_site_builds(tmp_path: Path) -> None:
-    """Strictly: a warning is an error."""
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    """A warning is an error (strict mode)."""
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -129,8 +129,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: the extra docs")
 @needs_chromium
-def test_the_site_is_searched_without_a_web_server(tmp_path: Path) -> None:
-    """As `make docs` leaves it: opened from the file system, without a network."""
+def test_site_search_works_without_a_web_server(tmp_path: Path) -> None:
+    """The site is opened from the file system, without a network."""
     from playwright.sync_api import expect, sync_playwright
 
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
@@ -152,7 +152,7 @@ def test_the_site_is_searched_without_a_web_server(tmp_path: Path) -> None:
         for query, shown in {
             "nosuchwordatall": "No results found",
             "~^ +:": "Type a word",
-            "nosuchfield:publisher~^": "publisher",  # the words are no query language
+            "nosuchfield:publisher~^": "publisher",  # special characters are plain text
         }.items():
             page.fill("#mkdocs-search-query", query)
             expect(results).to_contain_text(shown)
@@ -163,7 +163,7 @@ def test_the_site_is_searched_without_a_web_server(tmp_path: Path) -> None:
 
 
 def prose(page: Path) -> str:
-    """Return a page without code, where brackets are no links."""
+    """Return a page without its code blocks."""
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"(?m)^(?: {4}|\t).*$", "", text)
     return re.sub(r"`[^`\n]*`", "code", text)

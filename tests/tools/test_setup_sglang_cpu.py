@@ -1,5 +1,5 @@
-"""The stand-ins that let SGLang start without a GPU, and the script's short ways out; a whole
-installation is what `make test-sglang` needs and so tries."""
+"""The stub modules that let SGLang start without a GPU, and early exits of the script;
+`make test-sglang` tests a complete installation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SCRIPT = ROOT / "tools" / "setup_sglang_cpu.sh"
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python that has the stand-ins, and nothing that is installed."""
+    """Run code in a Python with the stub modules and without installed packages."""
     command = [sys.executable, "-S", "-c", f"import sglang_cpu_stubs\n{code}"]
     return subprocess.run(
         command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "tools")}
     )
 
 
-def test_stand_ins_can_be_imported_named_and_subclassed():
+def test_stub_modules_can_be_imported_and_subclassed():
     done = python(
         """
 from __future__ import annotations
@@ -40,12 +40,12 @@ assert not hasattr(sgl_kernel, "__version__") and not hasattr(f.Resize, "__wrapp
     assert done.returncode == 0, done.stderr
 
 
-def test_calling_a_stand_in_says_what_is_missing():
+def test_calling_a_stub_raises_an_error_with_its_name():
     done = python("import sgl_kernel; sgl_kernel.rmsnorm(1)")
     assert "RuntimeError: sgl_kernel.rmsnorm was called, but only a stand-in" in done.stderr
 
 
-def test_the_rest_of_a_package_stays_missing_and_so_does_all_to_those_who_ask():
+def test_stubs_are_hidden_from_find_spec_and_other_submodules_stay_missing():
     done = python("""
 import importlib.util
 assert importlib.util.find_spec("torchvision") is None
@@ -59,8 +59,8 @@ except ModuleNotFoundError:
     assert done.stdout == "missing\n", done.stderr
 
 
-def test_transformers_is_told_that_its_class_for_images_needs_no_torchvision(tmp_path: Path):
-    """As SGLang finds the class while it is imported; what other classes need stays as it is."""
+def test_transformers_image_class_is_patched_to_need_no_torchvision(tmp_path: Path):
+    """SGLang imports the class in this way; requirements of other classes stay unchanged."""
     package = tmp_path / "transformers" / "utils"
     package.mkdir(parents=True)
     (package / "import_utils.py").write_text(
@@ -78,7 +78,7 @@ assert first("image_processing_clip.py") == ("torchvision",)
     assert done.returncode == 0, done.stderr
 
 
-def test_another_transformers_is_left_as_it_is(tmp_path: Path):
+def test_unknown_transformers_version_is_not_patched(tmp_path: Path):
     package = tmp_path / "transformers" / "utils"
     package.mkdir(parents=True)
     (package / "import_utils.py").write_text("MEANS = 'another way'\n")
@@ -107,7 +107,7 @@ def program(file: Path, text: str) -> Path:
     return file
 
 
-def test_a_finished_environment_is_left_as_it_is(tmp_path: Path):
+def test_finished_environment_is_not_changed(tmp_path: Path):
     venv = tmp_path / "venv"
     program(venv / "bin/python", "exit 9")
     (venv / ".sglang-cpu").write_text("sglang==0.5.9 torch==3\n")
@@ -119,7 +119,7 @@ def test_a_finished_environment_is_left_as_it_is(tmp_path: Path):
     assert other.returncode != 0, "another version is not there"
 
 
-def test_a_failing_pip_is_shown_with_its_last_lines(tmp_path: Path):
+def test_failed_pip_shows_its_last_lines(tmp_path: Path):
     venv = tmp_path / "venv"
     fails = 'case "$*" in *pip*) echo no such version; exit 1;; *"-W ignore"*) exit 1;; esac'
     program(venv / "bin/python", fails)
@@ -131,9 +131,7 @@ def test_a_failing_pip_is_shown_with_its_last_lines(tmp_path: Path):
 
 
 @pytest.mark.parametrize("version", ["0.5.8", "0.5.24", "0.5.1", "0.5.12.post"])
-def test_a_version_that_was_never_tried_is_refused_before_the_download(
-    tmp_path: Path, version: str
-):
+def test_untested_version_is_refused_before_the_download(tmp_path: Path, version: str):
     done = setup(tmp_path / "venv", SGLANG=version, PYTHON="/bin/false")
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: SGLANG={version} ") and done.stderr.count("\n") == 1
@@ -143,8 +141,8 @@ def test_a_version_that_was_never_tried_is_refused_before_the_download(
     assert "never tried" not in asked.stderr and asked.returncode == 1
 
 
-def test_the_versions_that_are_accepted_are_those_of_the_table():
-    """What docs/servers.md says of each was seen by tools/try_sglang.py."""
+def test_accepted_versions_are_those_of_the_docs():
+    """tools/try_sglang.py produced the table in docs/servers.md."""
     table = (ROOT / "docs" / "servers.md").read_text()
     rows = re.findall(r"^\| (0\.5\.\d+(?:\.post\d)?) \|", table, re.MULTILINE)
     assert rows == try_sglang.accepted()

@@ -1,4 +1,4 @@
-"""Skipped tests are compared with a list, and run again; the list names tests that there are."""
+"""Skipped tests are compared with a list and run again; the list has only existing tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LIST = """
     ],
     ids=["exact", "unlisted", "missing", "another reason"],
 )
-def test_an_unlisted_and_a_missing_skip_fail(
+def test_unlisted_and_missing_skips_fail(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     listed: str,
@@ -71,12 +71,12 @@ def test_an_unlisted_and_a_missing_skip_fail(
     ] * len(told)
 
 
-def test_without_a_report_the_fix_is_named(tmp_path: Path) -> None:
+def test_error_of_a_missing_report_has_the_fix(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="run `make test` first"):
         skips.main(["rerun", str(tmp_path / "none"), "true"])
 
 
-def test_nothing_is_run_where_nothing_was_skipped(
+def test_rerun_without_skips_runs_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "report").write_text("")
@@ -85,8 +85,8 @@ def test_nothing_is_run_where_nothing_was_skipped(
 
 
 @pytest.mark.processes
-def test_a_report_of_pytest_names_what_is_run_again(tmp_path: Path) -> None:
-    """A module, a test, one with an odd parameter; by several processes, as `make test` does."""
+def test_skipped_tests_of_a_report_are_run_again(tmp_path: Path) -> None:
+    """A module, a test and a parametrized test, in several processes as with `make test`."""
     folder = tmp_path / "with a space"
     folder.mkdir()
     (folder / "conftest.py").write_text("from tests.skip_report import pytest_terminal_summary\n")
@@ -123,7 +123,7 @@ def test_a_report_of_pytest_names_what_is_run_again(tmp_path: Path) -> None:
     assert again.read_text() == ""
 
 
-def test_the_list_names_tests_that_there_are() -> None:
+def test_list_of_skips_has_only_existing_tests() -> None:
     for name in [each for table in LISTED.values() for names in table.values() for each in names]:
         file, _, function = name.partition("::")
         assert (ROOT / file).is_file(), name

@@ -12,7 +12,7 @@ import pytest
 from tools import soak
 
 NEVER = 1 << 22
-"""No process has a number from here on."""
+"""The first process id that no process has."""
 
 
 class FakeProcess:
@@ -53,7 +53,7 @@ class FakeSite:
 
 
 def killed(site: FakeSite, *plan: str) -> soak.Killer:
-    """Kill what is planned, one after the other; what was killed is gone, but for the launcher."""
+    """Kill the planned roles in order; killed roles exit, and the launcher restarts at once."""
     killer = soak.Killer(site, seed="1", plan=plan[::-1])  # type: ignore[arg-type]
     for _ in plan:
         assert killer._strike()
@@ -62,7 +62,7 @@ def killed(site: FakeSite, *plan: str) -> soak.Killer:
     return killer
 
 
-def test_who_misses_its_launcher_waits_for_the_next():
+def test_role_without_its_launcher_waits_for_the_next_launcher():
     site = FakeSite("datapipe-0", "rollout-0", "llm_server-0")
     killer = killed(site, "datapipe", "llm_server", "launcher")
     site.come("datapipe-0", "rollout-0", "llm_server-0")
@@ -71,7 +71,7 @@ def test_who_misses_its_launcher_waits_for_the_next():
     assert [kill.launcher_died for kill in killer.kills] == [True, False, False]
 
 
-def test_who_is_back_before_the_launcher_dies_is_the_launchers_doing():
+def test_role_restarted_before_the_launcher_dies_has_no_launcher_death():
     site = FakeSite("datapipe-0", "rollout-0")
     killer = killed(site, "datapipe")
     site.come("datapipe-0")
@@ -93,7 +93,7 @@ def told(
     return result
 
 
-def test_times_of_a_role_are_those_that_its_launcher_took(
+def test_restart_times_exclude_kills_with_a_dead_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     kills = [soak.Kill("datapipe-0", 1, 0.0, back_s) for back_s in (0.5, 2.0, 12.0)]
@@ -106,7 +106,7 @@ def test_times_of_a_role_are_those_that_its_launcher_took(
 
 
 @pytest.mark.parametrize("role", ["datapipe-0", "rollout-1", "llm_server-0"])
-def test_a_role_that_comes_back_late_breaks_a_promise(
+def test_late_restart_of_a_role_fails_the_soak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
 ):
     with pytest.raises(soak.SoakError, match=f"{role} 3.5 s"):

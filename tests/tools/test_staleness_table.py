@@ -1,4 +1,4 @@
-"""The policy wait trains what was offered, whatever the tail of lengths; drop prefers the short."""
+"""The policy wait trains all offered groups for any distribution of lengths; drop prefers short."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def play(folder: Path, policy: str, eta: int) -> Trial:
 
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
-def test_pace_trains_what_was_offered(tmp_path: Path, eta: int) -> None:
+def test_wait_trains_all_offered_groups(tmp_path: Path, eta: int) -> None:
     trial = play(tmp_path, "wait", eta)
     store = trial.store
     assert not [reason for reason in store.counts if reason.startswith("filtered")]
@@ -38,7 +38,7 @@ def test_pace_trains_what_was_offered(tmp_path: Path, eta: int) -> None:
 
 
 @pytest.mark.parametrize("eta", [1, 4])
-def test_drop_trains_the_short_ones(tmp_path: Path, eta: int) -> None:
+def test_drop_prefers_short_trajectories(tmp_path: Path, eta: int) -> None:
     trial = play(tmp_path, "drop", eta)
     lengths, offered = [s.tokens for s in trial.samples], trial.offered()
     assert trial.store.counts["filtered:stale"] > STEPS * 4 * 0.1
@@ -48,7 +48,7 @@ def test_drop_trains_the_short_ones(tmp_path: Path, eta: int) -> None:
 
 
 @pytest.mark.parametrize("eta", [1, 4])
-def test_mask_takes_loss_from_the_long_ones(tmp_path: Path, eta: int) -> None:
+def test_mask_excludes_tokens_of_long_trajectories(tmp_path: Path, eta: int) -> None:
     trial = play(tmp_path, "mask", eta)
     cut = [s.tokens for s in trial.samples if s.with_loss < s.tokens]
     whole = [s.tokens for s in trial.samples if s.with_loss == s.tokens]
@@ -57,7 +57,7 @@ def test_mask_takes_loss_from_the_long_ones(tmp_path: Path, eta: int) -> None:
     assert max(sample.age for sample in trial.samples) <= eta
 
 
-def test_zero_is_the_same_under_all_policies(tmp_path: Path) -> None:
+def test_all_policies_are_equal_with_eta_0(tmp_path: Path) -> None:
     rows = []
     for policy in ("wait", "mask", "drop"):
         folder = tmp_path / policy
@@ -67,7 +67,7 @@ def test_zero_is_the_same_under_all_policies(tmp_path: Path) -> None:
     assert len(rows[0]) == len(COLUMNS) - 2
 
 
-def test_distance() -> None:
+def test_distance_between_length_distributions() -> None:
     assert distance([1, 2, 3], [1, 2, 3]) == 0.0
     assert distance([1, 1], [2, 2]) == 1.0
     assert distance([1, 2, 3, 4], [3, 4]) == 0.5

@@ -13,14 +13,14 @@ from tools import steal
 
 
 @pytest.mark.parametrize("words", [[], ["0.5"], ["half", "true"], ["1.0", "true"], ["0", "true"]])
-def test_nonsense_is_refused_in_a_line(
+def test_invalid_arguments_of_steal_are_a_one_line_error(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert steal.main(words) == 2
     assert capsys.readouterr().err.startswith("error: give the share to take")
 
 
-def test_who_may_not_take_cpus_is_told_so(
+def test_missing_permission_is_a_one_line_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -31,7 +31,7 @@ def test_who_may_not_take_cpus_is_told_so(
     assert "needs Linux and root" in capsys.readouterr().err
 
 
-def test_each_cpu_has_its_thief_and_the_command_its_exit_code(
+def test_each_cpu_has_a_stealing_process_and_the_exit_code_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def note(cpu: int, share: float, parent: int) -> None:
@@ -44,7 +44,7 @@ def test_each_cpu_has_its_thief_and_the_command_its_exit_code(
     until(lambda: {file.name for file in tmp_path.iterdir()} == cpus, what="a thief a CPU")
 
 
-def test_a_thief_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stealing_process_exits_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_setscheduler", lambda *_: None)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     parents = iter([1, 1, 2])

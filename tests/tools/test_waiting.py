@@ -1,4 +1,4 @@
-"""The one way in which tests ask whether a process has exited: tests/waiting.py."""
+"""tests/waiting.py, with which all tests check that a process has exited."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ALLOWED = {
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing until it is killed."""
+    """Return a process that waits until it is killed."""
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
         yield process
         process.kill()
 
 
-def test_a_process_that_nobody_has_reaped_has_exited(child: subprocess.Popen[bytes]) -> None:
+def test_zombie_process_has_exited(child: subprocess.Popen[bytes]) -> None:
     known = psutil.Process(child.pid)
     assert not has_exited(child.pid) and not has_exited(known)
     child.kill()
@@ -46,25 +46,25 @@ def test_a_process_that_nobody_has_reaped_has_exited(child: subprocess.Popen[byt
     assert has_exited(child.pid) and has_exited(known)
 
 
-def test_waiting_for_a_process_that_stays_fails(child: subprocess.Popen[bytes]) -> None:
+def test_wait_for_a_running_process_times_out(child: subprocess.Popen[bytes]) -> None:
     with pytest.raises(pytest.fail.Exception, match=f"the end of {child.pid}"):
         until_exited(child.pid, seconds=0.0)
 
 
-def test_a_process_whose_id_has_passed_to_another_has_exited() -> None:
+def test_process_with_a_reused_pid_has_exited() -> None:
     earlier = psutil.Process(os.getpid())
-    earlier._ident = (earlier.pid, 1.0)  # it began at another time
+    earlier._ident = (earlier.pid, 1.0)  # another start time
     assert has_exited(earlier) and not has_exited(os.getpid())
 
 
-def test_a_server_is_known_to_be_dead_as_soon_as_its_kill_returns(tmp_path: Path) -> None:
+def test_server_has_exited_when_kill_returns(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     with subprocess.Popen(command, start_new_session=True) as process:
         Real("http://127.0.0.1:1", process, tmp_path / "log").kill()
         assert process.poll() == -signal.SIGKILL
 
 
-def test_no_test_asks_in_another_way() -> None:
+def test_all_tests_use_has_exited() -> None:
     found = [
         f"{file.relative_to(TESTS)}:{number}: {line.strip()}"
         for file in sorted(TESTS.rglob("*.py"))

@@ -61,12 +61,12 @@ THOUGHTLESS = """\
 {{- '<|turn|>' + m.role + '\\n' + said + '<|end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"""
-"""Drops the thoughts before the last question."""
+"""A template that drops the thoughts before the last question."""
 
 OPENING = THOUGHTLESS.replace(
     "assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}"
 )
-"""Starts each thought itself."""
+"""A template that opens each thought."""
 
 HEADS = """\
 {{- '<|text|>' }}
@@ -74,7 +74,7 @@ HEADS = """\
 {{- '<|head|>' + m.role + '<|body|>\\n\\n' + m.content | trim + '<|done|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|head|>assistant<|body|>\\n\\n' }}{% endif %}"""
-"""Trims the content of messages."""
+"""A template that trims the content of messages."""
 
 NO_SYSTEM = """\
 {%- for m in messages %}

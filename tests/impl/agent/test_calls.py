@@ -1,4 +1,4 @@
-"""Tool calls are parsed, or have an error that says what is wrong."""
+"""Tool calls are parsed, or have an error with the reason."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from arealite.impl.agent import completions
 from arealite.impl.agent.completions import Completions, FixedPolicyFailed
 from arealite.system.health import waits
 from tests.fakes.completions import FakeCompletions
-from tests.fakes.patience import Patience
+from tests.fakes.deadlines import WaitExpirer
 
 HELLO = [{"role": "user", "content": "hello"}]
 KEY = "sk-very-secret"
@@ -65,9 +65,9 @@ async def test_conversation_and_sampling_options_are_sent() -> None:
     ids=lambda fault: fault[:12],
 )
 async def test_fault_is_retried(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience = Patience(monkeypatch, completions)
+    expirer = WaitExpirer(monkeypatch, completions)
     async with connected(fault) as (server, endpoint):
-        server.on_hang = lambda: patience.end(f"endpoint 127.0.0.1:{server.port}")
+        server.on_hang = lambda: expirer.expire(f"endpoint 127.0.0.1:{server.port}")
         assert await endpoint.ask(HELLO, owner="seat judge") == "1: hello"
     assert len(server.bodies) == 2
 
@@ -85,13 +85,13 @@ async def test_fault_is_retried(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
 async def test_lasting_fault_fails_after_all_attempts(
     fault: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = Patience(monkeypatch, completions)
+    expirer = WaitExpirer(monkeypatch, completions)
     async with connected(*[fault] * 9) as (server, endpoint):
-        server.on_hang = lambda: patience.end(f"endpoint 127.0.0.1:{server.port}")
+        server.on_hang = lambda: expirer.expire(f"endpoint 127.0.0.1:{server.port}")
         with pytest.raises(FixedPolicyFailed, match=what) as raised:
             await endpoint.ask(HELLO, owner="seat judge")
     assert len(server.bodies) == 3
-    assert patience.ended == ([30.0] * 3 if fault == "hang" else [])
+    assert expirer.expired == ([30.0] * 3 if fault == "hang" else [])
     assert raised.value.failure_class == "fixed_policy"
 
 

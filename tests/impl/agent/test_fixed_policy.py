@@ -63,7 +63,7 @@ def experiment(tmp_path: Path, opponent: FixedPolicyConfig) -> ExperimentConfig:
 
 
 @envs.register("against")
-class Against(Env):
+class TwoSeatEnv(Env):
     """The trained seat asks and the frozen seat answers, twice; both get a reward."""
 
     seats = ("agent", "other")

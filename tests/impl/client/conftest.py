@@ -1,4 +1,4 @@
-"""A client on fake servers, registered in a folder of the test."""
+"""A client with fake servers that are registered in a folder of the test."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.fakes.sglang import FakeSGLang
 
 
 class Site:
-    """Fake servers and the client that found them."""
+    """Fake servers and a client that discovered them."""
 
     def __init__(self, client: SGLangClient, servers: list[FakeSGLang], names: NameRegistry):
         self.client, self.servers, self.names = client, servers, names
         self.silent = set[FakeSGLang]()
-        """Servers that their supervisor does not hear: it renews their names no more."""
+        """Servers whose registry entries are no longer renewed."""
 
     def value(self, server: FakeSGLang) -> dict[str, Any] | None:
-        """Return what the supervisor of a server writes to its name."""
+        """Return the registry value that a server's supervisor writes."""
         return server.entry() if server.is_up and server not in self.silent else None
 
     async def generate(self, group: str = "g", **settings: Any) -> Any:
-        """Generate 8 tokens after a prompt of 3, unless told otherwise."""
+        """Generate 8 tokens after a prompt of 3 tokens, unless arguments differ."""
         return await self.client.generate(request(group, **settings))
 
 
@@ -52,7 +52,7 @@ def request(group: str = "g", **settings: Any) -> LLMRequest:
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> ExperimentConfig:
-    # A long time to live: only a test lets a name die.
+    # Entries expire only if a test removes them.
     cluster = ClusterConfig(name_root=str(tmp_path / "names"), ttl_s=600.0, user="test")
     return ExperimentConfig(cluster=cluster, server_wait_s=60.0)
 
@@ -62,7 +62,7 @@ def site(experiment: ExperimentConfig) -> Callable[..., Any]:
     @asynccontextmanager
     async def make(*settings: dict[str, Any], **client: Any) -> AsyncIterator[Site]:
         names = NameRegistry(name_dir(experiment), ttl_s=600.0)
-        # Ends that only a test brings about: `refresh_s` or a deadline of its own.
+        # Deadlines that do not pass unless a test shortens them.
         limits = {"request_timeout_s": 60.0, "connect_timeout_s": 60.0}
         own = SGLangClientConfig(**({"refresh_s": 0.05} | limits | client))
         async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Which server gets a request."""
+"""Selection of the server for a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def router(*versions: int, alive: bool = True) -> Router:
     return made
 
 
-def test_a_group_stays_and_groups_spread() -> None:
+def test_requests_of_a_group_share_a_server_and_groups_are_balanced() -> None:
     made = router(1, 1)
     homes = []
     for group in ("a", "b", "c", "d"):
@@ -30,13 +30,13 @@ def test_a_group_stays_and_groups_spread() -> None:
     assert sorted(homes) == ["s0", "s0", "s1", "s1"]
 
 
-def test_ties_go_to_the_server_that_served_less() -> None:
+def test_tie_goes_to_the_server_with_fewer_served_requests() -> None:
     made = router(0, 0)
     made.servers["s0"].served = 5
     assert made.pick("g", 0) is made.servers["s1"]
 
 
-def test_old_or_dead_servers_get_nothing() -> None:
+def test_outdated_and_dead_servers_get_no_request() -> None:
     made = router(1, 3)
     assert made.pick("g", 2) is made.servers["s1"]
     assert made.pick("g", 4) is None
@@ -45,7 +45,7 @@ def test_old_or_dead_servers_get_nothing() -> None:
     assert "s1 (http://127.0.0.1:9001): unreachable" in made.no_server_reason(2)
 
 
-def test_a_server_that_failed_is_avoided_if_there_is_another() -> None:
+def test_failed_server_is_avoided_if_another_exists() -> None:
     made = router(0, 0)
     first = made.pick("g", 0)
     assert made.pick("g", 0, avoid=first) is not first
@@ -54,7 +54,7 @@ def test_a_server_that_failed_is_avoided_if_there_is_another() -> None:
     assert alone.pick("g", 0, avoid=only) is only
 
 
-def test_remembered_groups_are_bounded(monkeypatch) -> None:
+def test_number_of_remembered_groups_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(routing, "STICKY_GROUPS", 3)
     made = router(0)
     for group in range(10):
@@ -62,7 +62,7 @@ def test_remembered_groups_are_bounded(monkeypatch) -> None:
     assert list(made._groups) == ["7", "8", "9"]
 
 
-async def test_a_lost_server_interrupts_what_waits_for_it() -> None:
+async def test_lost_server_interrupts_its_waits() -> None:
     server = Server("s", "http://127.0.0.1:9", alive=True)
 
     async def ask() -> None:

@@ -1,4 +1,4 @@
-"""The client against scripted servers: whatever happens, a generation comes back whole."""
+"""The client with scripted servers: generations are complete despite aborts and crashes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def push(server: FakeSGLang, version: str, mode: str) -> None:
     await post(server, "/continue_generation")
 
 
-async def test_a_generation_is_sent_explicitly_and_comes_back_exactly(site) -> None:
+async def test_request_and_response_are_complete(site) -> None:
     async with site({"version": "3"}) as s:
         response = await s.generate(temperature=0.7)
         sent = s.servers[0].requests[0]
@@ -59,7 +59,7 @@ async def test_a_generation_is_sent_explicitly_and_comes_back_exactly(site) -> N
     assert {"top_p", "top_k", "max_new_tokens"} <= sent["sampling_params"].keys()
 
 
-async def test_stop_tokens_end_a_generation(site) -> None:
+async def test_stop_token_ends_a_generation(site) -> None:
     third = expected([10, 20, 30], 3)[2]
     async with site() as s:
         response = await s.generate(stop_token_ids=[third])
@@ -67,7 +67,7 @@ async def test_stop_tokens_end_a_generation(site) -> None:
     assert response.output_ids == expected([10, 20, 30], 3)
 
 
-async def test_an_aborted_generation_is_resubmitted_with_the_rest_of_its_budget(site) -> None:
+async def test_aborted_generation_is_resubmitted_with_its_remaining_budget(site) -> None:
     async with site({"version": "1", "hold_after": 3}) as s:
         (server,) = s.servers
         task = asyncio.create_task(s.generate(min_new_tokens=4))
@@ -86,8 +86,8 @@ async def test_an_aborted_generation_is_resubmitted_with_the_rest_of_its_budget(
     assert (stats["resubmissions"], stats["interruptions"]) == (1, 1)
 
 
-async def test_a_cut_generation_tells_what_it_has_and_goes_on_elsewhere(site) -> None:
-    """As after its worker's death: the tokens it told of are not sampled again."""
+async def test_aborted_generation_reports_partial_tokens_and_resumes_from_them(site) -> None:
+    """A generation resumed from partial tokens does not sample them again, as after a crash."""
     told: list[LLMResponse] = []
     async with site({"version": "1", "hold_after": 3}) as s:
         (server,) = s.servers
@@ -108,7 +108,7 @@ async def test_a_cut_generation_tells_what_it_has_and_goes_on_elsewhere(site) ->
     assert len(partial.output_ids) == 3, "what was told is left alone"
 
 
-async def test_waits_name_the_server_and_the_generation(site) -> None:
+async def test_waits_show_server_and_generation(site) -> None:
     async with site({"hold_after": 1}, {"hold_after": 1}) as s:
         tasks = [asyncio.create_task(s.generate(f"g{n}")) for n in range(2)]
         for server in s.servers:
@@ -126,7 +126,7 @@ async def test_waits_name_the_server_and_the_generation(site) -> None:
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_a_paused_generation_keeps_its_spans(site, mode: str) -> None:
+async def test_paused_generation_keeps_its_version_spans(site, mode: str) -> None:
     async with site({"version": "1", "hold_after": 3}) as s:
         (server,) = s.servers
         task = asyncio.create_task(s.generate())
@@ -147,13 +147,13 @@ async def test_a_paused_generation_keeps_its_spans(site, mode: str) -> None:
     assert response.interruptions == (mode == "retract")
 
 
-async def test_without_spans_the_acknowledged_version_counts(site) -> None:
+async def test_tokens_without_spans_have_the_acknowledged_version(site) -> None:
     async with site({"version": "1", "hold_after": 3, "spans": False}) as s:
         (server,) = s.servers
         task = asyncio.create_task(s.generate())
         await server.held(1)
         await push(server, "2", "abort")
-        # What was sent before version 2 was acknowledged may be of version 1: never told too new.
+        # Tokens sent before version 2 was acknowledged count as version 1, never as newer.
         assert (await task).versions == [1] * 8
         assert (await s.generate(request_id="next")).versions == [2] * 8
 
@@ -166,7 +166,7 @@ async def test_without_spans_the_acknowledged_version_counts(site) -> None:
         ({"stop": True}, "stop"),
     ],
 )
-async def test_an_abort_at_the_end_is_the_end(site, settings, reason: str) -> None:
+async def test_abort_after_the_last_token_ends_the_generation(site, settings, reason: str) -> None:
     tokens = expected([10, 20, 30], 3)
     if "stop_token_ids" in settings:
         settings = {"stop_token_ids": [tokens[-1]]}
@@ -187,7 +187,7 @@ async def test_an_abort_at_the_end_is_the_end(site, settings, reason: str) -> No
     assert (response.output_ids, response.stop_reason) == (tokens, reason)
 
 
-async def test_an_abort_at_the_models_eos_is_the_end(site, experiment, tmp_path) -> None:
+async def test_abort_after_the_models_eos_ends_the_generation(site, experiment, tmp_path) -> None:
     third = expected([10, 20, 30], 3)[2]
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [third, 1]}))
     object.__setattr__(experiment.model, "path", str(tmp_path))
@@ -199,7 +199,7 @@ async def test_an_abort_at_the_models_eos_is_the_end(site, experiment, tmp_path)
         assert len(s.servers[0].requests) == 1
 
 
-async def test_empty_aborts_are_tried_again_with_backoff(site) -> None:
+async def test_abort_without_tokens_is_retried_with_backoff(site) -> None:
     async with site() as s:
         s.servers[0].fail_next("abort", count=3)
         response = await s.generate()
@@ -208,7 +208,7 @@ async def test_empty_aborts_are_tried_again_with_backoff(site) -> None:
         assert len(s.servers[0].requests) == 4
 
 
-async def test_a_dead_servers_requests_move(site) -> None:
+async def test_requests_of_a_dead_server_fail_over(site) -> None:
     async with site({"hold_after": 2}, {}) as s:
         first, second = s.servers
         tasks = [asyncio.create_task(s.generate("g", request_id=f"g/{i}")) for i in range(4)]
@@ -223,12 +223,12 @@ async def test_a_dead_servers_requests_move(site) -> None:
     assert all(r.interruptions == 0 for r in responses)
 
 
-async def test_a_partial_output_moves_with_its_request(site) -> None:
+async def test_failover_keeps_the_partial_output(site) -> None:
     async with site({"version": "1", "hold_after": 3}, {"version": "2"}) as s:
         first, second = s.servers
         task = asyncio.create_task(s.generate())
         await first.held(1)
-        first.fail_next("die")  # the resubmission finds it dying
+        first.fail_next("die")  # the server dies at the resubmission
         await post(first, "/abort_request", rid="g/0~0")
         response = await task
         moved = second.requests[0]
@@ -237,7 +237,7 @@ async def test_a_partial_output_moves_with_its_request(site) -> None:
     assert response.versions == [1] * 3 + [2] * 5
 
 
-async def test_a_silent_server_is_left_when_its_name_is_gone(site) -> None:
+async def test_request_leaves_a_silent_server_when_its_entry_is_removed(site) -> None:
     async with site({}, {}, refresh_s=600.0) as s:
         first, second = s.servers
         first.fail_next("hang")
@@ -250,7 +250,7 @@ async def test_a_silent_server_is_left_when_its_name_is_gone(site) -> None:
         assert len(second.requests) == 1
 
 
-async def test_a_server_whose_name_is_not_renewed_is_left(site) -> None:
+async def test_request_leaves_a_server_whose_entry_expires(site) -> None:
     async with site({}, {}, refresh_s=600.0) as s:
         first, second = s.servers
         s.client._directory.refresh_s, s.client._directory.registry.ttl_s = 0.05, 0.5
@@ -261,7 +261,7 @@ async def test_a_server_whose_name_is_not_renewed_is_left(site) -> None:
         assert len(second.requests) == 1
 
 
-async def test_a_server_at_which_a_request_failed_gets_none_until_its_name_is_renewed(site) -> None:
+async def test_failed_server_gets_no_request_until_its_entry_is_renewed(site) -> None:
     async with site({}, {}) as s:
         first, second = s.servers
         s.silent.add(first)
@@ -276,7 +276,7 @@ async def test_a_server_at_which_a_request_failed_gets_none_until_its_name_is_re
             await s.generate(f"again {len(second.requests)}")
 
 
-async def test_a_new_version_is_seen_at_once(site) -> None:
+async def test_new_version_is_detected_without_a_refresh(site) -> None:
     async with site(refresh_s=600.0) as s:
         (server,) = s.servers
         server.version = "1"
@@ -284,7 +284,7 @@ async def test_a_new_version_is_seen_at_once(site) -> None:
             assert (await s.generate(min_version=1)).versions == [1] * 8
 
 
-async def test_a_restarted_server_gets_traffic_again(site) -> None:
+async def test_restarted_server_gets_requests_again(site) -> None:
     async with site() as s:
         (server,) = s.servers
         await server.kill()
@@ -295,7 +295,7 @@ async def test_a_restarted_server_gets_traffic_again(site) -> None:
         assert (await task).output_ids == expected([10, 20, 30], 8)
 
 
-async def test_a_request_that_backs_off_holds_no_server(site) -> None:
+async def test_request_in_backoff_occupies_no_server(site) -> None:
     async with site() as s:
         s.servers[0].fail_next("reset", count=3)
         back_off, backs_off, go_on = s.client._back_off, asyncio.Event(), asyncio.Event()
@@ -316,18 +316,18 @@ async def test_a_request_that_backs_off_holds_no_server(site) -> None:
         assert (await task).stop_reason == "length"
 
 
-async def test_nobody_left_is_an_error_at_the_deadline(site) -> None:
+async def test_generation_without_a_live_server_fails_at_the_deadline(site) -> None:
     async with site() as s:
         await s.servers[0].kill()
         with pytest.raises(ServerUnavailable, match=r"unreachable|before the deadline"):
-            await s.generate(deadline_s=0.3)  # it may end at the server, or at none
+            await s.generate(deadline_s=0.3)  # the error may name the server or not
         (server,) = s.client._router.servers.values()
         await eventually(lambda: not server.alive, "the loss of the server")
         with pytest.raises(ServerUnavailable, match="unreachable"):
             await s.generate(deadline_s=0.1)
 
 
-async def test_a_generation_past_its_deadline_is_aborted(site) -> None:
+async def test_generation_is_aborted_at_its_deadline(site) -> None:
     async with site({"hold_after": 2}) as s:
         with pytest.raises(ServerUnavailable, match="deadline"):
             await s.generate(deadline_s=0.2)
@@ -335,7 +335,7 @@ async def test_a_generation_past_its_deadline_is_aborted(site) -> None:
         assert ("/abort_request", {"rid": "g/0~0"}) in s.servers[0].calls
 
 
-async def test_a_cancelled_generation_is_aborted(site) -> None:
+async def test_cancelled_generation_is_aborted_at_the_server(site) -> None:
     async with site({"hold_after": 2}) as s:
         task = asyncio.create_task(s.generate())
         await s.servers[0].held(1)
@@ -346,7 +346,7 @@ async def test_a_cancelled_generation_is_aborted(site) -> None:
         assert ("/abort_request", {"rid": "g/0~0"}) in s.servers[0].calls
 
 
-async def test_a_refused_request_carries_the_servers_words(site) -> None:
+async def test_refused_request_raises_the_servers_message(site) -> None:
     async with site() as s:
         s.servers[0].fail_next("400")
         with pytest.raises(GenerationRefused, match="scripted 400"):
@@ -354,7 +354,7 @@ async def test_a_refused_request_carries_the_servers_words(site) -> None:
         assert len(s.servers[0].requests) == 1
 
 
-async def test_server_errors_are_tried_elsewhere(site) -> None:
+async def test_server_error_is_retried_at_another_server(site) -> None:
     async with site({}, {}) as s:
         s.servers[0].fail_next("500")
         s.servers[1].fail_next("reset")
@@ -363,7 +363,7 @@ async def test_server_errors_are_tried_elsewhere(site) -> None:
         assert s.client.stats()["server_errors"] == 1
 
 
-async def test_server_errors_are_bounded(site, monkeypatch) -> None:
+async def test_number_of_server_errors_is_bounded(site, monkeypatch) -> None:
     monkeypatch.setattr(sglang, "MAX_SERVER_ERRORS", 3)
     async with site() as s:
         s.servers[0].fail_next("500", count=10)
@@ -372,7 +372,7 @@ async def test_server_errors_are_bounded(site, monkeypatch) -> None:
         assert len(s.servers[0].requests) == 3
 
 
-async def test_nonsense_is_an_error_of_the_server(site, monkeypatch) -> None:
+async def test_malformed_answer_counts_as_a_server_error(site, monkeypatch) -> None:
     monkeypatch.setattr(sglang, "MAX_SERVER_ERRORS", 2)
     async with site({}, {}) as s:
         s.servers[0]._answer = lambda job: {"output_ids": "many"}
@@ -382,7 +382,7 @@ async def test_nonsense_is_an_error_of_the_server(site, monkeypatch) -> None:
             await s.generate()
 
 
-async def test_a_silent_server_does_not_hide_another_ones_version(site) -> None:
+async def test_silent_server_does_not_delay_detection_of_another_servers_version(site) -> None:
     async with site({}, {}, connect_timeout_s=600.0, refresh_s=600.0) as s:
         first, second = s.servers
         s.silent.add(first)
@@ -391,7 +391,7 @@ async def test_a_silent_server_does_not_hide_another_ones_version(site) -> None:
             assert (await s.generate(min_version=1)).versions == [1] * 8
 
 
-async def test_only_servers_with_the_version_get_traffic(site) -> None:
+async def test_only_servers_with_min_version_get_requests(site) -> None:
     async with site({"version": "1"}, {"version": "2"}) as s:
         for group in range(4):
             response = await s.generate(str(group), min_version=2)
@@ -405,29 +405,31 @@ async def test_only_servers_with_the_version_get_traffic(site) -> None:
         assert s.client.stats()["server_waits"] == 1
 
 
-async def test_old_tokens_of_a_restarted_server_are_not_taken(site) -> None:
+async def test_answer_of_a_restarted_server_below_min_version_is_rejected(site) -> None:
     async with site({"version": "5"}, {"version": "5"}, refresh_s=60.0) as s:
-        await s.servers[0].restart()  # the client has not noticed: version 0 again
+        await s.servers[0].restart()  # version 0 again; the client has not detected it
         response = await s.generate(min_version=5)
         assert response.versions == [5] * 8
         assert s.client.stats()["stale_answers"] + s.client.stats()["failovers"] >= 1
 
 
-async def test_versions_without_spans_are_never_newer_than_a_restarted_server(site) -> None:
+async def test_versions_without_spans_are_not_newer_than_those_of_a_restarted_server(site) -> None:
     async with site({"version": "5", "spans": False}, refresh_s=60.0) as s:
-        await s.servers[0].restart()  # version 0 again, and the client has not noticed
+        await s.servers[0].restart()  # version 0 again; the client has not detected it
         assert (await s.generate()).versions == [0] * 8
 
 
 @pytest.mark.parametrize("ids", [[], [320], [-1]])
-async def test_what_kills_a_server_is_never_sent(site, ids: list[int]) -> None:
+async def test_empty_and_out_of_vocabulary_prompts_are_refused_by_the_client(
+    site, ids: list[int]
+) -> None:
     async with site() as s:
         with pytest.raises(GenerationRefused):
             await s.generate(input_ids=ids)
         assert not s.servers[0].requests
 
 
-async def test_overlong_requests_are_never_sent(site) -> None:
+async def test_overlong_requests_are_refused_by_the_client(site) -> None:
     async with site({"context_length": 100}) as s:
         with pytest.raises(ContextOverflow, match="3 prompt tokens"):
             await s.generate(max_new_tokens=98)
@@ -435,7 +437,7 @@ async def test_overlong_requests_are_never_sent(site) -> None:
         assert len(s.servers[0].requests) == 1
 
 
-async def test_tokens_without_their_logprobs_stop_the_run(site) -> None:
+async def test_missing_logprobs_raise_an_invariant_error(site) -> None:
     async with site() as s:
         answer = s.servers[0]._answer
 
@@ -449,7 +451,7 @@ async def test_tokens_without_their_logprobs_stop_the_run(site) -> None:
             await s.generate()
 
 
-async def test_without_servers_the_start_says_what_to_do(experiment) -> None:
+async def test_start_without_servers_fails_with_the_command_that_starts_one(experiment) -> None:
     object.__setattr__(experiment, "server_wait_s", 0.1)
     client = SGLangClient(experiment, LLMClientConfig())
     with pytest.raises(DeadlineError, match="launch_llm_server"):
@@ -458,7 +460,7 @@ async def test_without_servers_the_start_says_what_to_do(experiment) -> None:
 
 
 @pytest.mark.parametrize(("own", "seconds"), [(0, 0.1), (1, 600.0)])
-def test_a_server_that_starts_with_the_run_has_its_time(
+def test_servers_started_by_the_launcher_extend_the_wait(
     experiment, own: int, seconds: float
 ) -> None:
     object.__setattr__(experiment, "server_wait_s", 0.1)
@@ -466,7 +468,7 @@ def test_a_server_that_starts_with_the_run_has_its_time(
     assert SGLangClient(experiment, LLMClientConfig())._server_wait_s == seconds
 
 
-async def test_many_at_once_all_come_back_right(site) -> None:
+async def test_120_concurrent_generations_return_correct_tokens(site) -> None:
     async with site({"token_s": 0.0005}, {"token_s": 0.001}, {}) as s:
         prompts = [[3 + i % 200, 5 + i % 50] for i in range(120)]
         tasks = [

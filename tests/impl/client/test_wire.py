@@ -1,4 +1,4 @@
-"""What the client understands of the protocol, without a server."""
+"""Encoding and decoding of the protocol by the client, without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answer(ids: list[int], **meta: object) -> wire.Answer:
     return wire.decode_answer(json.dumps(body).encode())
 
 
-def test_sampling_is_explicit_and_budgets_shrink() -> None:
+def test_sampling_params_are_explicit_and_shrink_by_generated_tokens() -> None:
     sampling = SamplingConfig(max_new_tokens=10, min_new_tokens=4, stop=["b"], stop_token_ids=[7])
     first = wire.sampling_params(sampling, 0)
     assert first == {
@@ -45,11 +45,11 @@ def test_sampling_is_explicit_and_budgets_shrink() -> None:
 @pytest.mark.parametrize(
     ("told", "version"), [("default", 0), (None, 0), ("7", 7), (3, 3), ("", 0), ("v2", 0)]
 )
-def test_versions_are_integers_or_zero(told: str | int | None, version: int) -> None:
+def test_version_that_is_not_an_integer_is_zero(told: str | int | None, version: int) -> None:
     assert wire.parse_version(told) == version
 
 
-def test_versions_come_from_spans() -> None:
+def test_token_versions_come_from_spans() -> None:
     spans = [
         {"version": "default", "start": 0, "end": 1},
         {"version": "2", "start": 1, "end": 3},
@@ -57,12 +57,12 @@ def test_versions_come_from_spans() -> None:
     assert wire.token_versions(answer([4, 5, 6], weight_versions=spans), 9) == [0, 2, 2]
 
 
-def test_versions_without_spans_are_the_acknowledged_one() -> None:
+def test_token_versions_without_spans_are_the_acknowledged_version() -> None:
     assert wire.token_versions(answer([4, 5], weight_version="3"), 2) == [2, 2]
 
 
 @pytest.mark.parametrize("ends", [(0, 1), (1, 3), (0, 3)])
-def test_spans_must_cover_the_output(ends: tuple[int, int]) -> None:
+def test_spans_that_do_not_cover_the_output_raise_an_error(ends: tuple[int, int]) -> None:
     spans = [{"version": "1", "start": ends[0], "end": ends[1]}]
     with pytest.raises(InvariantError, match="cover"):
         wire.token_versions(answer([4, 5], weight_versions=spans), 0)
@@ -72,7 +72,7 @@ def test_spans_must_cover_the_output(ends: tuple[int, int]) -> None:
     "pairs",
     [[], [[-0.5, 4, None]], [[-0.5, 5, None], [-0.5, 4, None]], [[-0.5, 4, None], [None, 5, ""]]],
 )
-def test_logprobs_must_belong_to_the_ids(pairs: list[object]) -> None:
+def test_logprobs_that_mismatch_the_ids_raise_an_error(pairs: list[object]) -> None:
     with pytest.raises(InvariantError, match="logprobs"):
         wire.token_logprobs(answer([4, 5], output_token_logprobs=pairs))
 
@@ -87,5 +87,5 @@ def test_logprobs_must_belong_to_the_ids(pairs: list[object]) -> None:
         (b"[1]", "[1]"),
     ],
 )
-def test_error_messages_of_all_shapes(raw: bytes, text: str) -> None:
+def test_error_message_is_read_from_each_response_format(raw: bytes, text: str) -> None:
     assert wire.error_message(400, raw) == f"HTTP 400: {text}"

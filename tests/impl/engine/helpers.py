@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def to_advantages(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Half the squared distance of values to the field `advantages`."""
+    """Compute half the squared distance of values to the field `advantages`."""
     error = batch.outputs["values"] - batch.fields["advantages"]
     loss = (0.5 * error.square() * batch.fields["loss_weight"]).sum()
     return loss, {"loss": loss.detach()}

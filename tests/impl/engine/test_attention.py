@@ -1,5 +1,5 @@
-"""Packed rows against padded ones: the same losses and gradients, row by row; and what flash
-attention is given on a GPU that is not here."""
+"""Packed and padded rows have equal losses and gradients; arguments of flash attention are
+checked without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 def rows_with_short_ones() -> list[Sequence]:
-    """Twelve rows, and of one token (no loss), two, one, two."""
+    """Return twelve rows, then rows of one, two, one and two tokens; one token has no loss."""
     rows = make_rows()
     for at, length in ((0, 1), (3, 2), (7, 1), (15, 2)):
         mask = np.arange(length) == 1
@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_is_padded(variant: str, model: Path) -> None:
+def test_packed_and_padded_rows_have_equal_gradients(variant: str, model: Path) -> None:
     rows = rows_with_short_ones()
     both = []
     for layout in ("padded", "packed"):
@@ -60,7 +60,7 @@ def test_packed_is_padded(variant: str, model: Path) -> None:
             np.testing.assert_allclose(other, one, atol=2e-5)
 
 
-def test_a_rank_without_rows(model: Path) -> None:
+def test_rank_without_rows_has_zero_gradients(model: Path) -> None:
     engine = make_engine(model, layout="packed")
     found, stats = gradients(engine, [], [[], [30, 9000]])
     assert stats["microbatches"] == 2.0
@@ -70,12 +70,12 @@ def test_a_rank_without_rows(model: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("nemotron", {}),  # keeps to itself where rows begin
-        ("doge", {}),  # makes masks of its own
-        ("phimoe", {"num_local_experts": 4, "sliding_window": 5}),  # keeps its window to itself
+        ("nemotron", {}),  # does not pass the bounds of rows on
+        ("doge", {}),  # builds its own masks
+        ("phimoe", {"num_local_experts": 4, "sliding_window": 5}),  # does not pass its window on
     ],
 )
-def test_a_family_that_hides_its_rows_or_window_is_not_packed(
+def test_unpackable_model_family_is_refused(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path, family=family, tie_word_embeddings=False, **options)
@@ -98,7 +98,7 @@ def test_a_family_that_hides_its_rows_or_window_is_not_packed(
         ),
     ],
 )
-def test_rows_whose_positions_depend_on_other_rows_are_refused(
+def test_rope_that_depends_on_other_rows_is_refused_for_long_rows(
     family: str, rope: dict[str, Any], tmp_path: Path
 ) -> None:
     sizes = {"max_position_embeddings": 64 if family == "phi3" else 32}
@@ -113,7 +113,7 @@ def test_rows_whose_positions_depend_on_other_rows_are_refused(
         engine.forward(rows, lengths([rows]))
 
 
-def test_a_window_slides_within_rows(tmp_path: Path) -> None:
+def test_sliding_window_stays_within_each_row(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     path = tiny_model(tmp_path, init_std=0.1, **window)
     rows = make_rows(6)
@@ -128,7 +128,7 @@ def test_a_window_slides_within_rows(tmp_path: Path) -> None:
     assert float((other - mine).abs().max()) > 1e-3 * float(mine.abs().max())
 
 
-def test_no_row_sees_another(model: Path) -> None:
+def test_rows_do_not_attend_to_other_rows(model: Path) -> None:
     rows = make_rows(3)
     engine = make_engine(model, layout="packed")
     before = engine.forward(rows, [[]])["logprobs"]
@@ -139,7 +139,7 @@ def test_no_row_sees_another(model: Path) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_collate_by_hand() -> None:
+def test_collate_packs_rows() -> None:
     def row(*tokens: int) -> Sequence:
         mask = np.arange(len(tokens)) >= 1
         return Sequence(np.array(tokens, np.int32), mask, 1.0)
@@ -155,8 +155,8 @@ def test_collate_by_hand() -> None:
     assert collate([row(5, 6, 7), row(8)], CPU).attention == {}
 
 
-def test_with_a_mask_of_its_own_a_shared_model_attends_as_ever(model: Path) -> None:
-    """As the embedded server calls it, over the trainer's own module."""
+def test_packed_model_accepts_an_explicit_attention_mask(model: Path) -> None:
+    """The shared server calls the trainer's module in this way."""
     ids = torch.tensor([[5, 6, 7, 8]])
     mask = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
     outputs = []
@@ -167,7 +167,7 @@ def test_with_a_mask_of_its_own_a_shared_model_attends_as_ever(model: Path) -> N
     torch.testing.assert_close(*outputs)
 
 
-def test_auto_packs_16_bits_on_cuda_where_the_model_can(model: Path) -> None:
+def test_layout_auto_packs_16_bit_models_on_cuda_if_supported(model: Path) -> None:
     module = make_engine(model).module
     cuda, low = torch.device("cuda"), torch.bfloat16
     assert attention.choose("auto", module, device=CPU, dtype=low) == "padded"
@@ -182,7 +182,7 @@ def test_auto_packs_16_bits_on_cuda_where_the_model_can(model: Path) -> None:
     assert module.config._attn_implementation == attention.NAME
 
 
-def test_what_packed_rows_do_not_know() -> None:
+def test_packed_attention_refuses_unknown_arguments() -> None:
     some = torch.zeros(1, 2, 3, 8)
     bounds = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(UserError, match="know no s_aux"):
@@ -206,7 +206,7 @@ def by_hand(
     bounds: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """Softmax attention of each token over those of its row up to it, within the window."""
+    """Compute causal softmax attention within each row and window."""
     result = torch.empty_like(query)
     heads = query.shape[1] // key.shape[1]
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
@@ -221,7 +221,7 @@ def by_hand(
 
 @pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("how", ["torch 2.13", "torch 2.11", "flash_attn"])
-def test_what_flash_attention_is_given(
+def test_flash_attention_gets_the_right_arguments(
     how: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qkv, bounds = given()
@@ -255,8 +255,8 @@ def test_what_flash_attention_is_given(
     torch.testing.assert_close(got, expected)
 
 
-def test_torch_takes_it_as_far_as_shapes_tell() -> None:
-    """The installed torch's own function, forward and backward, on tensors without data."""
+def test_flash_attention_of_torch_accepts_the_shapes() -> None:
+    """Run forward and backward of the installed torch's function on meta tensors."""
     query, key, value = (
         torch.empty(9, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
         for heads in (4, 2, 2)

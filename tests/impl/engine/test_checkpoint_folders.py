@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or absent, listed, pruned, refused when broken."""
+"""Checkpoint folders are atomic, listed and pruned; broken folders are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_latest_is_by_step_and_skips_broken_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "no manifest"])
-def test_a_broken_one_is_refused_with_the_good_ones(tmp_path: Path, damage: str) -> None:
+def test_error_of_a_broken_checkpoint_lists_the_good_ones(tmp_path: Path, damage: str) -> None:
     write(tmp_path, 1)
     path = write(tmp_path, 2)
     data = path / "inner" / "data.bin"
@@ -58,7 +58,7 @@ def test_a_broken_one_is_refused_with_the_good_ones(tmp_path: Path, damage: str)
         checkpoint.require(tmp_path / "step-000009")
 
 
-def test_prune_keeps_the_newest_and_clears_leftovers(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_and_removes_temporary_folders(tmp_path: Path) -> None:
     paths = [write(tmp_path, step) for step in (1, 2, 3)]
     checkpoint.begin(tmp_path / "step-000004")
     checkpoint.prune(tmp_path, keep=2)
@@ -67,7 +67,7 @@ def test_prune_keeps_the_newest_and_clears_leftovers(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003"]
 
 
-def test_a_half_written_one_or_an_interrupted_rename_leaves_the_old_one(
+def test_interrupted_save_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = write(tmp_path, 1)
@@ -84,7 +84,7 @@ def test_a_half_written_one_or_an_interrupted_rename_leaves_the_old_one(
 
 
 def fast_and_slow_rank(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """List as a rank whose renames another rank has just done."""
+    """List checkpoints on a rank after another rank has renamed them."""
     rename = os.rename
 
     def late(source: Path, target: Path) -> None:
@@ -96,14 +96,14 @@ def fast_and_slow_rank(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path
         return checkpoint.list_good(root)
 
 
-def test_a_stale_manifest_is_not_listed(tmp_path: Path) -> None:
+def test_existing_manifest_file_is_replaced_at_commit(tmp_path: Path) -> None:
     path = tmp_path / "export"
     (checkpoint.begin(path) / checkpoint.MANIFEST).write_text("copied from the source model")
     checkpoint.commit(path, {})
     assert checkpoint.require(path) == {"files": {}}
 
 
-def test_dying_between_the_two_renames_of_a_replacement_loses_nothing(
+def test_crash_between_the_renames_of_a_replacement_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, 1, "old")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.mark.parametrize("updates_before", [0, 2])
-def test_resume_is_bitwise(model: Path, tmp_path: Path, updates_before: int) -> None:
+def test_resumed_engine_is_bitwise_equal(model: Path, tmp_path: Path, updates_before: int) -> None:
     rows = make_rows()
     engine = make_engine(model, optimizer={"schedule": "linear", "warmup_steps": 3})
     for _ in range(updates_before):
@@ -38,7 +38,7 @@ def test_resume_is_bitwise(model: Path, tmp_path: Path, updates_before: int) -> 
     assert facts["torch"] == torch.__version__
 
 
-def test_a_broken_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
+def test_broken_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
     engine = make_engine(model)
     save(engine, tmp_path / "step-1", {"step": 1})
     save(engine, tmp_path / "step-2", {"step": 2})
@@ -51,7 +51,7 @@ def test_a_broken_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
     ("options", "absent"),
     [({"lora": LoRAConfig(rank=2)}, "lora_A"), ({"optimizer": {"type": "sgd"}}, "momentum")],
 )
-def test_a_checkpoint_of_other_tensors_is_refused(
+def test_checkpoint_with_other_tensors_is_refused(
     options: dict[str, Any], absent: str, model: Path, tmp_path: Path
 ) -> None:
     save(make_engine(model), tmp_path / "step-1", {"step": 1})
@@ -84,7 +84,7 @@ def test_export_loads_with_from_pretrained(
     )
 
 
-def test_streamed_tensors_do_not_change_under_the_reader(model: Path) -> None:
+def test_streamed_tensors_are_copies(model: Path) -> None:
     engine = make_engine(model)
     held = weights(engine)
     copies = {name: tensor.clone() for name, tensor in held.items()}

@@ -1,4 +1,4 @@
-"""Fingerprints: what changes them, and what they cost."""
+"""Fingerprints of weights: every changed bit changes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, torch.Tensor]]:
-    """Two of one shape, over several chunks and a remainder; one small of another dtype."""
+    """Return two tensors of one shape with several chunks, and a small tensor of another dtype."""
     monkeypatch.setattr(module, "CHUNK", 64)
     module._weights.cache_clear()
     torch.manual_seed(0)
@@ -28,7 +28,9 @@ def tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
-def test_every_bit_counts(name: str, tensors: dict[str, torch.Tensor]) -> None:
+def test_each_flipped_bit_changes_the_fingerprint(
+    name: str, tensors: dict[str, torch.Tensor]
+) -> None:
     bits = module._bits(tensors[name])
     seen = {fingerprint(tensors, CPU)}
     flips = 0
@@ -42,7 +44,7 @@ def test_every_bit_counts(name: str, tensors: dict[str, torch.Tensor]) -> None:
     assert len(seen) == flips + 1
 
 
-def test_signs_flipped_in_pairs_do_not_cancel(tensors: dict[str, torch.Tensor]) -> None:
+def test_pairs_of_flipped_signs_change_the_fingerprint(tensors: dict[str, torch.Tensor]) -> None:
     before = fingerprint(tensors, CPU)
     for other in range(1, 64):
         tensors["a"].view(-1)[[0, other]] *= -1
@@ -51,7 +53,7 @@ def test_signs_flipped_in_pairs_do_not_cancel(tensors: dict[str, torch.Tensor]) 
     assert fingerprint(tensors, CPU) == before
 
 
-def test_places_and_names_count(tensors: dict[str, torch.Tensor]) -> None:
+def test_positions_and_names_change_the_fingerprint(tensors: dict[str, torch.Tensor]) -> None:
     before = fingerprint(tensors, CPU)
     again = {name: tensors[name].clone() for name in ("c", "b", "a")}
     assert fingerprint(again, CPU) == before, "the order of the mapping does not count"
@@ -62,7 +64,7 @@ def test_places_and_names_count(tensors: dict[str, torch.Tensor]) -> None:
     assert fingerprint(tensors | {"a": moved}, CPU) != before, "two chunks have changed places"
 
 
-def test_the_engine_sees_one_bit_of_one_parameter(model: Path) -> None:
+def test_one_flipped_parameter_bit_changes_the_engine_fingerprint(model: Path) -> None:
     engine = make_engine(model)
     before = engine.fingerprint()
     assert make_engine(model, seed=7).fingerprint() == before

@@ -1,4 +1,4 @@
-"""The engine in one process: against plain transformers, and its own invariances."""
+"""The engine in one process: equality with plain transformers, and invariances."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 def plain(model: torch.nn.Module, row: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logprobs, entropies) of one unpadded row's loss tokens by the textbook."""
+    """Return (logprobs, entropies) of one unpadded row's loss tokens by definition."""
     tokens = torch.from_numpy(row.tokens.astype(np.int64))
     logits = model(input_ids=tokens[None]).logits[0].float() / row.temperature
     logp = torch.log_softmax(logits, -1)
@@ -59,7 +59,7 @@ def test_forward_equals_transformers(
 
 @pytest.mark.parametrize("which", ["model", "untied"])
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
-def test_gradients_equal_autograd_on_whole_rows_at_any_budget(
+def test_gradients_equal_autograd_with_any_microbatch_budget(
     which: str, options: dict[str, bool], request: pytest.FixtureRequest
 ) -> None:
     path: Path = request.getfixturevalue(which)
@@ -86,7 +86,7 @@ def test_gradients_equal_autograd_on_whole_rows_at_any_budget(
         assert stats["tokens"] == sum(len(row.tokens) for row in rows)
 
 
-def test_updates_learn_and_a_fresh_forward_sees_them(model: Path) -> None:
+def test_update_raises_logprobs_of_rows_with_positive_advantages(model: Path) -> None:
     rows = make_rows(temperature=1.0)
     for row in rows:
         row.fields["advantages"][:] = 1.0
@@ -103,7 +103,7 @@ def test_updates_learn_and_a_fresh_forward_sees_them(model: Path) -> None:
     assert sum(a.sum() for a in after) > sum(b.sum() for b in before) + 10
 
 
-def test_an_update_notes_what_a_forward_before_it_would_say(model: Path) -> None:
+def test_recorded_outputs_of_an_update_equal_a_forward_before_it(model: Path) -> None:
     rows, noted = make_rows(), make_rows()
     engine = make_engine(model)
     said = engine.forward(rows, lengths([rows]))
@@ -117,7 +117,7 @@ def test_an_update_notes_what_a_forward_before_it_would_say(model: Path) -> None
             np.testing.assert_allclose(row.fields[field], values_T, atol=1e-5)
 
 
-def test_a_non_finite_gradient_changes_nothing(model: Path) -> None:
+def test_non_finite_gradient_skips_the_update(model: Path) -> None:
     rows = make_rows()
     engine = make_engine(model)
     before = weights(engine)
@@ -132,7 +132,7 @@ def test_a_non_finite_gradient_changes_nothing(model: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-def test_too_many_updates_skipped_in_a_row_end_the_run(limit: int, model: Path) -> None:
+def test_too_many_consecutive_skipped_updates_raise_an_error(limit: int, model: Path) -> None:
     engine, rows = make_engine(model, optimizer={"max_skipped_updates": limit}), make_rows()
     bad = make_rows()
     bad[0].fields["advantages"][:] = np.nan
@@ -140,7 +140,7 @@ def test_too_many_updates_skipped_in_a_row_end_the_run(limit: int, model: Path) 
     def skipped(batch: list[Sequence]) -> float:
         return engine.train_batch(batch, lengths([batch]), LOSS)["skipped_update"]
 
-    assert [skipped(batch) for batch in (bad, rows, bad)] == [1.0, 0.0, 1.0]  # none after another
+    assert [skipped(batch) for batch in (bad, rows, bad)] == [1.0, 0.0, 1.0]  # no two in a row
     if not limit:
         assert [skipped(bad) for _ in range(9)] == [1.0] * 9
         return
@@ -149,7 +149,7 @@ def test_too_many_updates_skipped_in_a_row_end_the_run(limit: int, model: Path) 
         skipped(bad)
 
 
-def test_parameters_that_are_not_finite_are_named(model: Path) -> None:
+def test_error_names_non_finite_parameters(model: Path) -> None:
     engine, rows = make_engine(model, optimizer={"max_skipped_updates": 1}), make_rows()
     with torch.no_grad():
         engine.module.get_decoder().norm.weight[0] = torch.nan
@@ -157,7 +157,7 @@ def test_parameters_that_are_not_finite_are_named(model: Path) -> None:
         engine.train_batch(rows, lengths([rows]), LOSS)
 
 
-def test_clipping_is_by_the_global_norm(model: Path) -> None:
+def test_gradients_are_clipped_by_their_global_norm(model: Path) -> None:
     rows = make_rows()
     engine = make_engine(model, optimizer={"clip_grad_norm": 1e-3})
     full, _ = gradients(engine, rows, lengths([rows]))
@@ -175,7 +175,7 @@ def test_clipping_is_by_the_global_norm(model: Path) -> None:
     assert seen == [pytest.approx(1e-3, rel=1e-4)]
 
 
-def test_weight_decay_is_on_matrices_only(model: Path) -> None:
+def test_weight_decay_applies_only_to_matrices(model: Path) -> None:
     rows = make_rows()
     for row in rows:
         row.fields["loss_weight"][:] = 0.0
@@ -187,7 +187,7 @@ def test_weight_decay_is_on_matrices_only(model: Path) -> None:
         torch.testing.assert_close(tensor, shrunk, rtol=1e-6, atol=1e-8)
 
 
-def test_bfloat16_computes_low_and_keeps_float32_masters(model: Path) -> None:
+def test_bfloat16_engine_keeps_float32_master_weights(model: Path) -> None:
     rows = make_rows()
     low, full = make_engine(model, dtype="bfloat16"), make_engine(model)
     for engine in (low, full):
@@ -200,7 +200,7 @@ def test_bfloat16_computes_low_and_keeps_float32_masters(model: Path) -> None:
     assert all(tensor.dtype == torch.bfloat16 for tensor in weights(low).values())
 
 
-def test_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
+def test_engine_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"No model at .*config\.json"):
         make_engine(tmp_path / "nothing")
     config = json.loads((model / "config.json").read_text())
@@ -215,7 +215,7 @@ def test_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
         make_engine(model).forward(rows, [[4]])
 
 
-def test_rows_without_loss_tokens_and_no_rows_at_all(model: Path) -> None:
+def test_rows_without_loss_tokens_change_no_weights(model: Path) -> None:
     engine = make_engine(model, optimizer={"weight_decay": 0.0})
     before = weights(engine)
     silent = make_rows(3)
@@ -235,8 +235,8 @@ def random_states() -> tuple[object, str, list[int]]:
     return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
 
 
-def test_training_draws_nothing_and_is_the_same_again(model: Path) -> None:
-    """Else a resumed run, or a replay, would go another way."""
+def test_training_is_deterministic_and_draws_no_random_numbers(model: Path) -> None:
+    """Random draws would make a resumed run or a replay differ."""
     rows, seen = make_rows(), set()
     for seed in (0, 1):
         engine = make_engine(model, seed=seed, max_tokens_per_microbatch=64)

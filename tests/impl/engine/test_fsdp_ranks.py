@@ -1,4 +1,4 @@
-"""The engine in two gloo processes against one, and a SIGKILL inside a save."""
+"""The engine in two gloo processes equals one process; SIGKILL during a save."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launch(scenario: str, folder: Path, model: Path, world: int) -> list[int | N
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> Path:
-    """What two ranks left behind that share one copy of the model, or four that share two."""
+    """Return the output folder of two ranks with one copy of the model, or four with two."""
     path = tmp_path_factory.mktemp(request.param)
     world = {"ranks": 2, "copies": 4}[request.param]
     assert launch(request.param, path, model, world) == [0] * world
@@ -63,7 +63,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["uneven", "one_empty"])
-def test_gradients_do_not_depend_on_ranks_or_cuts(
+def test_gradients_do_not_depend_on_ranks_or_micro_batches(
     name: str, outs: list[dict[str, Any]], model: Path
 ) -> None:
     rows = make_rows()
@@ -82,19 +82,19 @@ def test_gradients_do_not_depend_on_ranks_or_cuts(
             np.testing.assert_allclose(values, logprobs[i], atol=1e-5)
 
 
-def test_ranks_take_the_same_decisions(outs: list[dict[str, Any]]) -> None:
+def test_all_ranks_return_the_same_stats_and_rank_0_the_weights(outs: list[dict[str, Any]]) -> None:
     assert outs[0]["stats"] == outs[1]["stats"]
     assert outs[0]["weights"].keys() > set()
     assert outs[1]["weights"] == {}
 
 
-def test_resume_on_as_many_ranks_is_bitwise(outs: list[dict[str, Any]]) -> None:
+def test_resume_on_the_same_number_of_ranks_is_bitwise_equal(outs: list[dict[str, Any]]) -> None:
     assert outs[1]["extra"] == {"step": 1}
     expected = outs[0]["weights"]
     assert all(torch.equal(tensor, expected[name]) for name, tensor in outs[0]["resumed"].items())
 
 
-def test_the_fingerprint_is_one_on_all_ranks_and_that_of_a_resumed_run(
+def test_fingerprint_is_equal_on_all_ranks_and_after_resume(
     outs: list[dict[str, Any]], model: Path
 ) -> None:
     found = {out[key] for out in outs for key in ("fingerprint", "resumed_fingerprint")}
@@ -103,7 +103,7 @@ def test_the_fingerprint_is_one_on_all_ranks_and_that_of_a_resumed_run(
     assert outs[0]["fingerprint"] != make_engine(model).fingerprint()
 
 
-def test_resume_on_one_rank_agrees_within_rounding(
+def test_resume_on_one_rank_is_equal_within_rounding(
     outs: list[dict[str, Any]], folder: Path, model: Path
 ) -> None:
     rows = make_rows()
@@ -114,14 +114,16 @@ def test_resume_on_one_rank_agrees_within_rounding(
     assert_close(weights(engine), outs[0]["weights"], tolerance=1e-3)
 
 
-def test_export_of_two_ranks_loads(outs: list[dict[str, Any]], folder: Path) -> None:
+def test_export_of_two_ranks_loads_with_from_pretrained(
+    outs: list[dict[str, Any]], folder: Path
+) -> None:
     state = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in outs[0]["weights"].items())
 
 
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """What two ranks left behind under each variant, given a checkpoint of one rank each."""
+    """Return the output folder of two ranks for each variant, with a checkpoint of one rank."""
     path, rows = tmp_path_factory.mktemp("variants"), make_rows()
     for name, options in VARIANTS.items():
         engine = make_engine(model, **options)
@@ -155,7 +157,7 @@ def test_variants_agree_between_one_rank_and_two(name: str, variants: Path, mode
             np.testing.assert_allclose(ours, other, atol=0.1 if low else 1e-4)
 
 
-def test_a_frozen_engine_and_one_without_its_adapter_are_the_initial_policy(
+def test_frozen_engine_and_disabled_adapter_equal_the_initial_policy(
     variants: Path, model: Path
 ) -> None:
     rows, outs = make_rows(), results(variants)
@@ -169,8 +171,8 @@ def test_a_frozen_engine_and_one_without_its_adapter_are_the_initial_policy(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("world", [1, 2])
-def test_no_rank_ever_holds_a_second_copy(world: int, tmp_path: Path) -> None:
-    """Beside its share of the model a rank holds a few tensors and one part of a file at a time."""
+def test_peak_memory_of_a_rank_is_below_a_second_copy(world: int, tmp_path: Path) -> None:
+    """Besides its shard, a rank has a few tensors and one part of a file in memory."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
     big = tiny_model(tmp_path / "model", vocab=512, **sizes)
     whole = (big / "model.safetensors").stat().st_size

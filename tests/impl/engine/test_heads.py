@@ -1,4 +1,4 @@
-"""Frozen engines, and engines whose head is one number a token."""
+"""Frozen engines, and engines with a value head (one number per token)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def frozen(model: Path, **config: object) -> FSDPEngine:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_frozen_engine_computes_what_one_in_training_does(model: Path, dtype: str) -> None:
+def test_frozen_engine_computes_the_same_outputs(model: Path, dtype: str) -> None:
     rows = make_rows()
     engine = frozen(model, dtype=dtype)
     got = engine.forward(rows, lengths([rows]))
@@ -45,7 +45,7 @@ def test_a_frozen_engine_computes_what_one_in_training_does(model: Path, dtype: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_values_begin_at_zero_and_learn(model: Path, dtype: str) -> None:
+def test_values_start_at_zero_and_learn(model: Path, dtype: str) -> None:
     rows = make_rows()
     for row in rows:
         row.fields["advantages"] = row.tokens.astype(np.float32) / 32
@@ -58,7 +58,7 @@ def test_values_begin_at_zero_and_learn(model: Path, dtype: str) -> None:
     assert not any(value[~row.loss_mask].any() for value, row in zip(values, rows, strict=True))
 
 
-def test_a_value_is_that_of_the_state_before_the_token(untied: Path, tmp_path: Path) -> None:
+def test_value_belongs_to_the_state_before_the_token(untied: Path, tmp_path: Path) -> None:
     engine, rows = make_engine(untied, head="value"), make_rows()
     for _ in range(5):
         engine.train_batch(rows, lengths([rows]), to_advantages)
@@ -76,7 +76,7 @@ def test_a_value_is_that_of_the_state_before_the_token(untied: Path, tmp_path: P
     np.testing.assert_array_equal(again, values)
 
 
-def test_a_critic_resumes_bitwise(model: Path, tmp_path: Path) -> None:
+def test_resumed_critic_is_bitwise_equal(model: Path, tmp_path: Path) -> None:
     rows = make_rows()
     engine, other = make_engine(model, head="value"), make_engine(model, head="value")
     engine.train_batch(rows, lengths([rows]), to_advantages)
@@ -88,13 +88,13 @@ def test_a_critic_resumes_bitwise(model: Path, tmp_path: Path) -> None:
     assert "score.weight" in weights(engine)
 
 
-def test_shards_must_divide_the_ranks(model: Path) -> None:
+def test_shard_size_that_does_not_divide_the_ranks_is_refused(model: Path) -> None:
     with pytest.raises(UserError, match="shard_size 2 does not divide the 1 trainer ranks"):
         frozen(model, shard_size=2)
 
 
 @pytest.mark.parametrize("budget", [1, 64, 8192])
-def test_rows_that_belong_together_stay_together(model: Path, budget: int) -> None:
+def test_rows_of_one_example_stay_in_one_micro_batch(model: Path, budget: int) -> None:
     rows = make_rows(12)
     for number, row in enumerate(rows):
         row.fields["number"] = np.full(len(row.tokens), number, np.float32)

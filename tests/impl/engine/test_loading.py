@@ -1,4 +1,4 @@
-"""What a model folder holds is what is trained, exported and streamed; else it is refused."""
+"""All tensors of a model folder are trained, exported and streamed; others are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.impl.engine.test_fsdp_one_rank import plain
 from tests.impl.engine.test_fsdp_ranks import launch, results
 from tests.impl.engine.worker import UNEVEN
 from tests.impl.server.test_decoder import check_logprobs as check_generated
-from tests.impl.server.test_decoder import prompts, run, wish
+from tests.impl.server.test_decoder import make_generation, prompts, run
 from tests.models import tiny_mixture, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -98,7 +98,9 @@ def test_lora_on_fused_experts_is_refused(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
-def test_lora_beside_fused_experts_begins_with_the_model(family: str, tmp_path: Path) -> None:
+def test_lora_on_attention_with_fused_experts_starts_as_the_base_model(
+    family: str, tmp_path: Path
+) -> None:
     path, rows = tiny_mixture(tmp_path, family), make_rows()
     engine = make_engine(path, lora=LoRAConfig(rank=4, targets=ATTENTION))
     check_logprobs(path, rows, engine.forward(rows, lengths([rows]))["logprobs"])
@@ -124,7 +126,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
-def test_a_folder_of_other_tensors_is_refused(
+def test_model_folder_with_other_tensors_is_refused(
     spoil: Callable[[Tensors], None], tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path)
@@ -136,7 +138,7 @@ def test_a_folder_of_other_tensors_is_refused(
             make_engine(path, lora=lora)
 
 
-def test_a_mixture_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
+def test_model_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
     path = tiny_mixture(tmp_path, "qwen3_moe")
     tensors = load_file(path / "model.safetensors")
     for projection in ("gate_proj", "up_proj", "down_proj"):
@@ -147,7 +149,7 @@ def test_a_mixture_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
         make_engine(path)
 
 
-def test_tensors_that_no_model_uses_are_left_out(tmp_path: Path) -> None:
+def test_unused_tensors_of_a_model_folder_are_ignored(tmp_path: Path) -> None:
     path, rows = tiny_model(tmp_path / "model"), make_rows()
     expected = make_engine(path).forward(rows, lengths([rows]))["logprobs"]
     tensors = load_file(path / "model.safetensors")
@@ -159,7 +161,7 @@ def test_tensors_that_no_model_uses_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_a_fused_copy_of_a_mixture_can_be_published(family: str, tmp_path: Path) -> None:
+def test_model_with_fused_experts_can_be_published(family: str, tmp_path: Path) -> None:
     path, rows = tiny_mixture(tmp_path / "model", family), make_rows()
     original = AutoModelForCausalLM.from_pretrained(path)
     original.save_pretrained(tmp_path / "fused", save_original_format=False)
@@ -176,10 +178,10 @@ def test_a_fused_copy_of_a_mixture_can_be_published(family: str, tmp_path: Path)
     assert all(torch.equal(held[name], tensor) for name, tensor in weights(engine).items())
 
 
-def test_an_engine_with_experts_generates_from_its_own_parameters(tmp_path: Path) -> None:
+def test_decoder_generates_from_an_engine_with_experts(tmp_path: Path) -> None:
     path = tiny_mixture(tmp_path, "deepseek_v3")
     decoder = Decoder(make_engine(path).module, max_rows=4, seed=0)
-    generations = [wish(prompt, 8) for prompt in prompts(4)]
+    generations = [make_generation(prompt, 8) for prompt in prompts(4)]
     run(decoder, generations)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for generation in generations:

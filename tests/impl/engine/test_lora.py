@@ -1,4 +1,4 @@
-"""Adapters in one process: what is trained, what leaves, and what peft reads of it."""
+"""LoRA adapters in one process: training, export, checkpoints, and compatibility with peft."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def farthest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_training_begins_with_the_model_and_changes_adapters_only(model: Path) -> None:
+def test_lora_starts_as_the_base_model_and_trains_only_adapters(model: Path) -> None:
     engine, rows = trained(model, 0)
     other = make_engine(model)
     before = other.forward(rows, lengths([rows]))["logprobs"]
@@ -63,7 +63,7 @@ def test_training_begins_with_the_model_and_changes_adapters_only(model: Path) -
 
 @theirs_warns
 @pytest.mark.parametrize("which", ["model", "untied"])
-def test_what_leaves_is_merged_and_beside_it_the_adapter(
+def test_export_has_merged_weights_and_the_adapter(
     which: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     import peft
@@ -86,7 +86,7 @@ def test_what_leaves_is_merged_and_beside_it_the_adapter(
         torch.testing.assert_close(tensor, state[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_checkpoint_holds_adapters_only_and_resumes_bitwise(model: Path, tmp_path: Path) -> None:
+def test_lora_checkpoint_has_only_adapters_and_resumes_bitwise(model: Path, tmp_path: Path) -> None:
     engine, rows = trained(model)
     save(engine, tmp_path / "step-3", {"step": 3})
     held = FileSystemReader(tmp_path / "step-3" / "state").read_metadata().state_dict_metadata
@@ -101,7 +101,7 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_bitwise(model: Path, tmp_p
 
 
 @theirs_warns
-def test_a_head_for_values_is_trained_beside_adapters(model: Path, tmp_path: Path) -> None:
+def test_value_head_is_trained_with_lora_adapters(model: Path, tmp_path: Path) -> None:
     import peft
 
     engine, rows = trained(model, head="value")
@@ -115,7 +115,7 @@ def test_a_head_for_values_is_trained_beside_adapters(model: Path, tmp_path: Pat
     assert torch.equal(head, weights(engine)["score.weight"])
 
 
-def test_recomputing_layers_changes_nothing(model: Path) -> None:
+def test_gradient_checkpointing_does_not_change_weights(model: Path) -> None:
     plain, _ = trained(model, 2)
     other, _ = trained(model, 2, gradient_checkpointing=True)
     expected = weights(plain)
@@ -123,7 +123,7 @@ def test_recomputing_layers_changes_nothing(model: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_errors_name_the_fix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_errors_name_the_fix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"engine\.fsdp\.lora\.targets \['w_in'\].*not found"):
         make_engine(model, lora=LoRAConfig(rank=4, targets=["w_in"]))
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -1,7 +1,7 @@
-"""Our presets on our engine against TRL's GRPOTrainer: losses and gradients of the same batch.
+"""Compare losses and gradients of the presets with TRL's GRPOTrainer on the same batch.
 
-Both hold the same weights and get the same prompts, answers, advantages and logprobs; each computes
-logprobs, entropies and gradients itself.
+Both have the same weights, prompts, answers, advantages and old logprobs. Each computes its own
+logprobs, entropies and gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRESETS = Path(__file__).parents[3] / "config/algo"
 TEMPERATURE, LIMIT, LR = 0.7, 12, 1e3
 PROMPTS, ANSWERS = (3, 7, 5, 6, 4, 9), (12, 2, 7, 1, 5, 12)
 NO_CHANGE: dict[str, Any] = {}
-# preset, what is changed of LossConfig, TRL's options
+# preset, changes of LossConfig, TRL's options
 CASES = {
     "grpo": (
         "grpo",
@@ -75,7 +75,7 @@ CASES = {
 
 
 class Batch:
-    """Answers with advantages; the old policy's logprobs lie near the current one's."""
+    """Answers with advantages; the old policy's logprobs are close to the current policy's."""
 
     def __init__(self, model: Any) -> None:
         rng = np.random.default_rng(0)
@@ -95,7 +95,7 @@ class Batch:
             self.refs.append((logprobs + rng.normal(0, 0.5, shape)).astype(np.float32))
 
     def rows(self, reduction: str) -> list[Sequence]:
-        """Lay it out for our engine."""
+        """Return the rows for our engine."""
         given = token_weights(reduction, ANSWERS, divisor=LIMIT)
         rows = []
         for i, (prompt, answer) in enumerate(zip(self.prompts, self.answers, strict=True)):
@@ -114,7 +114,7 @@ class Batch:
         return rows
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Lay it out for TRL: prompts padded on the left, answers on the right."""
+        """Return the inputs for TRL: prompts padded on the left, answers on the right."""
 
         def stack(arrays: list[np.ndarray], width: int, *, left: bool = False) -> torch.Tensor:
             sides = [(width - len(a), 0) if left else (0, width - len(a)) for a in arrays]
@@ -137,7 +137,7 @@ class Batch:
 
 @pytest.fixture(scope="module")
 def make_peer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A function that makes a GRPOTrainer of our tiny model."""
+    """Return a function that creates a GRPOTrainer of our tiny model."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -175,7 +175,7 @@ def make_peer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_trls(case: str, group: None, model: Path, make_peer: Any) -> None:
+def test_loss_and_gradients_match_trl(case: str, group: None, model: Path, make_peer: Any) -> None:
     preset, change, options = CASES[case]
     peer = make_peer(**options)
     batch = Batch(peer.model)
@@ -192,7 +192,7 @@ def test_loss_and_gradients_are_trls(case: str, group: None, model: Path, make_p
 
 
 def assert_moved(case: str, stats: dict[str, float]) -> None:
-    """Check that the batch reaches what the case is about."""
+    """Check that the batch exercises the case."""
     if case not in ("sapo", "grpo"):
         assert stats["clip_frac_high"] > 0
     if case == "grpo":
@@ -202,7 +202,7 @@ def assert_moved(case: str, stats: dict[str, float]) -> None:
 def gradients(
     model: Path, rows: list[Sequence], loss: LossConfig, kl: KLConfig
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Take one step of plain SGD, so long that the weights' own rounding is nothing beside it."""
+    """Take one step of plain SGD, large enough to make rounding of the weights negligible."""
     optimizer = OptimizerConfig(
         type="sgd", beta1=0.0, weight_decay=0.0, clip_grad_norm=0.0, warmup_steps=0
     )

@@ -36,7 +36,7 @@ ONE_EMPTY = [[], list(range(12))]
 
 
 def ranks(folder: Path, model: str, shard_size: int = 0) -> None:
-    """Gradients under two partitions, then: update, save, update; load, update again."""
+    """Compute gradients under two partitions; update, save, update; load and update again."""
     rank = dist.get_rank()
     rows = make_rows()
     out: dict[str, object] = {}
@@ -62,12 +62,12 @@ def ranks(folder: Path, model: str, shard_size: int = 0) -> None:
 
 
 def copies(folder: Path, model: str) -> None:
-    """`ranks` with two copies of the model."""
+    """Run `ranks` with two copies of the model."""
     ranks(folder, model, shard_size=2)
 
 
 def variants(folder: Path, model: str) -> None:
-    """Each variant: gradients, two updates with a checkpoint between; one rank's checkpoint."""
+    """For each variant: gradients, two updates with a checkpoint between, one rank's checkpoint."""
     rank, rows = dist.get_rank(), make_rows()
     parts = [[rows[i] for i in indices] for indices in UNEVEN]
     frozen = FSDPEngine(FSDPConfig(), model_path=model, seed=0)
@@ -90,7 +90,7 @@ def variants(folder: Path, model: str) -> None:
 
 
 def buffers(folder: Path, model: str) -> None:
-    """Logprobs and weights of a model with persistent buffers, exported, saved and loaded again."""
+    """Compute logprobs of a model with persistent buffers; export, save and load its weights."""
     rank, rows = dist.get_rank(), make_rows()
     parts = [[rows[i] for i in indices] for indices in UNEVEN]
     out: dict[str, object] = {}
@@ -112,7 +112,7 @@ def buffers(folder: Path, model: str) -> None:
 
 
 def memory(folder: Path, model: str) -> None:
-    """By how many bytes this process grows at its peak while it loads, saves, exports, streams."""
+    """Measure the peak memory growth in bytes of load, save, export and stream."""
     hf_folder.FILE_BYTES = 8 << 20
     small = measure(folder / "small", str(folder / "tiny"))  # imports and buffers count as well
     found = measure(folder, model) | {"small": small["load"]}
@@ -120,12 +120,12 @@ def memory(folder: Path, model: str) -> None:
 
 
 def measure(folder: Path, model: str) -> dict[str, int]:
-    """Do each thing once; return the growth of each."""
+    """Run each operation once; return its memory growth."""
     found: dict[str, int] = {}
 
     @contextmanager
     def measured(name: str) -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = status("VmRSS")
         yield
         found[name] = status("VmHWM") - before
@@ -151,7 +151,7 @@ def status(key: str) -> int:
 
 
 def kill_in_save(folder: Path, model: str) -> None:
-    """Save twice; die by SIGKILL where the second temporary folder would be renamed."""
+    """Save twice; send SIGKILL to this process before the second rename."""
     rename = os.rename
 
     def die_at_the_second(source: Path, target: Path) -> None:

@@ -145,7 +145,9 @@ async def test_recycled_child_finishes_its_running_episodes() -> None:
 async def test_child_that_dies_more_than_max_restarts_times_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(servers_module, "PROBE_S", 3600.0)  # else a dying child may count as silent
+    monkeypatch.setattr(
+        servers_module, "PROBE_S", 3600.0
+    )  # otherwise a dying child may count as silent
     async with apart(max_restarts=1) as collector:
         fatal = None
         for number in range(4):

@@ -308,7 +308,7 @@ async def test_server_hosts_an_environment_with_a_remote_runtime() -> None:
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-async def test_server_sets_the_seats_and_knows_which_are_trained(is_remote: bool) -> None:
+async def test_server_sets_the_seats_and_detects_which_are_trained(is_remote: bool) -> None:
     assert worlds is not None
     seats = {"judge": AgentConfig(type="judge")}
     async with hosted("host_judged") as (_, address):

@@ -65,7 +65,7 @@ async def test_invalid_message_is_refused_and_changes_nothing(kind, data, code) 
 
 
 @pytest.mark.parametrize("raw", ["{", "[]", '{"data": {}}', "\x00", '"reset"'])
-async def test_malformed_json_is_refused_and_the_session_goes_on(raw: str) -> None:
+async def test_malformed_json_is_refused_and_the_session_continues(raw: str) -> None:
     async with hosted("host_steps") as (_, address), wired(address) as wire:
         await wire.socket.send_str(raw)
         answer = await wire.receive()
@@ -186,7 +186,7 @@ async def test_replies_hold_the_waits_and_rewards_of_all_seats() -> None:
         assert values == [("first", 3.0, {"moved": 0.1}), ("first", 0.25, {"style": 0.3})]
 
 
-async def test_sessions_over_max_sessions_are_refused_and_others_go_on() -> None:
+async def test_sessions_over_max_sessions_are_refused_and_others_continue() -> None:
     async with hosted("host_steps", max_sessions=2) as (server, address):
         async with wired(address) as one, wired(address) as two:
             await one.reset("a")
@@ -322,7 +322,7 @@ async def test_port_in_use_is_a_user_error() -> None:
                 pass
 
 
-async def test_many_sessions_play_side_by_side() -> None:
+async def test_many_sessions_run_concurrently() -> None:
     async def play(wire: Wire, name: str) -> None:
         await wire.reset(name)
         for turn in range(1, 4):

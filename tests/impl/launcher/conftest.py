@@ -14,7 +14,7 @@ from arealite.system.ledger.audit import AuditReport, Balance
 
 NONE = Balance(0, 0, 0, 0, 0)
 BALANCED = AuditReport(NONE, NONE, {}, {}, 1000, 0, 0, 0, 0, 0, 0)
-"""Of a thousand steps."""
+"""One thousand steps."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def waits_for_roles() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def longer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Increase the limits: on a loaded machine, exits, heartbeats and examinations take longer."""
     monkeypatch.setattr(supervisor, "EARLY_S", 120.0)
     monkeypatch.setattr(supervisor, "examine", partial(examine, silent_s=120.0, blocked_s=120.0))

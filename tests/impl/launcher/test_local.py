@@ -175,7 +175,7 @@ def test_line_of_a_deliberate_error_is_shown_alone(tmp_path: Path):
     assert "Traceback" not in shown
 
 
-def test_child_without_output_and_run_without_a_ledger(
+def test_death_without_output_suggests_a_full_disk_and_missing_ledger_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(local, "audit", audit)
@@ -211,7 +211,7 @@ def test_roles_that_outlive_the_datapipe_are_reported(tmp_path: Path):
     assert_nothing_survives(launcher)
 
 
-# ---------------------------------------------------------------- dying and coming back
+# ---------------------------------------------------------------- deaths and restarts
 
 
 def nth(file: Path, first: str, *, then: str) -> str:
@@ -248,7 +248,7 @@ def test_killed_role_is_restarted_and_the_run_continues(tmp_path: Path, role: st
 def test_all_ranks_restart_on_a_new_port_after_one_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    ports_here = iter((10001, 10002))  # else one may be free twice
+    ports_here = iter((10001, 10002))  # otherwise the same port may be returned twice
     monkeypatch.setattr(processes, "free_port", lambda: next(ports_here))
     lives, done = tmp_path / "lives", tmp_path / "done"
     trainer = f"""
@@ -355,8 +355,8 @@ def test_roles_of_a_finished_run_may_exit_in_any_order(
     monkeypatch.setattr(supervisor, "EARLY_S", 2.0)
     configs = tmp_path / "e" / "t" / "configs"
     configs.mkdir(parents=True)
-    (configs / "000003.yaml").touch()  # as `resume` notes it: three steps are trained
-    stays = "import time\ntime.sleep(5.0)"  # longer than who leaves early has
+    (configs / "000003.yaml").touch()  # `resume` writes this file: three steps are trained
+    stays = "import time\ntime.sleep(5.0)"  # longer than EARLY_S
     code, shown, launcher = run(tmp_path, steps=3, datapipe="pass", rollout="pass", trainer=stays)
     assert_nothing_survives(launcher)
     assert (code, "died" in shown) == (0, False), shown
@@ -365,7 +365,7 @@ def test_roles_of_a_finished_run_may_exit_in_any_order(
 def test_worker_that_exits_before_the_last_evaluation_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(supervisor, "EARLY_S", 2.0)  # more than it takes to see the last step
+    monkeypatch.setattr(supervisor, "EARLY_S", 2.0)  # longer than the last step needs to appear
     trained, lives, done = tmp_path / "trained", tmp_path / "lives", tmp_path / "done"
     evaluated = trains(1).replace("reward/mean", "eval/reward")
     trainer = f"""
@@ -386,7 +386,7 @@ open({str(done)!r}, "w")
     assert shown.count("died") == 1, "a rank may leave when all is trained"
 
 
-class Telling(ScriptedLauncher):
+class EndMarkingLauncher(ScriptedLauncher):
     """Writes a file when it has observed the trainer's end."""
 
     def _terminate(self, role: str) -> None:
@@ -399,7 +399,7 @@ def test_role_that_dies_after_the_trainers_end_is_not_restarted(tmp_path: Path):
     seen = tmp_path / "e" / "t" / "seen"
     dying = f"{after(seen)}\nimport signal; {SUICIDE}"
     scripts = {"datapipe": dying, "rollout": after(seen), "trainer": "pass"}
-    code, shown, _ = launched(Telling(tmp_path, scripts, restarts=5))
+    code, shown, _ = launched(EndMarkingLauncher(tmp_path, scripts, restarts=5))
     assert code == 0, shown
     assert "datapipe-0 died (killed by SIGKILL); no longer needed" in shown
 

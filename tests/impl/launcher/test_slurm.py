@@ -46,7 +46,7 @@ def test_part_without_arguments_is_on_the_heads_nodes(tmp_path: Path):
     assert text.endswith("exec run 'my file'\n")
 
 
-def test_an_offline_run_has_no_workers(tmp_path: Path):
+def test_offline_run_has_no_worker_part(tmp_path: Path):
     parts = SlurmConfig(servers=["--nodes=9"], workers=["--nodes=9"])
     text = script(experiment(tmp_path, kind="sft", llm_servers=1, slurm=parts), ["run"])
     assert "hetjob" not in text and "# head, trainers\n" in text

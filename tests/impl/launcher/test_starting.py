@@ -54,12 +54,12 @@ sys.exit(server.keep(config, [sys.executable, "-c", CHILD]))
 """
 KINDS = ("datapipe", "rollout", "trainer")
 LONG_S = 600.0
-"""A pause that a test never waits for."""
+"""A restart delay that no test waits for."""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask no role for its stacks: scripted ones have none."""
+    """Request no stacks, because scripted roles do not write them."""
     monkeypatch.setattr(explain, "ANSWER_S", 0.0)
     monkeypatch.setattr(explain, "SIGNAL_S", 0.0)
 
@@ -83,7 +83,7 @@ def launched(
             yield process
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGSTOP)  # else it would start others
+                process.send_signal(signal.SIGSTOP)  # otherwise the launcher starts other roles
                 for child in psutil.Process(process.pid).children(recursive=True):
                     child.kill()
 
@@ -171,7 +171,7 @@ def test_server_without_a_name_is_starting(tmp_path: Path, capsys) -> None:
         told(tmp_path, capsys, "* llm_server-0 is STARTING")
 
 
-def test_role_that_was_given_up_is_named_after_the_run(tmp_path: Path, capsys) -> None:
+def test_role_that_was_given_up_is_reported_after_the_run(tmp_path: Path, capsys) -> None:
     with launched(tmp_path, restarts=2, rollout=showing("rollout", DIES)) as launcher:
         launcher.communicate(timeout=120)
         assert launcher.returncode == 1

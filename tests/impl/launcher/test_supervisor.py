@@ -57,7 +57,7 @@ async def test_spent_budget_names_option_and_first_death() -> None:
 
 async def test_role_that_is_not_needed_after_its_pause_is_not_restarted() -> None:
     supervisor = Exits(4, 5)
-    supervisor.most = 2  # needed when it dies, not any longer when it is to be started
+    supervisor.most = 2  # needed when it dies, no longer needed at its restart
     await supervisor.keep(supervisor.role)
     assert (supervisor.said, supervisor.codes) == ([], [5])
 
@@ -97,7 +97,7 @@ def test_pauses_grow_while_deaths_follow_each_other():
     assert budget.spend("x", mark=0, lived_s=1.0) == 0.0, "the first of a new row"
 
 
-def test_one_death_more_than_the_limit_ends_the_restarts():
+def test_restart_budget_is_spent_after_limit_plus_one_deaths():
     budget = Budget(limit=2)
     said = [budget.spend(str(n), mark=-1, lived_s=1.0) is None for n in range(3)]
     assert said == [False, False, True]

@@ -114,7 +114,7 @@ def test_worker_that_dies_repeatedly_can_be_stopped(
     assert "rollout-1 is stopped: fewer workers are needed" in shown
 
 
-class Hasty(Elastic):
+class EarlyStopLauncher(Elastic):
     """The datapipe no longer needs a worker that is being started and ignores signals."""
 
     is_first = True
@@ -132,7 +132,7 @@ class Hasty(Elastic):
 def test_worker_that_is_stopped_while_it_starts_exits(tmp_path: Path) -> None:
     late = f"time.monotonic() > end or os.path.exists('{tmp_path}/began-1')"
     steps = ["desired(2); end = time.monotonic() + 60", f"while not ({late}): time.sleep(0.02)"]
-    code, shown, _ = launched(Hasty(tmp_path, steps))
+    code, shown, _ = launched(EarlyStopLauncher(tmp_path, steps))
     assert code == 0, shown
     assert lives(tmp_path, "began-1") == "x"
 
@@ -141,6 +141,6 @@ def test_new_worker_has_the_first_free_name_while_another_exits(tmp_path: Path) 
     launcher = Elastic(tmp_path, [])
     for name in ("rollout-1", "rollout-2"):
         assert [role.names for role in launcher._resized(3)] == [(name,)]
-    launcher._resized(1)  # both are leaving, and the first of them has left
+    launcher._resized(1)  # both are exiting, and the first has exited
     launcher.roles = [role for role in launcher.roles if role.names != ("rollout-1",)]
     assert [role.names for role in launcher._resized(3)] == [("rollout-1",)]

@@ -1,4 +1,4 @@
-"""A run of two starts with a service's logger, as a process: services leave threads and hooks.
+"""A run of two starts with a service's logger, in a process: services leave threads and hooks.
 
 python -m tests.impl.logger.service_run LOGGER RUN_ROOT UPLOAD_S
 """
@@ -24,10 +24,12 @@ def main() -> None:
         sink.rewind(begin)
         for step in range(begin, 3):
             sink.log(step, {"reward/mean": step + 10.0 * begin})
-        sink.log(2, {"eval/reward": 0.5})  # told late, as one that ran beside training
+        sink.log(
+            2, {"eval/reward": 0.5}
+        )  # reported late, like an evaluation concurrent with training
         sink.log(1, {"eval/reward": 0.25})
         sink.close()
-        while int(time.time()) == second:  # W&B names what it writes by the second of its start
+        while int(time.time()) == second:  # W&B names its files by the second of the start
             time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""A logger may fail in any way and at any time: training goes on, and is told once."""
+"""A logger that fails in any way is reported once, and training continues."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from arealite.impl.logger.jsonl import JSONLLogger
 from arealite.impl.trainer.components import open_loggers
 
 does: dict[str, Callable[[], Any]] = {}
-"""What a test wants at a call, by its name."""
+"""Behaviour of each call, by name."""
 happened: list[str] = []
 
 
 class Kept(MetricLogger):
-    """Keeps what it is told."""
+    """A logger that records its calls."""
 
     def __init__(self, run_root: Path) -> None:
-        self.happened = happened  # a test's own: a late thread writes to nobody else's
+        self.happened = (
+            happened  # a new list per test: a late thread must not write to that of another test
+        )
         self.note("open")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -61,7 +63,7 @@ released: list[threading.Event] = []
 
 
 def hangs() -> Callable[[], Any]:
-    """Hang until the test is over."""
+    """Return a function that hangs until the test ends."""
     released.append(threading.Event())
     return released[-1].wait
 
@@ -74,7 +76,7 @@ def raises(text: str = "away") -> Callable[[], Any]:
 
 
 def run(tmp_path: Path, steps: int = 3) -> list[str]:
-    """Log some steps and close; return why the logger was left out, each time it was told."""
+    """Log some steps and close; return the reported reasons why the logger was disabled."""
     with capture_logs() as lines:
         sink = IsolatedLogger(tmp_path, Kept)
         sink.rewind(0)
@@ -84,23 +86,23 @@ def run(tmp_path: Path, steps: int = 3) -> list[str]:
     return [line["why"] for line in lines if line["event"] == "logger disabled"]
 
 
-def test_all_calls_arrive_in_order(tmp_path: Path) -> None:
+def test_isolated_logger_gets_all_calls_in_order(tmp_path: Path) -> None:
     assert run(tmp_path) == []
     assert happened == ["open", "rewind 0", "log 0", "log 1", "log 2", "close"]
 
 
 @pytest.mark.parametrize("call", ["open", "rewind 0", "log 0", "log 1", "close"])
-def test_one_that_raises_is_told_once_and_left_out(call: str, tmp_path: Path) -> None:
+def test_logger_that_raises_is_reported_once_and_disabled(call: str, tmp_path: Path) -> None:
     does[call] = raises()
     assert run(tmp_path) == ["ConnectionError: away"]
     after = ["open", "rewind 0", "log 0", "log 1", "log 2", "close"]
     before = after[: after.index(call)]
-    let_go = ["close"] if call not in ("open", "close") else []
-    assert happened == before + let_go, "nothing more is logged, and it is closed"
+    closed = ["close"] if call not in ("open", "close") else []
+    assert happened == before + closed, "nothing more is logged, and it is closed"
 
 
 @pytest.mark.parametrize("call", ["open", "log 0", "close"])
-def test_one_that_hangs_holds_nobody(
+def test_hanging_logger_does_not_block_the_trainer(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "CLOSE_S", 0.05)
@@ -109,14 +111,16 @@ def test_one_that_hangs_holds_nobody(
     assert call not in happened, "it hangs still"
 
 
-def test_one_that_is_very_late_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logger_with_too_many_queued_lines_is_disabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guarded, "CLOSE_S", 0.01)
     monkeypatch.setattr(guarded, "MAX_QUEUED_LINES", 5)
     does["log 0"] = hangs()
     assert run(tmp_path, steps=20) == ["it is 5 lines late"]
 
 
-def test_one_that_catches_up_loses_nothing(tmp_path: Path) -> None:
+def test_late_logger_that_catches_up_loses_no_line(tmp_path: Path) -> None:
     gate = threading.Event()
     does["log 0"] = gate.wait
     threading.Timer(0.05, gate.set).start()
@@ -124,15 +128,17 @@ def test_one_that_catches_up_loses_nothing(tmp_path: Path) -> None:
     assert happened == ["open", "rewind 0", *(f"log {n}" for n in range(4)), "close"]
 
 
-def test_no_secret_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_masked_in_the_reported_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(os.environ, "SOME_API_KEY", "0123456789abcdef")
     does["log 0"] = raises("bad key 0123456789abcdef")
     assert run(tmp_path) == ["ConnectionError: bad key $SOME_API_KEY"]
     assert without_secrets("no key") == "no key"
 
 
-def test_the_runs_own_record_is_not_left_out(tmp_path: Path):
-    """The launcher reads from it how far the run is: a trainer that cannot write it must fail."""
+def test_jsonl_logger_is_not_isolated(tmp_path: Path):
+    """The launcher reads progress from it, so a trainer that cannot write it must fail."""
     config = replace(
         ExperimentConfig(),
         cluster=ClusterConfig(run_root=str(tmp_path)),

@@ -1,4 +1,4 @@
-"""What people read after a run: whole lines, each step once, also after a resume."""
+"""Log files have complete lines and each step once, also after a resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lines(root: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in RunPaths(root).metrics.read_text().splitlines()]
 
 
-def test_a_line_is_readable_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+def test_logged_line_is_readable_at_once(tmp_path: Path) -> None:
     logger = JSONLLogger(tmp_path / "run")
     logger.log(0, {"reward/mean": 0.5})
     (line,) = lines(tmp_path / "run")
@@ -29,14 +29,14 @@ def test_a_line_is_readable_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     logger.close()
 
 
-def test_a_number_that_is_none_is_left_out(tmp_path: Path) -> None:
+def test_non_finite_values_are_not_logged(tmp_path: Path) -> None:
     logger = JSONLLogger(tmp_path)
     logger.log(0, {"a/nan": math.nan, "a/inf": math.inf, "a/one": 1.0})
     assert set(lines(tmp_path)[0]) == {"step", "time", "a/one"}
     logger.close()
 
 
-def test_steps_that_are_done_again_stand_once(tmp_path: Path) -> None:
+def test_repeated_steps_appear_once_after_a_resume(tmp_path: Path) -> None:
     first = JSONLLogger(tmp_path)
     first.log(0, {"eval/reward": 0.1})
     for step in range(1, 5):
@@ -56,10 +56,10 @@ def test_steps_that_are_done_again_stand_once(tmp_path: Path) -> None:
     assert kept == [(0, None, 0.1), (1, 1.0, None), (2, 2.0, None), (3, 30.0, None)]
 
 
-def test_a_fresh_start_in_a_used_folder_begins_with_nothing(tmp_path: Path) -> None:
+def test_rewind_to_0_removes_all_lines(tmp_path: Path) -> None:
     logger = JSONLLogger(tmp_path)
     logger.log(0, {"eval/reward": 0.1})
-    logger.log(0, {"reward/mean": 0.1})  # of 0.1.0, which counted from 0
+    logger.log(0, {"reward/mean": 0.1})  # version 0.1.0 counted steps from 0
     logger.log(1, {"reward/mean": 0.1})
     logger.rewind(0)
     assert lines(tmp_path) == []
@@ -75,7 +75,7 @@ def scalars(root: Path) -> list[tuple[int, float]]:
 def test_tensorboard_shows_each_step_once_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A file is named by its second and by its number in this process, and 10 is read before 9.
+    # File names end with a counter of this process, and file 10 is read before file 9.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     first = TensorBoardLogger(tmp_path)
     for step in range(1, 4):
@@ -88,6 +88,6 @@ def test_tensorboard_shows_each_step_once_after_a_resume(
     assert scalars(tmp_path) == [(1, 1.0), (2, 20.0)]
 
 
-def test_the_table_names_both() -> None:
+def test_jsonl_and_tensorboard_are_registered() -> None:
     assert loggers.get("jsonl") is JSONLLogger
     assert loggers.get("tensorboard") is TensorBoardLogger

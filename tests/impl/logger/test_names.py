@@ -1,4 +1,4 @@
-"""The catalogue of metrics holds what the code writes, no more and no less."""
+"""The catalogue of metrics has exactly the metrics that the code writes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ GROUPS = {pattern.split("/")[0] for pattern in catalogue()}
 
 
 def literals() -> Iterator[str]:
-    """Yield the names that stand in the source as `group/name`, an f-string's holes as `x`.
+    """Yield metric names `group/name` in the source; placeholders of f-strings become `x`.
 
-    Prefixes are left out, and f-strings of those who only read: they are no names.
+    Prefixes and f-strings of readers are skipped, because they are not names.
     """
     found = re.compile(rf'"((?:{"|".join(GROUPS)})/[^"\s]+)"')
     for file in (*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.js")):
@@ -100,7 +100,7 @@ def of_workers() -> Iterator[str]:
 
 
 def waited() -> list[str]:
-    """List what episodes wait for."""
+    """List the metrics of waits of episodes."""
     (found,) = re.findall(r"waits=\{(.*?)\}", inspect.getsource(collector), re.DOTALL)
     return re.findall(r'"(\w+)":', found)
 
@@ -117,12 +117,12 @@ def written() -> set[str]:
     return {name for source in sources for name in source()}
 
 
-def test_what_is_written_is_documented(written: set[str]) -> None:
+def test_every_written_metric_is_documented(written: set[str]) -> None:
     assert len(written) > 150
     assert sorted(name for name in written if describe(name) is None) == []
 
 
-def test_what_is_documented_is_written(written: set[str]) -> None:
+def test_every_documented_metric_is_written(written: set[str]) -> None:
     nobody = [
         name
         for pattern in catalogue()
@@ -132,7 +132,7 @@ def test_what_is_documented_is_written(written: set[str]) -> None:
     assert nobody == []
 
 
-def test_the_nearest_pattern_describes_a_name() -> None:
+def test_closest_pattern_describes_a_metric() -> None:
     assert describe("reward/mean") == catalogue()["reward/{mean,min,max,std}"]
     assert describe("reward/openai/gsm8k/mean") == catalogue()["reward/<source>/mean"]
     assert describe("reward/parts/mean") == catalogue()["reward/parts/<part>"]
@@ -141,7 +141,7 @@ def test_the_nearest_pattern_describes_a_name() -> None:
     assert names.describe("nothing") is None
 
 
-def test_each_text_is_one_short_line() -> None:
+def test_each_description_is_one_short_line() -> None:
     for pattern, text in catalogue().items():
         assert "\n" not in text, pattern
         assert 3 < len(text) < 130, pattern
@@ -149,7 +149,7 @@ def test_each_text_is_one_short_line() -> None:
 
 
 def spelled(pattern: str) -> Iterator[str]:
-    """Yield a pattern's names, one for each way through its alternatives."""
+    """Yield the names of a pattern, one for each combination of alternatives."""
     pieces = [
         piece[1:-1].split(",") if piece.startswith("{") else [piece]
         for piece in re.split(r"(\{.*?\})", pattern)

@@ -1,4 +1,4 @@
-"""W&B (offline, and away) and trackio (on this host), as they are: two starts of one run."""
+"""Two starts of one run with real W&B (offline and unreachable) and trackio (on this host)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A run's folder."""
+    """Return a run's folder."""
     folder = tmp_path / "exp" / "trial"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("seed: 3\ntrainer: {type: ppo}\n")
@@ -44,7 +44,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def start(logger: str, root: Path, *, upload_s: float = 120.0, **env: str) -> str:
-    """Run two starts, of a service that has so long to answer; return what was printed."""
+    """Run two starts with an upload deadline of `upload_s`; return the output."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TRACKIO_"))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.impl.logger.service_run", logger, str(root), str(upload_s)],
@@ -59,7 +59,7 @@ def start(logger: str, root: Path, *, upload_s: float = 120.0, **env: str) -> st
 
 
 @needs("wandb")
-def test_wandb_goes_on_in_the_same_run(root: Path) -> None:
+def test_wandb_resumes_the_same_run(root: Path) -> None:
     said = start("wandb", root, WANDB_MODE="offline")
     assert "left out" not in said
     files = sorted(root.glob("wandb/offline-run-*/*.wandb"))
@@ -81,7 +81,7 @@ def test_wandb_goes_on_in_the_same_run(root: Path) -> None:
 
 
 @needs("wandb")
-def test_wandb_that_cannot_be_reached_is_told_once_a_start_and_holds_nobody(root: Path) -> None:
+def test_unreachable_wandb_is_reported_once_per_start_and_blocks_nothing(root: Path) -> None:
     with socket.socket() as held:  # bound, not listening: connections are refused
         held.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -92,7 +92,7 @@ def test_wandb_that_cannot_be_reached_is_told_once_a_start_and_holds_nobody(root
 
 
 @needs("trackio")
-def test_trackio_goes_on_in_the_same_run(root: Path) -> None:
+def test_trackio_resumes_the_same_run(root: Path) -> None:
     said = start("trackio", root, TRACKIO_DIR=str(root / "trackio"))
     assert "left out" not in said
     shutil.copy(root / "trackio" / "exp.db", root / "copy.db")
@@ -107,7 +107,7 @@ def test_trackio_goes_on_in_the_same_run(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_missing_package_is_named_before_anything_starts(
+def test_missing_package_of_a_logger_is_a_user_error(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(module: str) -> Any:
@@ -130,7 +130,7 @@ def test_wandb_without_a_key_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     loggers.get("wandb").check()
 
 
-def test_a_run_keeps_its_id(root: Path) -> None:
+def test_run_keeps_its_id_after_a_restart(root: Path) -> None:
     first = run_id(root)
     assert first.startswith("trial-")
     assert run_id(root) == first

@@ -1,4 +1,4 @@
-"""A site for each test: a model folder, names, and a publisher that is closed at the end."""
+"""A site for each test: a model folder, a registry, and a publisher, closed at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from arealite.impl.publisher import control
 from arealite.impl.publisher import servers as base
-from tests.fakes.patience import Clock, Patience
+from tests.fakes.deadlines import Clock, WaitExpirer
 from tests.impl.engine.conftest import group as group
 from tests.impl.publisher.sites import Site, tensors
 
@@ -28,7 +28,7 @@ async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         (model / name).write_text("{}")
     save_file(tensors(0.0), model / "model.safetensors")
     made = Site(tmp_path)
-    made.patience, made.clock = Patience(monkeypatch, control), Clock(monkeypatch, base)
+    made.expirer, made.clock = WaitExpirer(monkeypatch, control), Clock(monkeypatch, base)
     yield made
     if made.publisher is not None:
         await asyncio.to_thread(made.publisher.close)

@@ -1,4 +1,4 @@
-"""Scripted servers, their names, and a publisher of any kind."""
+"""Scripted servers, their registry entries, and a publisher of any type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from arealite.base.errors import RoleError
 from arealite.impl.publisher.disk import DiskPublisher
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.system.names.registry import NameRegistry
-from tests.fakes.patience import Clock, Patience
+from tests.fakes.deadlines import Clock, WaitExpirer
 from tests.fakes.sglang import FakeSGLang
 from tests.waiting import eventually
 
@@ -30,7 +30,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def publishing(folder: Path, model: Path, **publisher: Any) -> ExperimentConfig:
-    """Return the config of a trial in `folder` whose servers ask for no token; `publisher` are
+    """Return the config of a trial in `folder` whose servers need no token; `publisher` are
     fields of PublisherConfig."""
     cluster = ClusterConfig(
         name_root=str(folder / "names"),
@@ -47,19 +47,19 @@ def publishing(folder: Path, model: Path, **publisher: Any) -> ExperimentConfig:
 
 
 class Site:
-    """Fake servers, their names, and a publisher."""
+    """Fake servers, their registry entries, and a publisher."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.names, self.tmp_path = NameRegistry.of(publishing(tmp_path, tmp_path)), tmp_path
         self.staged = tmp_path / "staged"
         self.kind: type[ServersPublisher] = DiskPublisher
         self.publisher: ServersPublisher | None = None
-        self.patience: Patience
+        self.expirer: WaitExpirer
         self.clock: Clock
 
     def register(self, server: FakeSGLang, server_id: str) -> None:
-        """Name a server; the publisher waits for what hangs there no longer than it must."""
-        server.on_hang = lambda: self.patience.end(f"llm_server-{server_id}")
+        """Register a server; waits of the publisher for it expire as soon as it hangs."""
+        server.on_hang = lambda: self.expirer.expire(f"llm_server-{server_id}")
         self.names.put("llm_server", server_id, server.entry())
 
     async def publish(self, version: int, value: float = 1.0, **settings: Any) -> PublishReport:
@@ -75,11 +75,11 @@ class Site:
         return await asyncio.to_thread(self.publisher.push, version)
 
     async def refused(self, version: int, once: Callable[[], object], match: str) -> None:
-        """Publish in vain: the time is up `once` it was tried."""
+        """Assert that a publish fails; the deadline passes as soon as `once` returns true."""
         pushing = asyncio.ensure_future(self.publish(version))
         await eventually(lambda: self.publisher is not None and once(), "a try")
         while not pushing.done():
-            self.clock.turn(60.0)
+            self.clock.advance(60.0)
             await asyncio.wait([pushing], timeout=0.1)
         with pytest.raises(RoleError, match=match):
             await pushing

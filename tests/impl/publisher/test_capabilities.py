@@ -1,4 +1,4 @@
-"""What versions can do, from descriptions of the form that FastAPI makes."""
+"""Capabilities of server versions, read from OpenAPI descriptions as FastAPI writes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spec(paths: list[str], **fields: Any) -> dict[str, Any]:
 INFO = {"version": "0.5.23", "tp_size": 2, "dp_size": 1}
 
 
-def test_a_new_server() -> None:
+def test_new_server_has_all_capabilities() -> None:
     can = Capabilities.read(spec(PATHS), INFO, {"weight_versions": []})
     assert (can.spans, can.sessions, can.buckets) == (True, True, True)
     assert (can.relabel, can.distributed) == (True, True)
@@ -37,17 +37,17 @@ def test_a_new_server() -> None:
     assert can.pause_mode("in_place") == "abort", "a mode it does not know"
 
 
-def test_a_server_without_spans_is_paused_by_aborting() -> None:
+def test_server_without_version_spans_is_paused_with_abort() -> None:
     can = Capabilities.read(spec(PATHS), INFO, {"weight_version": "1"})
     assert can.pause_mode("retract") == "abort"
 
 
-def test_an_old_server() -> None:
+def test_old_server_has_no_optional_capabilities() -> None:
     old = spec(["/generate"], UpdateWeightsFromDistributedReqInput={"names": {}})
     can = Capabilities.read(old, {}, {})
     assert not any((can.sessions, can.buckets, can.relabel, can.distributed))
     assert (can.tp, can.dp) == (1, 1)
 
 
-def test_a_server_that_does_not_describe_itself_can_be_paused() -> None:
+def test_server_without_an_openapi_description_can_be_paused() -> None:
     assert Capabilities.read({}, {}, {}).pause_modes == {"abort"}

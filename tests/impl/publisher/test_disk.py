@@ -1,4 +1,4 @@
-"""Publishing to scripted servers: staging before pausing, every server or a quarantine, healing."""
+"""Publish to scripted servers: staging before the pause, quarantine, republishing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def paths(server: FakeSGLang) -> list[str]:
     return [path for path, _ in server.calls]
 
 
-async def test_two_servers_take_a_version_and_continue(site: Site) -> None:
+async def test_two_servers_are_updated_and_continued(site: Site) -> None:
     async with servers(site, 2) as (first, second):
         report = await site.publish(7, 2.0)
         for server in (first, second):
@@ -55,7 +55,7 @@ async def test_two_servers_take_a_version_and_continue(site: Site) -> None:
         assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
-async def test_in_place_keeps_the_cache(site: Site) -> None:
+async def test_in_place_update_keeps_the_cache(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await site.publish(1, pause_mode="in_place")
         calls = dict(server.calls)
@@ -63,7 +63,7 @@ async def test_in_place_keeps_the_cache(site: Site) -> None:
         assert calls["/update_weights_from_disk"]["flush_cache"] is False
 
 
-async def test_only_the_newest_version_stays_staged_and_none_after_close(site: Site) -> None:
+async def test_only_the_newest_version_stays_staged_until_close(site: Site) -> None:
     async with servers(site, 1):
         for version in range(4):
             await site.publish(version)
@@ -73,7 +73,7 @@ async def test_only_the_newest_version_stays_staged_and_none_after_close(site: S
         assert list(site.staged.iterdir()) == []
 
 
-async def test_large_weights_become_shards_with_an_index(site: Site) -> None:
+async def test_large_weights_are_staged_as_shards_with_an_index(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await site.publish(1, bucket_mb=0)
         folder = Path(server.model_path)
@@ -86,7 +86,9 @@ async def test_large_weights_become_shards_with_an_index(site: Site) -> None:
         assert set(load_file(folder / names[1])) == {"b.weight"}
 
 
-async def test_a_server_that_dies_in_mid_update_is_quarantined_and_healed(site: Site) -> None:
+async def test_server_that_dies_during_an_update_is_quarantined_and_updated_after_its_restart(
+    site: Site,
+) -> None:
     async with servers(site, 2) as (good, bad):
         bad.fail_next("die", path="/update_weights_from_disk")
         report = await site.publish(1)
@@ -100,12 +102,12 @@ async def test_a_server_that_dies_in_mid_update_is_quarantined_and_healed(site: 
         assert (report.servers, report.quarantined, bad.version) == (2, [], "3")
 
 
-async def test_a_hanging_server_is_continued_and_quarantined(site: Site) -> None:
+async def test_hanging_server_is_quarantined_and_updated_later(site: Site) -> None:
     async with servers(site, 2) as (good, slow):
         slow.fail_next("hang", path="/update_weights_from_disk", count=1000)
         report = await site.publish(1)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
-        assert 50.0 < (site.patience.ended[0] or 0.0) <= 60.0, "publisher.timeout_s"
+        assert 50.0 < (site.expirer.expired[0] or 0.0) <= 60.0, "publisher.timeout_s"
         slow.recover()
         await eventually(lambda: slow.version == "1" and slow.paused is None)
 
@@ -124,7 +126,7 @@ async def test_closing_during_a_push_leaves_no_server_paused(site: Site) -> None
             await pushing
 
 
-async def test_a_closed_publisher_publishes_no_more(site: Site) -> None:
+async def test_closed_publisher_refuses_a_push(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await site.publish(0)
         assert site.publisher is not None
@@ -134,7 +136,7 @@ async def test_a_closed_publisher_publishes_no_more(site: Site) -> None:
         assert server.version == "0"
 
 
-async def test_a_late_joiner_is_brought_up(site: Site) -> None:
+async def test_server_that_joins_late_is_updated(site: Site) -> None:
     async with servers(site, 1), FakeSGLang() as late:
         await site.publish(4)
         assert late.version == "default"
@@ -142,14 +144,14 @@ async def test_a_late_joiner_is_brought_up(site: Site) -> None:
         await eventually(lambda: late.version == "4" and late.paused is None)
 
 
-async def test_weights_changed_behind_our_back_are_put_right(site: Site) -> None:
+async def test_server_with_a_changed_version_is_updated_again(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await site.publish(4)
         server.version = "default"
         await eventually(lambda: server.version == "4")
 
 
-async def test_a_paused_server_left_by_a_dead_publisher_is_freed_first(site: Site) -> None:
+async def test_server_paused_by_a_dead_publisher_is_continued_first(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.paused = "retract"
         await site.publish(1)
@@ -157,7 +159,7 @@ async def test_a_paused_server_left_by_a_dead_publisher_is_freed_first(site: Sit
         assert server.paused is None
 
 
-async def test_a_session_left_by_a_dead_publisher_is_ended_once(site: Site) -> None:
+async def test_session_of_a_dead_publisher_is_ended_once(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.weights.session = True
         await site.publish(1)
@@ -166,7 +168,7 @@ async def test_a_session_left_by_a_dead_publisher_is_ended_once(site: Site) -> N
         assert paths(server).count("/end_weight_update") == 1
 
 
-async def test_the_start_version_is_loaded_even_where_the_number_is_held_already(
+async def test_initial_version_is_loaded_even_if_the_server_reports_its_number(
     site: Site,
 ) -> None:
     async with servers(site, 1) as (server,):
@@ -175,7 +177,7 @@ async def test_the_start_version_is_loaded_even_where_the_number_is_held_already
         assert "/update_weights_from_disk" in paths(server)
 
 
-async def test_updated_but_not_flushed_is_flushed_and_confirmed(
+async def test_update_without_flush_is_flushed_and_confirmed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = FakeSGLang.change
@@ -199,7 +201,7 @@ async def test_updated_but_not_flushed_is_flushed_and_confirmed(
         ]
 
 
-async def test_a_server_that_knows_no_retract_is_paused_by_aborting(site: Site) -> None:
+async def test_server_that_refuses_retract_is_paused_with_abort(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.fail_next("400", path="/pause_generation")
         await site.publish(1)
@@ -208,22 +210,22 @@ async def test_a_server_that_knows_no_retract_is_paused_by_aborting(site: Site) 
         assert server.version == "1"
 
 
-async def test_no_server_confirms(site: Site) -> None:
+async def test_publish_fails_if_no_server_confirms(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.fail_next("500", count=1000, path="/update_weights_from_disk")
         said = rf"no server confirmed version 1 .*s0 at {server.url}.*500"
         await site.refused(1, site.quarantined, said)
         assert site.publisher is not None
-        await asyncio.to_thread(site.publisher.close)  # else it may be trying to heal it just now
+        await asyncio.to_thread(site.publisher.close)  # otherwise a republish may be in progress
         assert server.paused is None
 
 
-async def test_no_server_is_registered(site: Site) -> None:
+async def test_publish_fails_if_no_server_is_registered(site: Site) -> None:
     with pytest.raises(RoleError, match="None is registered"):
         await site.publish(1, timeout_s=0.1)
 
 
-async def test_the_only_server_may_restart_during_a_publish(site: Site) -> None:
+async def test_publish_waits_for_the_restart_of_the_only_server(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await server.kill()
         pushing = asyncio.ensure_future(site.publish(5))
@@ -233,7 +235,7 @@ async def test_the_only_server_may_restart_during_a_publish(site: Site) -> None:
         assert server.version == "5"
 
 
-async def test_a_full_disk_ends_the_publish_before_any_pause(
+async def test_full_disk_fails_the_publish_before_any_pause(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with servers(site, 1) as (server,):
@@ -250,7 +252,7 @@ async def test_a_full_disk_ends_the_publish_before_any_pause(
         assert site.versions() == ["v0"]
 
 
-async def test_requests_in_flight_survive_a_publish(site: Site) -> None:
+async def test_running_requests_survive_a_publish(site: Site) -> None:
     import aiohttp
 
     async with servers(site, 1) as (server,), aiohttp.ClientSession() as session:
@@ -281,7 +283,7 @@ def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     second.close()
 
 
-def test_tmpfs_serves_one_host_and_the_run_folder_serves_many(site: Site) -> None:
+def test_staging_uses_tmpfs_on_one_host_and_the_run_folder_on_several(site: Site) -> None:
     local = {"address": "http://127.0.0.1:1", "host": "x"}
     config = publishing(site.tmp_path, site.tmp_path)
     engine: Any = None

@@ -1,4 +1,4 @@
-"""Weights through a process group, to embedded servers in processes of their own, which die."""
+"""Send weights through a process group to embedded servers in separate processes that crash."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Servers:
-    """Embedded servers of one model, and a publisher that brings them another's weights."""
+    """Embedded servers of one model, and a publisher that sends them new weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.model = folder, tiny_model(folder / "a", seed=1)
@@ -79,7 +79,7 @@ class Servers:
         return self.publisher
 
     def publish(self, version: int, name: str, **hooks: Callable[[], None]) -> PublishReport:
-        """Stage as often as asked; a hook `at_5` is called once, before the fifth tensor."""
+        """Publish the weights `name`; call hook `at_5` once, before the fifth tensor."""
         publisher = self.publisher or self.make()
         while publisher.stage(version, self.stream(name, hooks if publisher.shapes else {})):
             self.rounds += 1
@@ -103,7 +103,7 @@ class Servers:
             return json.load(answer)
 
     def holds(self, pid: str) -> tuple[str, list[int]]:
-        """Return version and greedy tokens."""
+        """Return the version of a server and its greedy tokens."""
         body = {
             "input_ids": [5, 6, 7],
             "sampling_params": {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True},
@@ -135,7 +135,7 @@ def empty(tmp_path: Path) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Start two servers for all tests: to start is what costs."""
+    """Start two servers for all tests, because a start is slow."""
     made = Servers(tmp_path_factory.mktemp("pair"))
     made.start(2)
     yield made
@@ -144,26 +144,26 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def site(pair: Servers) -> Iterator[Servers]:
-    """Give the two servers to a test that makes a publisher of its own."""
+    """Return the two servers; the test creates its own publisher."""
     pair.publisher, pair.rounds = None, 0
     yield pair
     if pair.publisher is not None:
         pair.publisher.close()
 
 
-def test_no_server_ends_the_run_in_time(empty: Servers) -> None:
+def test_publish_without_servers_fails_at_timeout_s(empty: Servers) -> None:
     empty.make(timeout_s=0.5)
     with pytest.raises(RoleError, match=r"no server confirmed version 1 in .* None is registered"):
         empty.publish(1, "a")
 
 
-def test_wrong_tensors_touch_no_server(empty: Servers) -> None:
+def test_mismatched_tensors_are_refused_without_a_request_to_a_server(empty: Servers) -> None:
     empty.weights["a"]["model.norm.weight"] = torch.zeros(7)
     with pytest.raises(UserError, match=r"'model\.norm\.weight' has shape \[7\].*\[32\] in "):
         empty.publish(1, "a")
 
 
-def test_the_weights_are_used_up_whatever_happens(empty: Servers) -> None:
+def test_stage_consumes_all_weights_even_if_it_fails(empty: Servers) -> None:
     empty.make(timeout_s=0.2)
     assert empty.publisher is not None
     assert empty.publisher.stage(1, empty.stream("a", {}))
@@ -173,7 +173,7 @@ def test_the_weights_are_used_up_whatever_happens(empty: Servers) -> None:
     assert next(weights, None) is None
 
 
-def test_two_servers_take_versions_in_one_group(site: Servers) -> None:
+def test_two_servers_are_updated_through_one_group(site: Servers) -> None:
     one, other = site.processes
     report = site.publish(1, "a")
     assert (report.servers, report.quarantined, site.rounds) == (2, [], 1), "one look at the names"
@@ -190,7 +190,7 @@ def test_two_servers_take_versions_in_one_group(site: Servers) -> None:
     assert 0 < report.load_s <= report.stall_s and not site.publisher.needs_republish
 
 
-def test_a_taken_port_is_told_before_any_server_waits(site: Servers) -> None:
+def test_port_in_use_fails_before_any_server_joins_the_group(site: Servers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         site.make(distributed=DistributedPublisherConfig(port=port))
@@ -198,9 +198,9 @@ def test_a_taken_port_is_told_before_any_server_waits(site: Servers) -> None:
             site.publish(1, "a")
 
 
-def test_a_stopped_server_is_quarantined_in_time_and_heals(site: Servers) -> None:
+def test_stopped_server_is_quarantined_within_timeout_s_and_republished(site: Servers) -> None:
     stopped, kept = site.processes
-    site.make(timeout_s=12.0)  # the one that goes on may be held up for a while, too
+    site.make(timeout_s=12.0)  # the other server may be delayed, too
     site.publish(1, "a")
     site.publish(2, "b", at_5=lambda: os.kill(int(stopped), signal.SIGSTOP))
     assert site.holds(kept)[0] == "2"
@@ -213,7 +213,7 @@ def test_a_stopped_server_is_quarantined_in_time_and_heals(site: Servers) -> Non
     assert site.holds(stopped) == site.holds(kept)
 
 
-def test_a_server_killed_in_the_middle_and_a_new_one_in_its_place(site: Servers) -> None:
+def test_server_killed_during_an_update_is_replaced_by_a_new_server(site: Servers) -> None:
     lost, kept = site.processes
     site.publish(1, "a")
     report = site.publish(2, "b", at_5=lambda: site.processes[lost].kill())

@@ -1,4 +1,4 @@
-"""Publishers refuse tensors that do not fit, and bring restarted and broken servers up to date."""
+"""Publishers refuse mismatched tensors and republish to restarted and faulty servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.impl.publisher.sites import Site, servers
 from tests.waiting import eventually
 
 
-async def test_tensors_that_do_not_fit_the_model_touch_no_server(site: Site) -> None:
+async def test_tensors_that_mismatch_the_model_are_refused_before_any_request(site: Site) -> None:
     async with servers(site, 1) as (server,):
         save_file({"a.weight": torch.zeros(3, 2)}, site.tmp_path / "model" / "model.safetensors")
         with pytest.raises(UserError, match=r"'a\.weight' has shape \[2, 3\].* \[3, 2\] in "):
@@ -27,7 +27,7 @@ async def test_tensors_that_do_not_fit_the_model_touch_no_server(site: Site) -> 
         assert server.calls == []
 
 
-async def test_tensors_that_do_not_fit_a_server_quarantine_it_untouched(site: Site) -> None:
+async def test_server_with_another_model_shape_is_quarantined_without_requests(site: Site) -> None:
     async with servers(site, 1), FakeSGLang() as other:
         folder = site.tmp_path / "other"
         folder.mkdir()
@@ -41,7 +41,7 @@ async def test_tensors_that_do_not_fit_a_server_quarantine_it_untouched(site: Si
         assert "'b.weight' [5] of the trainer is not in" in error
 
 
-async def test_a_server_without_spans_is_paused_by_aborting(site: Site) -> None:
+async def test_server_without_version_spans_is_paused_with_abort(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.spans = False
         await site.publish(1)
@@ -50,17 +50,21 @@ async def test_a_server_without_spans_is_paused_by_aborting(site: Site) -> None:
 
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/server_info", "/continue_generation"])
-async def test_a_server_silent_when_probed_is_quarantined_and_healed(site: Site, path: str) -> None:
+async def test_server_that_hangs_on_a_probe_is_quarantined_and_updated_later(
+    site: Site, path: str
+) -> None:
     async with servers(site, 2) as (good, silent):
-        silent.fail_next("hang", path=path, count=1000)  # whether push or watch asks first
+        silent.fail_next(
+            "hang", path=path, count=1000
+        )  # whichever of push and watch sends the first request
         report = await site.publish(1)
         assert (report.servers, report.quarantined, good.version) == (1, ["s1"], "1")
-        assert site.patience.ended[0] == 60.0
+        assert site.expirer.expired[0] == 60.0
         silent.recover()
         await eventually(lambda: silent.version == "1" and silent.paused is None)
 
 
-async def test_a_thread_that_fails_as_it_starts_is_not_waited_for(
+async def test_publish_fails_at_once_if_the_publisher_thread_fails_to_start(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(**_: object) -> None:
@@ -92,7 +96,7 @@ async def test_server_paused_by_another_client_is_continued(site: Site, tells_pa
         assert (one.version, other.version, pauses()) == ("1", "1", [])
 
 
-async def test_one_pause_by_another_client_is_one_line_of_the_log(site: Site) -> None:
+async def test_each_pause_by_another_client_is_logged_once(site: Site) -> None:
     async with servers(site, 1) as (server,):
         await site.publish(1)
         with capture_logs() as events:
@@ -106,7 +110,9 @@ async def test_one_pause_by_another_client_is_one_line_of_the_log(site: Site) ->
         assert told(events) == [True, True]
 
 
-async def test_server_shared_on_purpose_stays_paused_and_vitals_show_it(site: Site) -> None:
+async def test_continue_paused_false_leaves_a_foreign_pause_and_shows_it_as_a_wait(
+    site: Site,
+) -> None:
     async with servers(site, 1) as (server,):
         with capture_logs() as events:
             await site.publish(1, continue_paused=False)
@@ -122,7 +128,7 @@ async def test_server_shared_on_purpose_stays_paused_and_vitals_show_it(site: Si
         await eventually(lambda: not pauses(), "no server")
 
 
-async def test_pause_of_an_update_under_way_is_not_ended(site: Site) -> None:
+async def test_pause_of_a_running_update_is_not_ended(site: Site) -> None:
     async with servers(site, 2) as (slow, other):
         await site.publish(1)
         hangs = asyncio.Event()
@@ -134,5 +140,5 @@ async def test_pause_of_an_update_under_way_is_not_ended(site: Site) -> None:
         other.paused = "retract"
         await eventually(lambda: other.paused is None, "the watch to come round")
         assert (slow.paused, slow.version) == ("retract", "1")
-        site.patience.end("llm_server-s0")
+        site.expirer.expire("llm_server-s0")
         assert (await pushing).version == 2

@@ -1,6 +1,6 @@
-"""Weights that come in parts: their session, version and flush, and what half of them is.
+"""Updates in several parts: session, version, flush, and an incomplete update.
 
-`distributed` sends parts; here they come without its process group.
+`distributed` sends parts; these tests send parts without a process group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUP = "g"
 
 
 class TwoParts(DiskPublisher):
-    """Tell a server of two parts of each version."""
+    """A publisher that sends each version in two parts."""
 
     async def update_server(self, server: ServerControl, version: int) -> None:
         async def send(server: ServerControl) -> None:
@@ -42,7 +42,7 @@ def bodies(server: FakeSGLang) -> list[dict[str, Any]]:
     return [body for path, body in server.calls if path == PATH]
 
 
-async def test_version_and_flush_come_with_the_last_part(site: Site) -> None:
+async def test_version_and_flush_are_sent_with_the_last_part(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.weights.groups.append(GROUP)
         await site.publish(1)
@@ -55,7 +55,7 @@ async def test_version_and_flush_come_with_the_last_part(site: Site) -> None:
         ]
 
 
-async def test_an_old_server_has_no_sessions(site: Site) -> None:
+async def test_old_server_is_updated_without_sessions(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.weights.groups.append(GROUP)
         server.sessions = False
@@ -64,7 +64,7 @@ async def test_an_old_server_has_no_sessions(site: Site) -> None:
         assert not [path for path, _ in server.calls if "begin" in path]
 
 
-async def test_a_session_whose_end_was_not_heard_is_ended(site: Site) -> None:
+async def test_unfinished_session_is_ended_before_the_next_update(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.weights.groups.append(GROUP)
         await site.publish(1)
@@ -73,14 +73,14 @@ async def test_a_session_whose_end_was_not_heard_is_ended(site: Site) -> None:
         assert (server.version, server.weights.session) == ("2", False)
 
 
-async def test_in_place_never_flushes(site: Site) -> None:
+async def test_in_place_update_in_parts_never_flushes(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.weights.groups.append(GROUP)
         await site.publish(1, pause_mode="in_place")
         assert [body["flush_cache"] for body in bodies(server)] == [False, False]
 
 
-async def test_half_an_update_generates_under_no_version(site: Site) -> None:
+async def test_partial_update_clears_the_version_first(site: Site) -> None:
     async with servers(site, 2) as (good, bad):
         for server in (good, bad):
             server.weights.groups.append(GROUP)

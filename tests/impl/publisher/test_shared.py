@@ -1,4 +1,4 @@
-"""The trainer's process serves the parameters it trains: whole turns, at one version each."""
+"""The trainer's process serves its parameters; each turn has one version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 class Pair:
-    """An engine and who serves its parameters."""
+    """An engine and a publisher that serves its parameters."""
 
     def __init__(self, folder: Path, config: PublisherConfig, **options: Any) -> None:
         self.config = ExperimentConfig(
@@ -48,7 +48,7 @@ class Pair:
         self.url = self.publisher.server.address
 
     def learn(self) -> None:
-        """Change the parameters by an update, as a trainer does."""
+        """Update the parameters as a trainer does."""
         rows = make_rows()
         lengths = [[len(row.tokens) for row in rows]]
         stats = self.engine.train_batch(rows, lengths, loss_of(self.engine))
@@ -60,7 +60,7 @@ class Pair:
         assert next(copies, None) is not None, "nothing was copied"
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:
-        """What the engine says of an answer to PROMPT."""
+        """Return the engine's log-probabilities of an answer to PROMPT."""
         whole = np.array(PROMPT + tokens, np.int32)
         mask = np.arange(len(whole)) >= len(PROMPT)
         row = Sequence(whole, mask, 1.0, {})
@@ -108,7 +108,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("pair", KINDS.values(), ids=KINDS, indirect=True)
-async def test_it_generates_from_the_trained_parameters_themselves(pair: Pair) -> None:
+async def test_generation_uses_the_current_trained_parameters(pair: Pair) -> None:
     names = NameRegistry.of(pair.config).list("llm_server")
     assert [entry.value["type"] for entry in names] == ["shared"]
     close = 2e-5 if pair.engine.dtype == torch.float32 else 0.05
@@ -127,17 +127,17 @@ async def test_it_generates_from_the_trained_parameters_themselves(pair: Pair) -
     assert np.abs(told[2] - told[0]).max() > 1e-3, "the policy did not change"
 
 
-async def test_who_is_under_way_waits_for_the_update_and_goes_on(pair: Pair) -> None:
+async def test_running_generation_pauses_for_an_update_and_continues(pair: Pair) -> None:
     early = asyncio.create_task(ask(pair.url))
     await asyncio.to_thread(pair.release, 0)
     assert spans(await early) == ["0"], "it was held until the first version"
     engine = pair.publisher.server.engine
     brake = Brake(engine)
-    brake.hold()
+    brake.block()
     long = asyncio.create_task(ask(pair.url, count=400))
     await eventually(lambda: [each for each in engine.decoder.running if each.output], "a token")
     await asyncio.to_thread(pair.publisher.pause_generation)
-    brake.let_go()
+    brake.release()
     held_at = time.perf_counter()
     held = asyncio.create_task(ask(pair.url))
     pair.learn()
@@ -152,7 +152,7 @@ async def test_who_is_under_way_waits_for_the_update_and_goes_on(pair: Pair) -> 
     assert report.stall_s >= learned_s and report.pause_s > 0
 
 
-async def test_nobody_else_can_change_the_weights_or_end_a_turn(pair: Pair) -> None:
+async def test_admin_routes_of_the_shared_server_return_404(pair: Pair) -> None:
     paths = ["pause_generation", "continue_generation", "update_weights_from_disk", "flush_cache"]
     async with aiohttp.ClientSession() as session:
         for path in paths:
@@ -160,7 +160,7 @@ async def test_nobody_else_can_change_the_weights_or_end_a_turn(pair: Pair) -> N
                 assert answer.status == 404, path
 
 
-async def test_a_death_is_told_to_the_trainer(pair: Pair) -> None:
+async def test_engine_crash_raises_an_error_in_the_trainer(pair: Pair) -> None:
     engine = pair.publisher.server.engine
 
     def die() -> None:
@@ -174,7 +174,7 @@ async def test_a_death_is_told_to_the_trainer(pair: Pair) -> None:
         _ = pair.publisher.needs_republish
 
 
-def test_a_model_it_cannot_serve_is_the_users_error(pair: Pair, monkeypatch: Any) -> None:
+def test_unsupported_model_is_a_user_error(pair: Pair, monkeypatch: Any) -> None:
     monkeypatch.setattr(pair.engine.module.config, "layer_types", ["linear_attention"])
     config = replace(pair.config, trial_name="other")
     with pytest.raises(UserError, match="runs only full and sliding"):
@@ -182,6 +182,6 @@ def test_a_model_it_cannot_serve_is_the_users_error(pair: Pair, monkeypatch: Any
     assert not NameRegistry.of(config).list("llm_server")
 
 
-def test_parameters_in_shards_cannot_be_shared(group: None, tmp_path: Path) -> None:
+def test_sharded_parameters_are_refused(group: None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="one trainer rank"):
         Pair(tmp_path, PublisherConfig(type="shared"), dtype="bfloat16")

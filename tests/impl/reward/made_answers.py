@@ -1,6 +1,6 @@
-"""Completions made with their verdicts, in the style of GSM8K and MATH: a thousand of each form.
+"""Synthetic completions with verdicts, in the style of GSM8K and MATH: a thousand per form.
 
-Every row has sentences that distract: other numbers, intermediate results, and the words answer,
+Every row has distracting sentences with other numbers, intermediate results, and the words answer,
 answers and answered.
 """
 
@@ -33,7 +33,7 @@ DISTRACTIONS = (
 
 
 class Row(NamedTuple):
-    """A completion, a ground truth, and whether the one has the other as its answer."""
+    """A completion, a ground truth, and whether the completion answers with it."""
 
     completion: str
     truth: str
@@ -54,7 +54,7 @@ def rows(form: str, count: int) -> Iterator[Row]:
 
 
 def number(dice: random.Random, kind: str) -> Fraction:
-    """Return a value that can be written in this way."""
+    """Return a value that the form can express."""
     if kind == "negative":
         return Fraction(-dice.randint(1, 5000))
     if kind in ("thousands", "money"):
@@ -107,7 +107,7 @@ def written(dice: random.Random, value: Fraction, kind: str, form: str) -> str:
 
 
 def marked(dice: random.Random, form: str, text: str, answer: str) -> str:
-    """Put the answer behind the reasoning."""
+    """Append the answer to the reasoning."""
     if form == "boxed":
         bare = answer.strip("$") if answer.endswith("$") else answer
         bare = bare.removeprefix("\\(").removesuffix("\\)")
@@ -178,11 +178,11 @@ CHEATS = (
     "print(Γ)\n#### ?", "#### Γ?Ω", "#### \\frac{Γ}{0}",
 )  # fmt: skip
 """Γ is the truth, Ω another number, α + β = δ / 2 = Γ and σ = Γ²; υ is Γ in Arabic digits, and ζ
-has a space of no width in it."""
+contains a zero-width space."""
 
 
 def cheats(count: int) -> Iterator[Row]:
-    """Yield `count` completions that name the truth, or what equals it, and do not answer."""
+    """Yield `count` completions that contain the truth or an equal value without answering."""
     dice = random.Random("answers/cheats")
     for index in range(count):
         gold = dice.randint(20, 900)

@@ -1,4 +1,4 @@
-"""Which answer of a completion counts: thousands of made completions, and those found by hand."""
+"""The answer of a completion that counts, in thousands of synthetic and manual completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 1100
 
 
 async def missed(made: list[Row]) -> list[Row]:
-    """Return the rows whose reward is not what it should be."""
+    """Return the rows with a wrong reward."""
     reward = MathVerifyReward(MathVerifyConfig(workers=2, timeout_s=600.0))
     await reward.setup()
     try:
@@ -27,14 +27,14 @@ async def missed(made: list[Row]) -> list[Row]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_made_answers_score_1_where_right_and_0_where_wrong(form: str) -> None:
+async def test_right_synthetic_answers_score_1_and_wrong_ones_0(form: str) -> None:
     made = list(rows(form, COUNT))
     assert Counter(row.is_right for row in made) == {True: COUNT // 2, False: COUNT // 2}
     assert len({row.completion for row in made}) > 0.9 * COUNT
     assert await missed(made) == []
 
 
-async def test_made_cheats_score_0() -> None:
+async def test_synthetic_cheats_score_0() -> None:
     assert len(CHEATS) > 100
     assert await missed(list(cheats(8 * len(CHEATS)))) == []
 
@@ -77,7 +77,7 @@ KELSEY = "If Kelsey answered 35+8=43 correctly, she missed 83-43=40.\n"
         ("\\boxed{x + 2}", "2 + x"),
     ],
 )  # fmt: skip
-def test_answer_is_found(completion: str, truth: str) -> None:
+def test_right_answer_is_found_in_each_form(completion: str, truth: str) -> None:
     assert is_equal(completion, truth) is True
 
 
@@ -107,7 +107,7 @@ def test_answer_is_found(completion: str, truth: str) -> None:
         ("Solve for x.", "x"),
     ],
 )
-def test_other_answers_do_not_count(completion: str, truth: str) -> None:
+def test_wrong_answers_are_not_equal(completion: str, truth: str) -> None:
     assert is_equal(completion, truth) is False
 
 

@@ -1,4 +1,4 @@
-"""Answers in words."""
+"""The reward exact_match."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from arealite.api.reward import RewardConfig, make_reward
         ("answer: +", "+", 1.0),
     ],
 )
-async def test_an_answer_is_the_truth_or_not(completion: str, truth: str, score: float) -> None:
+async def test_answer_scores_1_if_it_matches_the_truth(
+    completion: str, truth: str, score: float
+) -> None:
     reward = make_reward(RewardConfig(type="exact_match"))
     assert await reward.score(completion, truth) == score

@@ -1,6 +1,6 @@
-"""The maths reward: verdicts, the short cut that must equal them, and processes that are killed.
+"""The maths reward: verdicts, the equivalent short cut for integers, and killed processes.
 
-Which answer of a completion counts: test_answers.py."""
+See test_answers.py for the answer of a completion that counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENDLESS = (
     "$" + "(" * 3000 + "x" + ")" * 3000 + "$",
 )
 ROOT = "\\sqrt{2}"
-"""A truth that is no number: an answer is compared with it by math-verify."""
+"""A truth that is not a number, so answers are compared by math-verify."""
 
 
 SOURCE = Path(pools.COMMAND[-1]).read_text()
@@ -79,12 +79,12 @@ VERDICTS = [
 ]
 
 
-async def test_scores(reward):
+async def test_verdicts_of_known_pairs(reward):
     for completion, truth, due in VERDICTS:
         assert await reward.score(completion, truth) == due, (completion[-80:], truth)
 
 
-def test_the_factory_makes_it():
+def test_default_reward_is_math_verify():
     made = make_reward(RewardConfig())
     assert isinstance(made, MathVerifyReward)
 
@@ -114,7 +114,7 @@ def test_short_cut_agrees_on_zeros_and_signs(zeros, sign):
 
 
 @pytest.mark.parametrize("text", ["+ 5", "1,000", "5.", "5 6", "٣", "5%", "1" * 65, ""])
-def test_short_cut_leaves_the_rest_to_a_checker(text):
+def test_short_cut_is_undecided_for_other_formats(text):
     assert equal_integers(text, "5") is None
     assert equal_integers("5", text) is None
 
@@ -140,11 +140,11 @@ async def test_answer_that_uses_up_the_cpu_seconds_scores_0_and_is_counted(rewar
     assert len(family(reward.pool)) == 2
 
 
-async def test_answer_that_is_no_number_takes_no_time_where_the_truth_is_one(reward):
+async def test_non_numeric_answer_to_an_integer_truth_scores_0_without_a_check(reward):
     assert [await reward.score(answer, "5") for answer in ENDLESS] == [0.0] * len(ENDLESS)
 
 
-async def test_check_that_used_no_cpu_is_asked_again(reward, monkeypatch):
+async def test_check_of_a_checker_without_cpu_time_is_repeated(reward, monkeypatch):
     child, _ = family(reward.pool)
     child.send_signal(signal.SIGSTOP)
     said: list[bool | str | None] = []
@@ -162,15 +162,15 @@ async def test_check_that_used_no_cpu_is_asked_again(reward, monkeypatch):
     assert has_exited(child)
 
 
-async def test_checkers_that_never_use_their_cpu_fail_the_episode(reward):
+async def test_episode_fails_if_checkers_get_no_cpu_time(reward):
     reward.pool.patience_s = 0.0
     with pytest.raises(RewardTimeout, match=r"a check got no CPU for 0\.0 s, 3 times") as caught:
         await reward.score("$9^{9^{9^{9}}}$", ROOT)
     assert failure_class(caught.value) == "reward_timeout"
 
 
-class Saying(Checker):
-    """A checker that gives these answers, one after the other."""
+class ScriptedChecker(Checker):
+    """A checker with scripted answers."""
 
     def __init__(self, *answers: bool | str | None) -> None:
         super().__init__()
@@ -184,9 +184,9 @@ class Saying(Checker):
         return self.answers.pop(0)
 
 
-def saying(*answers: bool | str | None) -> tuple[CheckerPool, Saying]:
+def scripted_pool(*answers: bool | str | None) -> tuple[CheckerPool, ScriptedChecker]:
     pool = CheckerPool(workers=1, timeout_s=1.0)
-    checker = Saying(*answers)
+    checker = ScriptedChecker(*answers)
     pool._free.get_nowait()
     pool._free.put_nowait(checker)
     return pool, checker
@@ -202,16 +202,16 @@ def saying(*answers: bool | str | None) -> tuple[CheckerPool, Saying]:
         (["crashed", "killed", True], True),
     ],
 )
-async def test_only_cpu_time_and_a_second_crash_are_the_answer_s_fault(answers, verdict):
-    pool, checker = saying(*answers)
+async def test_only_cpu_timeout_and_a_second_crash_count_against_the_answer(answers, verdict):
+    pool, checker = scripted_pool(*answers)
     assert await pool.check("x", "y") is verdict
     assert not checker.answers
 
 
 @pytest.mark.parametrize("said", ["cpu", "crashed"])
-async def test_truth_that_no_answer_can_be_compared_with_is_the_data_s_fault(said):
+async def test_truth_that_fails_every_comparison_raises_bad_truth(said):
     times = 1 if said == "cpu" else 2
-    pool, checker = saying(*[said] * times * 2)
+    pool, checker = scripted_pool(*[said] * times * 2)
     with pytest.raises(BadTruth, match="ground_truth='y'") as caught:
         await pool.check("x", "y")
     assert failure_class(caught.value) == "reward_truth"
@@ -219,7 +219,7 @@ async def test_truth_that_no_answer_can_be_compared_with_is_the_data_s_fault(sai
 
 
 @pytest.mark.parametrize("truth", ["", "  ", "\\boxed{}"])
-async def test_truth_that_holds_no_answer_fails_the_episode(reward, truth):
+async def test_truth_without_an_answer_raises_bad_truth(reward, truth):
     with pytest.raises(BadTruth):
         await reward.score("3", truth)
 
@@ -228,7 +228,7 @@ async def test_truth_that_holds_no_answer_fails_the_episode(reward, truth):
 async def test_answer_that_crashes_the_checker_twice_scores_0_and_is_counted(
     tmp_path, monkeypatch, kind
 ):
-    """No answer is known that crashes it: a checker is planted that does at one word."""
+    """No answer that crashes a checker is known, so a patched checker crashes at one word."""
     crash = {
         "segfault": "os.kill(os.getpid(), signal.SIGSEGV)",
         "recursion": "raise RecursionError",
@@ -251,7 +251,7 @@ async def test_answer_that_crashes_the_checker_twice_scores_0_and_is_counted(
         await reward.close()
 
 
-def test_a_score_is_a_number_with_parts():
+def test_score_is_a_float_with_parts():
     assert Score(0.5, unchecked=1) == 0.5
     assert Score(0.5, unchecked=1).parts == {"unchecked": 1}
 
@@ -269,7 +269,7 @@ async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(r
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["child", "parent"])
-async def test_dead_worker_is_started_again_and_its_check_repeated(reward, victim):
+async def test_dead_worker_is_restarted_and_its_check_repeated(reward, victim):
     before = family(reward.pool)
     before[victim].kill()
     until_exited(before[victim])
@@ -279,7 +279,7 @@ async def test_dead_worker_is_started_again_and_its_check_repeated(reward, victi
     assert not {p.pid for p in after} & {before[0].pid}
 
 
-def test_a_dead_worker_is_started_again_in_the_loop_that_rollouts_use():
+def test_dead_worker_is_restarted_under_uvloop():
     async def check() -> bool | None:
         pool = CheckerPool(workers=1, timeout_s=600.0)
         await pool.start()

@@ -1,4 +1,4 @@
-"""A slow environment and then a fast one: the real datapipe, workers and client, a server faked."""
+"""Concurrency with a slow and then a fast environment; only the server is a fake."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from tests.waiting import eventually
 
 CAPACITY, MOST = 8, 24
 SLOW, FAST = 6, 1
-"""A turn's time, in times of its generation."""
+"""Duration of a turn, in multiples of the duration of its generation."""
 
 
-@envs.register("thoughtful")
-class Thoughtful(Env):
-    """Thinks after each answer until it is told that it has thought enough."""
+@envs.register("delayed")
+class DelayedEnv(Env):
+    """An environment that waits after each answer until its event is set."""
 
-    thoughts: dict[str, asyncio.Event]
+    pending: dict[str, asyncio.Event]
     cancelled = 0
 
     async def run(self, task: Task, **agents: Agent) -> None:
         enough, name = asyncio.Event(), agents["agent"].seat.episode_id
         try:
             await agents["agent"].act("hello")
-            Thoughtful.thoughts[name] = enough
+            DelayedEnv.pending[name] = enough
             await enough.wait()
         except asyncio.CancelledError:
-            Thoughtful.cancelled += 1
+            DelayedEnv.cancelled += 1
             raise
         agents["agent"].reward(1.0)
 
 
-class Paced(FakeSGLang):
-    """Answers when it is told to."""
+class SteppedServer(FakeSGLang):
+    """A server that answers on request of the test."""
 
     def __init__(self) -> None:
         super().__init__(version="0", capacity=CAPACITY)
@@ -66,42 +66,42 @@ class Paced(FakeSGLang):
         return job.rid not in self.answered
 
     @property
-    def standing(self) -> list[str]:
+    def blocked(self) -> list[str]:
         return [rid for rid, job in self._jobs.items() if self._is_held(job)]
 
     async def answer(self, count: int) -> None:
-        self.answered.update(self.standing[:count])
+        self.answered.update(self.blocked[:count])
         await self._notify()
 
 
-class Pace:
-    """Stands for time: moves one episode on after the other, each when all others are at their
-    places, so that one in `turn` of them generates, however fast the machine is."""
+class EpisodePacer:
+    """Replaces time: advances one episode whenever all episodes are blocked, so that one in
+    `turn` episodes generates, independent of the speed of the machine."""
 
-    def __init__(self, server: Paced, in_flight: Callable[[], int]) -> None:
+    def __init__(self, server: SteppedServer, in_flight: Callable[[], int]) -> None:
         self.server, self.in_flight, self.turn = server, in_flight, SLOW
-        Thoughtful.thoughts = {}
+        DelayedEnv.pending = {}
 
     async def keep(self) -> None:
-        thoughts = Thoughtful.thoughts
+        pending = DelayedEnv.pending
         while True:
             await eventually(self.is_settled, "all episodes at their places", seconds=120.0)
-            generating = len(self.server.standing)
-            surplus = generating - round((generating + len(thoughts)) / self.turn)
-            if surplus <= 0 and thoughts:
-                thoughts.pop(next(iter(thoughts))).set()
+            generating = len(self.server.blocked)
+            surplus = generating - round((generating + len(pending)) / self.turn)
+            if surplus <= 0 and pending:
+                pending.pop(next(iter(pending))).set()
             else:
                 await self.server.answer(max(surplus, 1))
 
     def is_settled(self) -> bool:
-        """A lease that was sent twice may be played twice, of which the datapipe knows one."""
-        return 0 < self.in_flight() <= len(self.server.standing) + len(Thoughtful.thoughts)
+        """Return whether all episodes are blocked; a lease sent twice may run twice."""
+        return 0 < self.in_flight() <= len(self.server.blocked) + len(DelayedEnv.pending)
 
 
 def configured(root: Path) -> ExperimentConfig:
     own = AutoscaleConfig(enabled=True, min_concurrency=2, period_s=0.15)
     client = LLMClientConfig(sglang=SGLangClientConfig(connect_timeout_s=60.0))
-    config = experiment("thoughtful", group_size=2, concurrency=MOST, autoscale=own, client=client)
+    config = experiment("delayed", group_size=2, concurrency=MOST, autoscale=own, client=client)
     ppo = replace(config.trainer.ppo, batch_size=4, max_staleness=9000, total_steps=9000)
     return replace(
         config,
@@ -122,7 +122,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
     config = configured(tmp_path)
     names = NameRegistry.of(config)
     tasks = [Task(f"train-{row}", "?", None, {}) for row in range(7)]
-    server = Paced()
+    server = SteppedServer()
     with zmq.Context() as context:
         pipe = Datapipe(
             config, train=tasks, eval=[], registry=names, address="inproc://pipe", context=context
@@ -155,20 +155,20 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             told = pipe.workers.metrics
             target = lambda: told()["rollout/target_concurrency"]  # noqa: E731
             in_flight = lambda: sum(w.in_flight for w in pipe.workers.by_id.values())  # noqa: E731
-            pace = Pace(server, in_flight)
+            pace = EpisodePacer(server, in_flight)
             pacing = roles.create_task(pace.keep())
 
             async def reached(what: str, condition: Callable[[], bool]) -> None:
                 await eventually(condition, what, seconds=120.0)
 
-            # 7.2 requests run where 7.2 · 6 = 43 episodes do.
+            # 43 running episodes have 43 / 6 = 7.2 running requests.
             await reached("many", lambda: target() >= 30 and in_flight() >= 30)
             assert in_flight() <= 2 * MOST
             pace.turn = FAST
             await reached("few", lambda: target() <= 13 and in_flight() <= 14)
             pace.turn = SLOW
             await reached("many again", lambda: target() >= 30 and in_flight() >= 30)
-            assert Thoughtful.cancelled == 0, "fewer are reached as episodes end"
+            assert DelayedEnv.cancelled == 0, "fewer are reached as episodes end"
             assert told()["rollout/workers"] == 2
             pacing.cancel()
             await in_thread(lambda: (rank.report(Finish("done")), rank.close()))

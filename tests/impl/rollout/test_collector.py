@@ -1,4 +1,4 @@
-"""Episodes become trajectories, and failures become data."""
+"""The collector turns episodes into trajectories and records failures."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ async def test_header_and_payload_of_an_episode() -> None:
     assert (request.group_id, request.min_version) == ("g7", 3)
 
 
-async def test_rewards_of_numpy_are_numbers_like_others() -> None:
+async def test_numpy_rewards_are_converted_to_floats() -> None:
     episode, _ = await collector().run(lease(prompt="numpy"), 0)
     (header,) = episode.headers
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(header))
     assert (header.reward, header.reward_parts) == (3.5, {"length": 2.0})
 
 
-async def test_evaluation_has_its_own_sampling() -> None:
+async def test_evaluation_uses_its_own_sampling_options() -> None:
     made = collector()
     await made.run(lease(split="eval-10"), 0)
     await made.run(lease(), 0)
@@ -96,7 +96,9 @@ async def test_request_ids_differ_between_episodes_turns_and_seats() -> None:
         ("cancelled wait", "error:CancelledError", ""),
     ],
 )
-async def test_a_failed_episode_is_data(what: str, kind: str, detail: str) -> None:
+async def test_failed_episode_has_a_failure_class_and_detail(
+    what: str, kind: str, detail: str
+) -> None:
     episode, payloads = await collector().run(lease(prompt=what), 2)
     assert episode.failure is not None
     assert episode.failure.failure_class == kind
@@ -104,14 +106,14 @@ async def test_a_failed_episode_is_data(what: str, kind: str, detail: str) -> No
     assert (episode.headers, payloads, episode.member) == ([], [], 2)
 
 
-async def test_an_error_that_nobody_foresaw_tells_its_place() -> None:
+async def test_unexpected_error_has_its_file_and_line() -> None:
     episode, _ = await collector().run(lease(prompt="crash"), 0)
     assert episode.failure is not None
     assert re.search(r"KeyError: 'lost' \(/.*/worlds\.py:\d+\)$", episode.failure.detail)
 
 
 @pytest.mark.parametrize("what", ["slow", "caught group, then slow"])
-async def test_a_slow_episode_fails_at_its_deadline(what: str) -> None:
+async def test_slow_episode_fails_at_episode_timeout_s(what: str) -> None:
     made = collector(episode_timeout_s=0.05)
     episode, _ = await asyncio.create_task(made.run(lease(prompt=what), 0))
     assert episode.failure is not None
@@ -121,7 +123,7 @@ async def test_a_slow_episode_fails_at_its_deadline(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "detail"), [("stubborn once", "s=0.05"), ("stubborn", "was abandoned")]
 )
-async def test_an_episode_that_swallows_its_deadline_is_not_rewarded(
+async def test_episode_that_swallows_its_timeout_gets_no_reward(
     what: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waits, "END_S", 0.05)
@@ -138,7 +140,7 @@ async def test_an_episode_that_swallows_its_deadline_is_not_rewarded(
     assert not task.cancelling()
 
 
-async def test_an_episode_that_swallows_its_cancellation_is_left_when_the_run_ends() -> None:
+async def test_episode_that_swallows_its_cancellation_is_abandoned() -> None:
     made = collector()
     running = asyncio.create_task(made.run(lease(prompt="stubborn"), 0))
     await eventually(lambda: "worlds.py" in vitals._task_path(running))
@@ -151,19 +153,19 @@ async def test_an_episode_that_swallows_its_cancellation_is_left_when_the_run_en
         await running
 
 
-async def test_a_generation_that_fails_names_its_class() -> None:
+async def test_failed_generation_sets_the_failure_class() -> None:
     episode, _ = await collector(script=lambda r: GenerationRefused("no")).run(lease(), 0)
     assert episode.failure is not None
     assert episode.failure.failure_class == "generation_refused"
 
 
-async def test_an_output_without_tokens_is_a_failure() -> None:
+async def test_output_without_tokens_is_a_failure() -> None:
     episode, _ = await collector(script=lambda r: response([])).run(lease(), 0)
     assert episode.failure is not None
     assert episode.failure.failure_class == "nothing_generated"
 
 
-async def test_a_broken_invariant_stops_the_run() -> None:
+async def test_invariant_and_user_errors_are_raised() -> None:
     with pytest.raises(InvariantError):
         await collector().run(lease(prompt="broken"), 0)
     with pytest.raises(UserError):
@@ -171,7 +173,7 @@ async def test_a_broken_invariant_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, "43"])
-async def test_an_agent_that_returns_no_action_stops_the_run(answer, monkeypatch) -> None:
+async def test_agent_that_returns_no_action_is_a_user_error(answer, monkeypatch) -> None:
     monkeypatch.setattr(worlds.Wordless, "answer", answer)
     says = rf"Wordless\.act returned {answer!r}: an agent returns an Action"
     with pytest.raises(UserError, match=says):
@@ -188,20 +190,20 @@ async def test_each_seat_has_its_own_trajectory() -> None:
     assert rewards == [0.0, 1.0]
 
 
-async def test_a_seat_whose_turn_never_came_has_no_trajectory() -> None:
+async def test_seat_without_a_turn_has_no_trajectory() -> None:
     episode, payloads = await collector("one sided").run(lease(prompt="go"), 0)
     assert episode.failure is None
     assert [h.trajectory_id for h in episode.headers] == ["g0/0/first"]
     assert len(payloads) == 1
 
 
-async def test_an_env_of_judges_only_trains_nothing() -> None:
+async def test_episode_without_a_trainable_seat_fails() -> None:
     episode, _ = await collector(agent="judge").run(lease(prompt="ok"), 0)
     assert episode.failure is not None
     assert "no trainable seat" in episode.failure.detail
 
 
-async def test_a_step_env_whose_turns_extend_is_one_segment() -> None:
+async def test_step_environment_with_extending_turns_is_one_segment() -> None:
     episode, payloads = await collector("counter").run(lease(prompt="ab"), 0)
     (header,) = episode.headers
     assert (header.reward, header.turns, header.trained_tokens) == (1.5, 3, 9)
@@ -212,14 +214,14 @@ async def test_a_step_env_whose_turns_extend_is_one_segment() -> None:
     assert np.flatnonzero(rewards).tolist() == [4, 8, 12]
 
 
-async def test_a_users_agent_overrides_prompt_and_parsing() -> None:
+async def test_custom_agent_overrides_prompt_and_parsing() -> None:
     made = collector(agent="shouting")
     episode, _ = await made.run(lease(prompt="go"), 0)
     assert episode.headers[0].reward == 6.0
     assert tokenizer().decode(made._agents.client.requests[0].input_ids) == "hello!"
 
 
-async def test_the_environment_is_opened_and_closed_once() -> None:
+async def test_environment_is_opened_and_closed_once() -> None:
     opened, closed = worlds.World.opened, worlds.World.closed
     made = collector()
     await made.setup()
@@ -229,7 +231,7 @@ async def test_the_environment_is_opened_and_closed_once() -> None:
     assert (worlds.World.opened, worlds.World.closed) == (opened + 1, closed + 1)
 
 
-async def test_failures_are_logged_once_a_class(capsys) -> None:
+async def test_failures_are_logged_once_per_class(capsys) -> None:
     made = collector()
     for member in range(5):
         await made.run(lease(prompt="crash"), member)
@@ -237,7 +239,7 @@ async def test_failures_are_logged_once_a_class(capsys) -> None:
     assert (seen.out + seen.err).count("episode failed") == 1
 
 
-async def test_an_episode_under_way_shows_what_it_waits_for() -> None:
+async def test_running_episode_is_a_wait_for_its_environment() -> None:
     made = collector(episode_timeout_s=50.0)
     client = made._agents.client
     client.gate.clear()
@@ -254,7 +256,7 @@ async def test_an_episode_under_way_shows_what_it_waits_for() -> None:
 
 
 def drawing(seed: int, *, version: int = 1):
-    """A policy of its own a worker: the same request is never answered twice the same."""
+    """Return a random policy, different for each worker."""
     dice = random.Random(seed)
 
     def script(request):
@@ -267,7 +269,7 @@ def drawing(seed: int, *, version: int = 1):
 
 
 async def cut_off(made: Collector, work: Lease, *, at: int, partial=None) -> tuple[Lease, list]:
-    """Play until generation `at` has begun, and die; return a lease that goes on, and payloads."""
+    """Run until generation `at` starts, then cancel; return a lease that resumes, and payloads."""
     client, standing = made._agents.client, asyncio.Event()
     answer, begun = client.generate, []
 
@@ -293,7 +295,7 @@ async def cut_off(made: Collector, work: Lease, *, at: int, partial=None) -> tup
     return msgspec.structs.replace(work, lease_id="again", turns=turns), payloads
 
 
-async def test_a_resumed_episode_is_the_one_that_was_cut() -> None:
+async def test_resumed_episode_contains_its_recorded_turns() -> None:
     first = collector("counter", script=drawing(1, version=3))
     again, payloads = await cut_off(first, lease(prompt="ab", version=3), at=2)
     assert [(t.seat, t.index) for t in again.turns] == [("agent", 0), ("agent", 1)]
@@ -315,7 +317,7 @@ async def test_a_resumed_episode_is_the_one_that_was_cut() -> None:
     assert second.resumed == {"resumed_episodes": 1, "resumed_tokens": 8, "resumed_diverged": 0}
 
 
-async def test_another_prompt_drops_the_rest_of_the_record() -> None:
+async def test_different_prompt_drops_the_recorded_turns() -> None:
     first = collector("counter", script=drawing(1))
     again, payloads = await cut_off(first, lease(prompt="ab"), at=2)
     other = msgspec.structs.replace(again, task=lease(prompt="cd").task)
@@ -327,7 +329,7 @@ async def test_another_prompt_drops_the_rest_of_the_record() -> None:
     assert second.resumed == {"resumed_episodes": 0, "resumed_tokens": 0, "resumed_diverged": 1}
 
 
-async def test_another_temperature_drops_the_record() -> None:
+async def test_different_temperature_drops_the_recorded_turns() -> None:
     first = collector("counter", script=drawing(1))
     again, payloads = await cut_off(first, lease(prompt="ab"), at=1)
     second = collector("counter", sampling=SamplingConfig(max_new_tokens=8, temperature=0.5))
@@ -336,7 +338,7 @@ async def test_another_temperature_drops_the_record() -> None:
     assert len(second._agents.client.requests) == 3
 
 
-async def test_turns_after_one_that_is_lacking_are_not_taken() -> None:
+async def test_recorded_turns_after_a_missing_turn_are_not_used() -> None:
     first = collector("counter", script=drawing(1))
     again, payloads = await cut_off(first, lease(prompt="ab"), at=2)
     lacking = msgspec.structs.replace(again, turns=again.turns[1:])
@@ -347,7 +349,7 @@ async def test_turns_after_one_that_is_lacking_are_not_taken() -> None:
     assert second.resumed["resumed_tokens"] == 0
 
 
-async def test_a_partial_generation_is_told_and_continued() -> None:
+async def test_partial_generation_is_recorded_and_continued() -> None:
     partial = LLMResponse([11, 12], [-0.5, -0.25], [2, 3], "", 1)
     first = collector("counter")
     again, payloads = await cut_off(first, lease(prompt="ab"), at=0, partial=partial)
@@ -363,7 +365,7 @@ async def test_a_partial_generation_is_told_and_continued() -> None:
     assert short._agents.client.requests[0].resumed is None, "as long as it may be, and not whole"
 
 
-async def test_what_is_not_resumable_or_not_trained_is_not_told() -> None:
+async def test_turns_of_unresumable_and_evaluation_episodes_are_not_recorded() -> None:
     for made, work in (
         (collector("world"), lease(prompt="slow")),
         (collector("counter"), lease(prompt="ab", split="eval-1")),

@@ -1,4 +1,4 @@
-"""Several environments in one collector: each task is played in its own, by whom it says."""
+"""Several environments in one collector: each task uses its environment and its agents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of(env: str | None, **about: Any) -> Lease:
     return structs.replace(made, task=structs.replace(made.task, extra_info=extra))
 
 
-async def test_each_task_is_played_in_its_own_environment() -> None:
+async def test_each_task_runs_in_its_environment() -> None:
     made = mixed(alone=part("world"), pair=part("duel", second="judge"))
     opened, closed = worlds.World.opened, worlds.World.closed
     await made.setup()
@@ -49,19 +49,21 @@ async def test_each_task_is_played_in_its_own_environment() -> None:
 
 
 @pytest.mark.parametrize(("env", "named"), [("alonge", "'alonge'.*alone"), (None, "''")])
-async def test_a_task_of_no_environment_of_the_run_stops_it(env: str | None, named: str) -> None:
+async def test_task_with_an_unknown_environment_is_a_user_error(
+    env: str | None, named: str
+) -> None:
     with pytest.raises(UserError, match=rf"train-0: .*environment {named}"):
         await mixed(alone=part("world")).run(of(env), 0)
 
 
-async def test_an_agent_for_a_seat_that_is_not_there_is_refused_and_what_began_is_closed() -> None:
+async def test_agent_for_an_unknown_seat_is_refused_and_opened_environments_are_closed() -> None:
     opened, closed = worlds.World.opened, worlds.World.closed
     with pytest.raises(UserError, match=r"duel: .*seat 'secnd'.*second"):
         await mixed(alone=part("world"), pair=part("duel", secnd="judge")).setup()
     assert (worlds.World.opened, worlds.World.closed) == (opened + 1, closed + 1)
 
 
-async def test_the_only_environment_takes_every_task() -> None:
+async def test_single_environment_runs_every_task() -> None:
     made = Collector(
         experiment("world"), ScriptedClient(lambda request: response([10])), tokenizer()
     )

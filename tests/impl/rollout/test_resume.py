@@ -1,4 +1,4 @@
-"""A real worker is killed in mid-episode: the next one goes on from the last durable turn."""
+"""After a worker is killed in an episode, the next worker resumes from the last durable turn."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from tests.waiting import eventually
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 BUDGET, CUT = 4, 2
-"""Tokens of a whole turn, and of the one that is cut."""
+"""Number of tokens of a complete turn and of the interrupted turn."""
 
 
 def experiment(root: Path) -> ExperimentConfig:
-    """One group of one episode at a time, of three turns each."""
+    """Return a config with one group of one episode at a time, of three turns each."""
     collector = CollectorConfig(
         env=EnvConfig(type="counter"),
         agent=AgentConfig(),
@@ -88,7 +88,7 @@ def train(link: TrainerLink, config: ExperimentConfig) -> tuple[TrajectoryHeader
 
 
 @pytest.mark.processes
-async def test_a_killed_workers_turns_are_not_sampled_again(
+async def test_turns_of_a_killed_worker_are_not_sampled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datapipe_workers, "LEASE_ARRIVAL_S", 0.2)
@@ -97,7 +97,7 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
     sampled: list[int] = []
 
     def next_token(_: list[int]) -> int:
-        """Draw afresh, so that what is sampled twice differs; stop in the third turn."""
+        """Draw random tokens, so that a repeated sample differs; stop in the third turn."""
         sampled.append(dice.randrange(3, 60))
         if len(sampled) == 2 * BUDGET + CUT:
             server.hold_after = CUT
@@ -121,7 +121,9 @@ async def test_a_killed_workers_turns_are_not_sampled_again(
         first = await start(config)
         await server.held(1, seconds=240.0)
         server.hold_after = 0
-        await server._abort_all()  # as a weight update does; the rest is held before its first
+        await (
+            server._abort_all()
+        )  # as a weight update does; the next request blocks before its first token
         await eventually(lambda: kept() == {0: BUDGET, 1: BUDGET, 2: CUT}, "turns did not come")
         first.send_signal(signal.SIGKILL)
         assert await first.wait() == -signal.SIGKILL

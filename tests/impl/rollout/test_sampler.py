@@ -1,4 +1,4 @@
-"""The driver of eval and collect: all samples, none twice, failures counted and never scored."""
+"""The driver of eval and collect: each sample runs once; failures are counted, not scored."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def samples(tmp_path: Path) -> Iterator[Samples]:
 
 
 class Run:
-    """A sampler over scripted answers, and what it asked for."""
+    """A sampler with scripted answers that records its requests."""
 
     def __init__(self, samples: Samples, script=lambda request: response([10]), **ppo) -> None:
         config = experiment("world", concurrency=4)
@@ -72,7 +72,7 @@ def tasks(*prompts: str) -> list[Task]:
     return [Task(f"eval-{row}", prompt, None, {}) for row, prompt in enumerate(prompts)]
 
 
-async def test_each_task_gets_its_samples_and_the_next_run_makes_only_what_lacks(samples) -> None:
+async def test_next_run_generates_only_missing_samples(samples) -> None:
     run = Run(samples)
     await run.go(tasks("a", "b", "c"), 3)
     assert samples.done() == {(task, member) for task in range(3) for member in range(3)}
@@ -85,7 +85,7 @@ async def test_each_task_gets_its_samples_and_the_next_run_makes_only_what_lacks
     assert not run.sampler.failed and not again.sampler.failed
 
 
-async def test_at_most_so_many_run_at_a_time(samples) -> None:
+async def test_number_of_concurrent_episodes_is_bounded(samples) -> None:
     run = Run(samples)
     run.client.gate.clear()
     running = asyncio.ensure_future(run.go(tasks("a"), 9))
@@ -96,7 +96,7 @@ async def test_at_most_so_many_run_at_a_time(samples) -> None:
     assert len(samples.done()) == 9
 
 
-async def test_a_failed_episode_is_tried_again_and_counted(samples) -> None:
+async def test_failed_episode_is_retried_and_counted(samples) -> None:
     failed = set[str]()
 
     def script(request: LLMRequest) -> LLMResponse | Exception:
@@ -111,7 +111,7 @@ async def test_a_failed_episode_is_tried_again_and_counted(samples) -> None:
     assert samples.failures() == {"generation_refused": (2, "GenerationRefused: busy")}
 
 
-async def test_what_fails_every_time_has_no_score(samples) -> None:
+async def test_sample_that_fails_every_attempt_has_no_score(samples) -> None:
     run = Run(samples, max_attempts=3)
     await run.go(tasks("a", "crash"), 2)
     assert samples.done() == {(0, 0), (0, 1)}
@@ -122,7 +122,7 @@ async def test_what_fails_every_time_has_no_score(samples) -> None:
     assert len(again.client.requests) == 2, "only the failed ones, once more"
 
 
-async def test_it_stops_where_most_episodes_fail(samples, monkeypatch) -> None:
+async def test_sampler_stops_if_most_episodes_fail(samples, monkeypatch) -> None:
     monkeypatch.setattr(sampler, "FAILURE_WINDOW", 8)
     run = Run(samples)
     with pytest.raises(ExceptionGroup) as raised:
@@ -131,14 +131,14 @@ async def test_it_stops_where_most_episodes_fail(samples, monkeypatch) -> None:
     assert len(run.client.requests) < 20
 
 
-async def test_wrong_input_stops_it_at_once(samples) -> None:
+async def test_user_error_stops_the_sampler(samples) -> None:
     run = Run(samples, lambda request: UserError("no such thing"))
     with pytest.raises(ExceptionGroup) as raised:
         await run.go(tasks("a"), 9)
     assert raised.group_contains(UserError, match="no such thing")
 
 
-async def test_cut_short_it_keeps_what_is_finished(samples) -> None:
+async def test_cancelled_sampler_keeps_finished_samples(samples) -> None:
     run = Run(samples)
     answered = 0
 
@@ -164,7 +164,9 @@ async def test_cut_short_it_keeps_what_is_finished(samples) -> None:
 
 
 @pytest.mark.parametrize("what", ["stubborn once", "turned"])
-async def test_cut_short_it_begins_nothing_though_an_environment_swallows_it(samples, what) -> None:
+async def test_cancelled_sampler_starts_no_episode_if_an_environment_swallows_the_cancellation(
+    samples, what
+) -> None:
     run = Run(samples)
     running = asyncio.ensure_future(run.go(tasks(*[what] * 12), 1))
     paths = lambda: [vitals._task_path(task) for task in asyncio.all_tasks()]  # noqa: E731
@@ -177,8 +179,10 @@ async def test_cut_short_it_begins_nothing_though_an_environment_swallows_it(sam
     assert not samples.failures()
 
 
-async def test_what_an_environment_leaves_behind_does_not_end_what_comes_after(samples) -> None:
-    """Before Python 3.13 a task in which a TaskGroup failed stays cancelled, by its own count."""
+async def test_leftover_cancellation_of_an_environment_does_not_cancel_later_episodes(
+    samples,
+) -> None:
+    """Before Python 3.13, a task in which a TaskGroup failed keeps its cancellation count."""
     run = Run(samples, max_attempts=1)
     await run.go(tasks(*["group"] * 4, *["cancelled wait"] * 4, *"abcd"), 1)
     assert samples.done() == {(task, 0) for task in range(8, 12)}

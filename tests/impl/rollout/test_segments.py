@@ -1,4 +1,4 @@
-"""Turns become segments without losing, inventing or moving a token."""
+"""Segments contain every token of all turns exactly once and in place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arrays(segment: Segment) -> dict[str, list]:
     }
 
 
-def test_one_turn() -> None:
+def test_one_turn_is_one_segment() -> None:
     (segment,) = make_segments([turn([5, 6, 7], [8, 9], version=3, reward=0.5)])
     assert arrays(segment) == {
         "tokens": [5, 6, 7, 8, 9],
@@ -49,7 +49,7 @@ def test_one_turn() -> None:
     }
 
 
-def test_turns_that_extend_are_one_segment() -> None:
+def test_extending_turns_are_one_segment() -> None:
     turns = [
         turn([5], [6, 7], reward=1.0, version=1),
         turn([5, 6, 7, 8], [9], reward=-1.0, version=2),
@@ -62,14 +62,14 @@ def test_turns_that_extend_are_one_segment() -> None:
     assert found["rewards"] == [0, 0, 1.0, 0, -1.0]
 
 
-def test_turns_that_rewrite_the_past_are_segments_of_their_own() -> None:
+def test_turn_that_rewrites_earlier_tokens_starts_a_segment() -> None:
     turns = [turn([5], [6, 7]), turn([5, 6], [7]), turn([5, 6, 7], [8], temperature=0.5)]
     segments = make_segments(turns)
     assert [len(segment.loss_mask) for segment in segments] == [3, 3, 4]
     assert [segment.temperature for segment in segments] == [1.0, 1.0, 0.5]
 
 
-def test_an_empty_output_keeps_its_reward() -> None:
+def test_empty_output_keeps_its_reward() -> None:
     (segment,) = make_segments([turn([5, 6], [], reward=2.0)])
     assert arrays(segment)["rewards"] == [0, 2.0]
 
@@ -79,7 +79,7 @@ tokens = st.lists(st.integers(0, 3), max_size=5)
 
 @st.composite
 def episodes(draw) -> list[Turn]:
-    """Turns of which some extend the one before, some by nothing, some not."""
+    """Draw turns; some extend the previous turn, some repeat it, some do not extend it."""
     turns: list[Turn] = []
     for _ in range(draw(st.integers(1, 6))):
         prompt = draw(tokens.filter(bool))
@@ -99,7 +99,7 @@ def episodes(draw) -> list[Turn]:
 
 @ANY_PACE
 @given(episodes())
-def test_every_turn_is_found_exactly_once(turns: list[Turn]) -> None:
+def test_every_turn_is_in_exactly_one_segment(turns: list[Turn]) -> None:
     segments = make_segments(turns)
     decoded = decode_segments(encode_segments(segments))
     assert decoded == segments
@@ -114,7 +114,7 @@ def test_every_turn_is_found_exactly_once(turns: list[Turn]) -> None:
     masked = [t for one in found for t, m in zip(one["tokens"], one["loss_mask"], strict=True) if m]
     assert masked == sampled
     assert sum(sum(one["rewards"]) for one in found) == sum(turn.reward for turn in turns)
-    # Each turn's full sequence is a prefix of some segment: what is trained on is what was seen.
+    # Each turn's full sequence is a prefix of a segment: training uses the sampled context.
     wholes = [one["tokens"] for one in found]
     for one in turns:
         whole = one.input_ids + one.response.output_ids
@@ -123,7 +123,7 @@ def test_every_turn_is_found_exactly_once(turns: list[Turn]) -> None:
 
 @ANY_PACE
 @given(st.lists(tokens.filter(bool), min_size=1, max_size=8))
-def test_a_conversation_is_one_segment(parts: list[list[int]]) -> None:
+def test_conversation_is_one_segment(parts: list[list[int]]) -> None:
     turns: list[Turn] = []
     history: list[int] = [1]
     for part in parts:

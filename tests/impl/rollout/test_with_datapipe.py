@@ -1,4 +1,4 @@
-"""A worker, the datapipe and a trainer's link in one process: the whole way of a sample."""
+"""A worker, the datapipe and a trainer link in one process: the path of a sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.system.scenes import saved
 STEPS = 4
 
 
-async def test_samples_go_all_the_way(tmp_path: Path, monkeypatch) -> None:
+async def test_worker_datapipe_and_trainer_complete_a_run(tmp_path: Path, monkeypatch) -> None:
     assert worlds is not None
     monkeypatch.setattr(module, "DRAIN_GRACE_S", 0.1)
     config = experiment("world", group_size=4, concurrency=32)

@@ -1,4 +1,4 @@
-"""A worker with a fake link: leases in, results out, drained without loss."""
+"""A worker with a fake link: it runs leases, submits results and drains without loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.impl.rollout import worlds
 
 
 class FakeLink:
-    """Gives leases from a queue, keeps results; None in the queue is a Drain."""
+    """A link with leases from a queue that keeps results; None in the queue is a Drain."""
 
     def __init__(self) -> None:
         self.leases: asyncio.Queue[Lease | None] = asyncio.Queue()
@@ -78,7 +78,7 @@ async def running(env: str = "world", script=None, **settings) -> AsyncIterator:
         await asyncio.wait([task])
 
 
-async def test_every_member_of_a_lease_is_run_and_submitted() -> None:
+async def test_every_member_of_a_lease_is_run_and_submitted_once() -> None:
     async with running() as (_, link, client, task):
         for number in range(5):
             link.leases.put_nowait(lease(number, members=4, prompt="ok"))
@@ -97,7 +97,7 @@ async def test_every_member_of_a_lease_is_run_and_submitted() -> None:
     assert link.drained.is_set()
 
 
-async def test_episodes_run_together_and_are_submitted_as_they_finish() -> None:
+async def test_episodes_run_concurrently_and_are_submitted_as_they_finish() -> None:
     async with running() as (_, link, client, _task):
         client.gate.clear()
         link.leases.put_nowait(lease(0, members=6, prompt="ok"))
@@ -109,7 +109,7 @@ async def test_episodes_run_together_and_are_submitted_as_they_finish() -> None:
         await link.results(8)
 
 
-async def test_a_lease_with_turns_goes_on_from_them_and_is_counted() -> None:
+async def test_lease_with_recorded_turns_resumes_and_is_counted() -> None:
     async with running("counter") as (_, link, client, _task):
         client.gate.clear()
         link.leases.put_nowait(lease(0, members=2, prompt="ab"))
@@ -144,7 +144,7 @@ async def test_a_lease_with_turns_goes_on_from_them_and_is_counted() -> None:
     assert link.turns == {}
 
 
-async def test_what_was_had_from_the_record_is_told_only_to_a_new_datapipe() -> None:
+async def test_recorded_turns_are_sent_only_to_a_new_datapipe() -> None:
     async with running("counter") as (_, link, client, _task):
         client.gate.clear()
         turn = Turn([3, 4], response([10, 11]), 1.0)
@@ -159,7 +159,7 @@ async def test_what_was_had_from_the_record_is_told_only_to_a_new_datapipe() -> 
     assert (told, payloads) == ([header], [encode_turn(turn)])
 
 
-async def test_one_failing_episode_does_not_end_the_worker() -> None:
+async def test_failed_episode_does_not_stop_the_worker() -> None:
     def script(request):
         return EpisodeError("no") if request.group_id == "g0" else response([10])
 
@@ -179,7 +179,7 @@ async def test_one_failing_episode_does_not_end_the_worker() -> None:
     assert worker.metrics()["failed_episode"] == 1
 
 
-async def test_a_lease_sent_twice_runs_once() -> None:
+async def test_duplicate_lease_runs_once() -> None:
     async with running() as (_, link, client, _task):
         client.gate.clear()
         link.leases.put_nowait(lease(0, members=2, prompt="ok"))
@@ -189,7 +189,7 @@ async def test_a_lease_sent_twice_runs_once() -> None:
         assert len(client.requests) == 2
 
 
-async def test_a_broken_invariant_ends_the_worker_and_closes_what_it_opened() -> None:
+async def test_invariant_error_stops_the_worker_and_closes_its_environment() -> None:
     closed = worlds.World.closed
     async with running() as (_, link, client, task):
         link.leases.put_nowait(lease(0, prompt="broken"))
@@ -199,7 +199,7 @@ async def test_a_broken_invariant_ends_the_worker_and_closes_what_it_opened() ->
     assert worlds.World.closed == closed + 1
 
 
-async def test_a_dead_datapipe_ends_the_worker_and_its_generations() -> None:
+async def test_silent_datapipe_stops_the_worker_and_its_generations() -> None:
     async with running() as (_, link, client, task):
         client.gate.clear()
         link.leases.put_nowait(lease(0, prompt="ok"))
@@ -212,7 +212,7 @@ async def test_a_dead_datapipe_ends_the_worker_and_its_generations() -> None:
         assert not client.is_open
 
 
-async def test_drain_lets_finish_what_is_nearly_done_and_aborts_the_rest(monkeypatch) -> None:
+async def test_drain_aborts_episodes_after_the_grace_period(monkeypatch) -> None:
     monkeypatch.setattr(module, "DRAIN_GRACE_S", 0.1)
     async with running() as (_, link, client, task):
         link.leases.put_nowait(lease(0, prompt="slow"))
@@ -223,10 +223,10 @@ async def test_drain_lets_finish_what_is_nearly_done_and_aborts_the_rest(monkeyp
         link.leases.put_nowait(None)
         await task
         assert client.cancelled == ["l1/0/agent/0"]
-    assert link.submitted == []  # their leases stay unanswered
+    assert link.submitted == []  # these leases get no result
 
 
-async def test_drain_submits_what_finishes_in_time(monkeypatch) -> None:
+async def test_drain_submits_episodes_that_finish_within_the_grace_period(monkeypatch) -> None:
     monkeypatch.setattr(module, "DRAIN_GRACE_S", 600.0)
     async with running() as (_, link, client, task):
         client.gate.clear()
@@ -240,7 +240,7 @@ async def test_drain_submits_what_finishes_in_time(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-async def test_sigterm_drains() -> None:
+async def test_sigterm_drains_the_worker() -> None:
     async with running() as (_, link, client, task):
         link.leases.put_nowait(lease(0, prompt="ok"))
         await link.results(1)
@@ -251,7 +251,7 @@ async def test_sigterm_drains() -> None:
     assert not client.is_open
 
 
-async def test_the_loops_lag_is_told(monkeypatch) -> None:
+async def test_metrics_have_the_event_loop_lag(monkeypatch) -> None:
     monkeypatch.setattr(vitals, "lag_max_s", lambda: 0.5)
     async with running() as (worker, _, _, _task):
         assert worker.metrics()["loop_lag_max_s"] == 0.5

@@ -1,4 +1,4 @@
-"""Environments and agents of the tests, registered as a user's module would."""
+"""Environments and agents of the tests, registered as a user's module registers them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
 
 
 class Panic(BaseException):
-    """What Rust's libraries raise, and some test frameworks: no Exception."""
+    """An error that is not an Exception, as Rust libraries and some test frameworks raise."""
 
 
 RAISED = {
@@ -34,7 +34,7 @@ SWALLOWS = {"slow": 0, "stubborn once": 1, "stubborn": 10_000, "turned": -1}
 
 
 async def slow(swallows: int) -> None:
-    """Wait for ever, whatever the first so many cancellations say; -1: they are an error."""
+    """Wait forever and swallow the first `swallows` cancellations; -1: raise an error instead."""
     if swallows < 0:
         try:
             await asyncio.Event().wait()
@@ -49,7 +49,7 @@ async def slow(swallows: int) -> None:
 
 @envs.register("world")
 class World(Env):
-    """Does what the task's prompt says."""
+    """An environment whose behaviour is given by the task's prompt."""
 
     opened = closed = 0
 
@@ -97,7 +97,7 @@ class World(Env):
 
 @envs.register("duel")
 class Duel(Env):
-    """Two seats move at the same time, twice; the first one wins."""
+    """Two seats act simultaneously, twice; the first seat wins."""
 
     seats = ("first", "second")
     resumable = True
@@ -112,7 +112,7 @@ class Duel(Env):
 
 @envs.register("counter")
 class Counter(StepEnv):
-    """Three steps, a reward each; the observation is the whole text so far."""
+    """Three steps with a reward each; the observation is the whole text so far."""
 
     resumable = True
 
@@ -127,7 +127,7 @@ class Counter(StepEnv):
 
 @agents.register("shouting")
 class Shouting(MathCodeSingleStepAgent):
-    """A user's agent: overrides only prompt building and parsing."""
+    """A custom agent that overrides only prompt building and parsing."""
 
     def build_prompt(self, observation: Any) -> str:
         return f"{observation}!"
@@ -138,7 +138,7 @@ class Shouting(MathCodeSingleStepAgent):
 
 @agents.register("wordless")
 class Wordless(MathCodeSingleStepAgent):
-    """A user's agent: forgets to return its action."""
+    """A custom agent that returns no action."""
 
     answer: Any = None
 
@@ -148,14 +148,14 @@ class Wordless(MathCodeSingleStepAgent):
 
 @agents.register("judge")
 class Judge(MathCodeSingleStepAgent):
-    """Generates, but is not trained."""
+    """An agent that generates and is not trained."""
 
     trainable = False
 
 
 @envs.register("one sided")
 class OneSided(Env):
-    """A game that ends before it is the second seat's turn."""
+    """A game that ends before the second seat's turn."""
 
     seats = ("first", "second")
 

@@ -412,7 +412,7 @@ async def test_bubblewrap_is_found_on_the_path_of_this_process(monkeypatch, tmp_
         await Sandbox(SandboxConfig()).setup()
 
 
-def test_each_system_call_number_is_in_the_table_once():
+def test_system_call_table_has_each_number_once():
     for column in (0, 1):
         numbers = [pair[column] for pair in sandbox_init.FORBIDDEN.values()]
         assert len(set(numbers)) == len(numbers)

@@ -20,7 +20,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """A stand-in for a Python that has SGLang."""
+    """Return a fake Python that has SGLang."""
     return Program(tmp_path)
 
 

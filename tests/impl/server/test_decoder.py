@@ -1,4 +1,4 @@
-"""The decode loop's numbers against plain forward passes of the same model."""
+"""Compare the decode loop with plain forward passes of the same model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SLIDING: dict[str, dict[str, Any]] = {
     "olmo3": WINDOW | {"layer_types": ALIKE},
     "cohere2": WINDOW | {"layer_types": ALIKE},
 }
-"""Tokens of these read only the last eight: in all layers without `layer_types`, or in some."""
+"""Families with a sliding window of 8 tokens, in all layers or in those of `layer_types`."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "granite": {
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "phi": {"partial_rotary_factor": 0.5},
 }
-"""Options of configs by which families differ: none may be forgotten between prompt and answer."""
+"""Config options by which model families differ. Prefill and decode must apply each of them."""
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
@@ -87,7 +87,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_model(str(folder), dtype="float32", device="cpu")[0]
 
 
-def wish(prompt: list[int], new: int, **sampling: Any) -> Generation:
+def make_generation(prompt: list[int], new: int, **sampling: Any) -> Generation:
     stops = sampling.pop("stops", ())
     return Generation(
         rid=f"{prompt}",
@@ -99,7 +99,7 @@ def wish(prompt: list[int], new: int, **sampling: Any) -> Generation:
 
 
 def run(decoder: Decoder, generations: Sequence[Generation]) -> None:
-    """Decode until all have ended."""
+    """Decode until all requests have ended."""
     waiting = deque(generations)
     with torch.inference_mode():
         while waiting or decoder.running:
@@ -112,15 +112,15 @@ def run(decoder: Decoder, generations: Sequence[Generation]) -> None:
 
 
 @torch.inference_mode()
-def reference(model: Any, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities [T-1, V] of one plain forward pass, in float64 after the logits."""
+def reference_logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Return log-probabilities [T-1, V] of one plain forward pass, in float64 after the logits."""
     logits = model(torch.tensor([tokens])).logits[0, :-1].double()
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
 def check_logprobs(model: Any, generation: Generation, temperature: float = 1.0) -> None:
     whole = generation.prompt + generation.output
-    rows = reference(model, whole, temperature)[len(generation.prompt) - 1 :]
+    rows = reference_logprobs(model, whole, temperature)[len(generation.prompt) - 1 :]
     expected = rows[torch.arange(len(rows)), generation.output]
     torch.testing.assert_close(
         torch.tensor(generation.logprobs, dtype=torch.float64), expected, atol=1e-5, rtol=0
@@ -134,7 +134,7 @@ def prompts(count: int, longest: int = 30, seed: int = 0) -> list[list[int]]:
 
 def test_greedy_equals_transformers_generate(model: Any) -> None:
     wanted = prompts(7)
-    generations = [wish(prompt, 20, temperature=0.0) for prompt in wanted]
+    generations = [make_generation(prompt, 20, temperature=0.0) for prompt in wanted]
     run(Decoder(model, max_rows=4, seed=0), generations)
     for prompt, generation in zip(wanted, generations, strict=True):
         ids = torch.tensor([prompt])
@@ -142,7 +142,7 @@ def test_greedy_equals_transformers_generate(model: Any) -> None:
             ids, attention_mask=torch.ones_like(ids), do_sample=False,
             max_new_tokens=20, min_new_tokens=20, eos_token_id=63, pad_token_id=0,
         )  # fmt: skip
-        plain = reference(model, prompt + generation.output)[len(prompt) - 1 :].argmax(-1)
+        plain = reference_logprobs(model, prompt + generation.output)[len(prompt) - 1 :].argmax(-1)
         assert generation.output == plain.tolist()
         if 63 not in generation.output:
             assert generation.output == expected[0, len(prompt) :].tolist()
@@ -153,47 +153,51 @@ def check_family(folder: Path, family: str, settings: dict[str, Any]) -> None:
     """Compare requests of 1 to 60 tokens, prompt and answer, with plain forward passes."""
     path = tiny_model(folder, family=family, **settings)
     model = load_model(str(path), dtype="float32", device="cpu")[0]
-    generations = [wish(prompt, 20) for prompt in prompts(8, longest=40)]
+    generations = [make_generation(prompt, 20) for prompt in prompts(8, longest=40)]
     run(Decoder(model, max_rows=5, seed=1), generations)
     for generation in generations:
         check_logprobs(model, generation)
 
 
 @pytest.mark.parametrize("family", SLIDING)
-def test_windows_shorter_than_the_prompt_slide(family: str, tmp_path: Path) -> None:
+def test_logprobs_are_right_with_a_sliding_window_shorter_than_the_prompt(
+    family: str, tmp_path: Path
+) -> None:
     check_family(tmp_path, family, SLIDING[family])
 
 
 @pytest.mark.parametrize("family", OPTIONS)
-def test_options_of_a_familys_config_are_served(family: str, tmp_path: Path) -> None:
+def test_logprobs_are_right_with_each_option_of_a_model_family(family: str, tmp_path: Path) -> None:
     check_family(tmp_path, family, OPTIONS[family])
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_scaled_positions_are_served(kind: str, tmp_path: Path) -> None:
+def test_logprobs_are_right_with_each_rope_scaling(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "rope_theta": 10000.0} | ROPES[kind]
     check_family(tmp_path, "llama", {"rope_parameters": rope})
 
 
-def test_a_window_that_is_switched_off_hides_nothing(tmp_path: Path) -> None:
+def test_disabled_sliding_window_masks_no_token(tmp_path: Path) -> None:
     settings = WINDOW | {"use_sliding_window": False}
     check_family(tmp_path, "qwen2", settings)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_sampled_logprobs_equal_a_plain_forward_pass(model: Any, temperature: float) -> None:
-    generations = [wish(p, 5 + 3 * i, temperature=temperature) for i, p in enumerate(prompts(12))]
+    generations = [
+        make_generation(p, 5 + 3 * i, temperature=temperature) for i, p in enumerate(prompts(12))
+    ]
     run(Decoder(model, max_rows=5, seed=1), generations)
     for generation in generations:
         assert len(generation.output) == generation.limit
         check_logprobs(model, generation, temperature)
 
 
-def test_batch_of_unlike_settings_keeps_them_apart(qwen: Any) -> None:
+def test_requests_of_one_batch_keep_their_sampling_settings(qwen: Any) -> None:
     greedy, hot, cut = (
-        wish([5, 6], 30, temperature=0.0),
-        wish([5, 6], 30, temperature=1.5),
-        wish([5, 6], 30, top_k=1),
+        make_generation([5, 6], 30, temperature=0.0),
+        make_generation([5, 6], 30, temperature=1.5),
+        make_generation([5, 6], 30, top_k=1),
     )
     run(Decoder(qwen, max_rows=8, seed=0), [greedy, hot, cut])
     assert greedy.output == cut.output != hot.output
@@ -202,7 +206,9 @@ def test_batch_of_unlike_settings_keeps_them_apart(qwen: Any) -> None:
     check_logprobs(qwen, cut)
 
 
-def test_equal_prompts_are_computed_once_and_sampled_apart(qwen: Any, monkeypatch: Any) -> None:
+def test_equal_prompts_share_one_prefill_and_are_sampled_separately(
+    qwen: Any, monkeypatch: Any
+) -> None:
     sizes = []
     forward = Decoder._forward_prompts
 
@@ -211,7 +217,7 @@ def test_equal_prompts_are_computed_once_and_sampled_apart(qwen: Any, monkeypatc
         return forward(self, batch, positions)
 
     monkeypatch.setattr(Decoder, "_forward_prompts", counted)
-    generations = [wish(p, 12) for p in ([7, 8, 9], [7, 8, 9], [4], [7, 8, 9], [4])]
+    generations = [make_generation(p, 12) for p in ([7, 8, 9], [7, 8, 9], [4], [7, 8, 9], [4])]
     run(Decoder(qwen, max_rows=8, seed=0), generations)
     assert sizes == [2]
     assert [g.cached_tokens for g in generations] == [0, 2, 0, 2, 0]
@@ -223,26 +229,26 @@ def test_equal_prompts_are_computed_once_and_sampled_apart(qwen: Any, monkeypatc
 def test_long_prompts_are_prefilled_in_bounded_batches(qwen: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 200)
     monkeypatch.setattr(decoder_module, "PREFILL_LOGITS", 64 * 6)
-    generations = [wish(p, 4) for p in prompts(20, longest=60)]
+    generations = [make_generation(p, 4) for p in prompts(20, longest=60)]
     run(Decoder(qwen, max_rows=20, seed=0), generations)
     for generation in generations:
         check_logprobs(qwen, generation)
 
 
 def test_min_new_tokens_bans_stop_tokens(qwen: Any) -> None:
-    allowed = wish([5], 40, stops=range(32))
-    banned = wish([5], 40, stops=range(32), min_new_tokens=6)
+    allowed = make_generation([5], 40, stops=range(32))
+    banned = make_generation([5], 40, stops=range(32), min_new_tokens=6)
     run(Decoder(qwen, max_rows=4, seed=0), [allowed, banned])
     assert all(token >= 32 for token in banned.output[:6])
     assert banned.finish == {"type": "stop", "matched": banned.output[-1]}
     assert len(banned.output) > 6
 
 
-def test_sampler_follows_the_distribution(qwen: Any) -> None:
+def test_sampled_tokens_follow_the_model_distribution(qwen: Any) -> None:
     """4,000 draws of one token against its probabilities (chi-square, fixed seed)."""
-    generations = [wish([5, 6, 7], 1) for _ in range(4000)]
+    generations = [make_generation([5, 6, 7], 1) for _ in range(4000)]
     run(Decoder(qwen, max_rows=4000, seed=3), generations)
-    expected = reference(qwen, [5, 6, 7, 0])[-1].exp() * 4000
+    expected = reference_logprobs(qwen, [5, 6, 7, 0])[-1].exp() * 4000
     counts = torch.bincount(torch.tensor([g.output[0] for g in generations]), minlength=64)
     likely = expected > 5
     chi = ((counts[likely] - expected[likely]) ** 2 / expected[likely]).sum()
@@ -256,10 +262,14 @@ def test_sampler_follows_the_distribution(qwen: Any) -> None:
     rows=st.integers(1, 6),
     seed=st.integers(0, 99),
 )
-def test_rows_come_and_go_without_mixing(limits: list[int], rows: int, seed: int) -> None:
-    """Any lengths, any number of rows: what each request sampled fits its own prompt only."""
+def test_continuous_batching_keeps_requests_independent(
+    limits: list[int], rows: int, seed: int
+) -> None:
+    """Logprobs of each request match its own prompt for any lengths and number of rows."""
     model = shared_model()
-    wanted = [wish(p, n) for p, n in zip(prompts(len(limits), 9, seed), limits, strict=True)]
+    wanted = [
+        make_generation(p, n) for p, n in zip(prompts(len(limits), 9, seed), limits, strict=True)
+    ]
     run(Decoder(model, max_rows=rows, seed=seed), wanted)
     for generation in wanted:
         assert len(generation.output) == generation.limit
@@ -268,7 +278,7 @@ def test_rows_come_and_go_without_mixing(limits: list[int], rows: int, seed: int
 
 @functools.cache
 def shared_model() -> Any:
-    """A model for tests that cannot take fixtures."""
+    """Return a model for tests that cannot use fixtures."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     with torch.random.fork_rng(devices=[]):
@@ -284,7 +294,7 @@ def shared_model() -> Any:
 
 
 class Running:
-    """An engine on a model, with events instead of sleeps."""
+    """Run an engine on a model; synchronise with events instead of sleeps."""
 
     def __init__(self, model: Any, *, rows: int = 8) -> None:
         self.engine = Engine(Decoder(model, max_rows=rows, seed=0), deliver=lambda ended: None)
@@ -292,12 +302,12 @@ class Running:
         self.engine.start()
 
     def call(self, command: Any, *args: Any) -> Future[Any]:
-        """Have the engine's thread run a method of the engine."""
+        """Run a method of the engine in the engine's thread."""
         return self.engine.call(command, *args)
 
     def start(self, generation: Generation) -> None:
-        """Submit; return when its first tokens are there, and it stands still."""
-        self.brake.hold(free=3)
+        """Submit a request; return when its first tokens exist and the engine is blocked."""
+        self.brake.block(free=3)
         self.call(self.engine.submit, generation)
         self.until(lambda: len(generation.output) > 2)
 
@@ -311,7 +321,7 @@ class Running:
         self.engine.close()
 
 
-def ask_update(
+def submit_update(
     running: Running, model: Any, folder: Path, version: str, *, flush: bool = True
 ) -> Future[bool]:
     engine, targets = running.engine, model.state_dict(keep_vars=True)
@@ -320,17 +330,17 @@ def ask_update(
 
 
 def update(running: Running, model: Any, folder: Path, version: str, *, flush: bool = True) -> bool:
-    return ask_update(running, model, folder, version, flush=flush).result(timeout=60)
+    return submit_update(running, model, folder, version, flush=flush).result(timeout=60)
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
-    """Retract: new tokens fit the new weights, prefix recomputed. In place: old KV is kept."""
+def test_update_of_a_paused_engine_keeps_partial_outputs(folders: list[Path], mode: str) -> None:
+    """Retract recomputes the prefix under the new weights; in_place keeps the old KV cache."""
     model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
     old = copy.deepcopy(model)
-    generations = [wish(p, 200) for p in prompts(6, 12)]
+    generations = [make_generation(p, 200) for p in prompts(6, 12)]
     with Running(model, rows=4) as running:
-        running.brake.hold(free=6)
+        running.brake.block(free=6)
         running.call(running.engine.submit, *generations)
         running.until(lambda: len(generations[0].output) >= 5)
         running.call(running.engine.pause, mode).result(timeout=60)
@@ -338,7 +348,7 @@ def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
         assert update(running, model, folders[1], "1", flush=mode == "retract")
         assert [len(g.output) for g in generations] == standing
         running.call(running.engine.resume).result(timeout=60)
-        running.brake.let_go()
+        running.brake.release()
         running.until(lambda: all(g.ended for g in generations))
     for generation in generations:
         assert generation.finish == {"type": "length", "length": 200}
@@ -347,7 +357,7 @@ def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
         assert generation.spans == spans
         whole, start = generation.prompt + generation.output, len(generation.prompt) - 1
         got = torch.tensor(generation.logprobs).double()
-        before, after = (reference(m, whole)[start:] for m in (old, model))
+        before, after = (reference_logprobs(m, whole)[start:] for m in (old, model))
         index = torch.arange(200)
         before, after = before[index, generation.output], after[index, generation.output]
         torch.testing.assert_close(got[:split], before[:split], atol=1e-5, rtol=0)
@@ -359,9 +369,9 @@ def test_update_in_mid_flight(folders: list[Path], mode: str) -> None:
             assert generation.retractions == 0
 
 
-def test_in_place_with_flush_is_updated_but_dirty(folders: list[Path]) -> None:
+def test_update_of_an_in_place_pause_with_flush_cache_reports_no_flush(folders: list[Path]) -> None:
     model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
-    generation = wish([5], 300)
+    generation = make_generation([5], 300)
     with Running(model) as running:
         running.start(generation)
         running.call(running.engine.pause, "in_place").result(timeout=60)
@@ -369,66 +379,66 @@ def test_in_place_with_flush_is_updated_but_dirty(folders: list[Path]) -> None:
         assert running.engine.version == "1"
 
 
-def test_a_command_nobody_waits_for_any_more_is_dropped(folders: list[Path]) -> None:
-    """A publisher that gives up must neither end the engine nor change the weights later."""
+def test_cancelled_update_is_dropped(folders: list[Path]) -> None:
+    """A cancelled update neither stops the engine nor changes the weights later."""
     model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
-    busy, queued = wish([5], 10**6), wish([6], 4)
+    busy, queued = make_generation([5], 10**6), make_generation([6], 4)
     with Running(model) as running:
         running.start(busy)
-        assert ask_update(running, model, folders[1], "1").cancel()
+        assert submit_update(running, model, folders[1], "1").cancel()
         running.call(running.engine.submit, queued)
         running.call(running.engine.abort, lambda generation: generation is busy)
-        running.brake.let_go()
+        running.brake.release()
         running.until(lambda: queued.ended)
         assert running.call(running.engine.flush).result(timeout=60)
         assert running.engine.version == "default"
     check_logprobs(model, queued)
 
 
-def test_requests_behind_a_waiting_update_get_the_new_weights(folders: list[Path]) -> None:
+def test_requests_queued_after_an_update_get_the_new_weights(folders: list[Path]) -> None:
     model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
-    first, second = wish([5], 100), wish([6], 4)
+    first, second = make_generation([5], 100), make_generation([6], 4)
     with Running(model) as running:
         running.start(first)
-        future = ask_update(running, model, folders[1], "1")
+        future = submit_update(running, model, folders[1], "1")
         running.call(running.engine.submit, second)
-        running.brake.let_go()
+        running.brake.release()
         running.until(lambda: second.ended)
         assert future.result(timeout=60)
     assert first.spans == [("default", 0, 100)]
     assert second.spans == [("1", 0, 4)]
 
 
-def test_a_failing_step_fails_its_requests_and_the_loop_goes_on(
+def test_failed_decode_step_fails_its_requests_and_the_engine_continues(
     qwen: Any, monkeypatch: Any
 ) -> None:
     with Running(qwen) as running:
         monkeypatch.setattr(
             running.engine.decoder, "decode", lambda: (_ for _ in ()).throw(ValueError("boom"))
         )
-        failed = [wish([5, 6], 9), wish([7], 9)]
+        failed = [make_generation([5, 6], 9), make_generation([7], 9)]
         running.call(running.engine.submit, *failed)
         running.until(lambda: all(g.ended for g in failed))
         assert all("boom" in (g.error or "") for g in failed)
         monkeypatch.undo()
-        good = wish([5, 6], 9)
+        good = make_generation([5, 6], 9)
         running.call(running.engine.submit, good)
         running.until(lambda: good.ended)
         check_logprobs(qwen, good)
 
 
-def test_broken_weights_fail_requests_instead_of_sampling_noise(tmp_path: Path) -> None:
+def test_weights_with_nan_fail_requests(tmp_path: Path) -> None:
     model = load_model(str(tiny_model(tmp_path)), dtype="float32", device="cpu")[0]
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
     with Running(model) as running:
-        generation = wish([5], 9)
+        generation = make_generation([5], 9)
         running.call(running.engine.submit, generation)
         running.until(lambda: generation.ended)
     assert "not finite" in (generation.error or "")
 
 
-def test_a_load_that_fails_half_way_is_the_engines_death(qwen: Any) -> None:
+def test_weight_load_that_fails_midway_crashes_the_engine(qwen: Any) -> None:
     died = threading.Event()
     engine = Engine(
         Decoder(qwen, max_rows=2, seed=0), deliver=print, on_crash=lambda error: died.set()

@@ -1,4 +1,4 @@
-"""The embedded server whole: HTTP, names, ports, signals, clients that vanish."""
+"""The whole embedded server: HTTP, registry, ports, signals, disconnected clients."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ async def test_more_requests_than_rows_all_finish(session: aiohttp.ClientSession
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_weights_change_with_32_in_flight_and_none_is_lost(
+async def test_weight_updates_lose_none_of_32_running_requests(
     server: EmbeddedServer, session: aiohttp.ClientSession, folders: list[Path], mode: str
 ) -> None:
     brake = Brake(server.engine)
-    brake.hold()
+    brake.block()
     tasks = [asyncio.ensure_future(generate(session, [5 + i], 150)) for i in range(32)]
     await until_loaded(session, running=8, waiting=24)
     for version in ("1", "2"):
@@ -82,7 +82,7 @@ async def test_weights_change_with_32_in_flight_and_none_is_lost(
         )
         assert status == 200
         await post(session, "/continue_generation")
-    brake.let_go()
+    brake.release()
     answers = await asyncio.gather(*tasks)
     assert all(len(a["output_ids"]) == 150 for a in answers)
     assert all(a["meta_info"]["finish_reason"]["type"] == "length" for a in answers)
@@ -91,7 +91,7 @@ async def test_weights_change_with_32_in_flight_and_none_is_lost(
 
 
 async def until_loaded(session: aiohttp.ClientSession, *, running: int, waiting: int = 0) -> None:
-    """Wait until it has so many requests."""
+    """Wait until the server has `running` and `waiting` requests."""
     async with asyncio.timeout(60):
         while True:
             load = await loads(session)
@@ -192,7 +192,7 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         ({"input_ids": None, "text": "1"}, "takes input_ids only"),
     ],
 )
-async def test_nonsense_is_refused_with_a_reason(
+async def test_invalid_generate_body_is_refused_with_the_reason(
     session: aiohttp.ClientSession, raw: Any, text: str
 ) -> None:
     body = raw if isinstance(raw, bytes) else msgspec.json.encode(GOOD | raw)
@@ -213,7 +213,7 @@ async def test_nonsense_is_refused_with_a_reason(
         ("/init_weights_update_group", 2**16),
     ],
 )
-async def test_body_is_as_long_as_its_route_needs_and_no_longer(
+async def test_body_above_the_limit_of_its_route_gets_413(
     session: aiohttp.ClientSession, path: str, most: int
 ) -> None:
     for size, statuses in ((most, (200, 400)), (most + 1, (413,))):
@@ -224,17 +224,17 @@ async def test_body_is_as_long_as_its_route_needs_and_no_longer(
     assert (await post(session, "/generate", **GOOD))[0] == 200
 
 
-async def test_prompt_of_the_whole_context_with_long_stop_strings_is_taken(
+async def test_prompt_of_full_context_length_with_long_stop_strings_is_accepted(
     session: aiohttp.ClientSession,
 ) -> None:
-    """Spaces behind commas, as json.dumps writes them."""
+    """The body has a space after each comma, as json.dumps writes it."""
     sampling = {"max_new_tokens": 1, "stop": ["never there" * 400] * 10}
     assert (await post(session, "/generate", input_ids=[63] * 511, sampling_params=sampling))[
         0
     ] == 200
 
 
-async def test_layout_of_all_tensors_is_not_too_long(
+async def test_body_with_the_layout_of_all_tensors_is_within_the_limit(
     server: EmbeddedServer, session: aiohttp.ClientSession
 ) -> None:
     tensors = server.engine.decoder.model.state_dict()
@@ -259,7 +259,7 @@ async def test_layout_of_all_tensors_is_not_too_long(
         {"master_address": "a" * 254},
     ],
 )
-async def test_impossible_group_is_refused_without_a_thread(
+async def test_invalid_group_is_refused_without_starting_a_thread(
     session: aiohttp.ClientSession, change: dict[str, Any]
 ) -> None:
     body = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
@@ -269,7 +269,7 @@ async def test_impossible_group_is_refused_without_a_thread(
     assert f"$.{next(iter(change))}" in answer["message"]
 
 
-async def test_long_answers_are_made_in_another_thread(
+async def test_long_answers_are_encoded_in_another_thread(
     session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = list[str]()
@@ -300,10 +300,10 @@ async def test_bad_admin_bodies_are_refused(session: aiohttp.ClientSession) -> N
         assert (await post(session, path, **body))[0] == 400
 
 
-async def test_a_client_that_vanishes_takes_its_request_along(
+async def test_request_is_aborted_when_its_client_disconnects(
     server: EmbeddedServer, session: aiohttp.ClientSession
 ) -> None:
-    Brake(server.engine).hold()  # it cannot end by itself
+    Brake(server.engine).block()  # the request cannot finish
     task = asyncio.ensure_future(generate(session, [5], 500))
     await until_loaded(session, running=1)
     task.cancel()
@@ -319,11 +319,11 @@ async def test_paused_servers_are_healthy_but_not_ready(session: aiohttp.ClientS
         assert (await response.json())["data"][0]["max_model_len"] == 512
 
 
-async def test_paused_server_tells_since_when(folders: list[Path], tmp_path: Path) -> None:
+async def test_paused_server_reports_paused_s(folders: list[Path], tmp_path: Path) -> None:
     config = server_config(folders[0], tmp_path)
     registry = NameRegistry.of(config)
     async with running(config) as server, aiohttp.ClientSession(server.address) as session:
-        for mode in ("retract", "abort"):  # a second pause does not begin anew
+        for mode in ("retract", "abort"):  # a second pause does not reset the time
             await post(session, "/pause_generation", mode=mode)
         server.engine._paused_at -= 3600.0
         for path in ("/model_info", "/server_info"):
@@ -337,7 +337,9 @@ async def test_paused_server_tells_since_when(folders: list[Path], tmp_path: Pat
             assert (await response.json())["paused_s"] is None
 
 
-async def test_the_name_says_what_clients_need(folders: list[Path], tmp_path: Path) -> None:
+async def test_registry_entry_has_the_fields_clients_need(
+    folders: list[Path], tmp_path: Path
+) -> None:
     config = server_config(folders[0], tmp_path, context_length=100)
     registry = NameRegistry.of(config)
     async with running(config) as server:
@@ -360,10 +362,10 @@ async def test_the_name_says_what_clients_need(folders: list[Path], tmp_path: Pa
     assert registry.list("llm_server") == []
 
 
-async def test_the_name_follows_the_version_but_keeps_the_model(
+async def test_registry_entry_follows_the_version_and_keeps_model_path(
     folders: list[Path], tmp_path: Path
 ) -> None:
-    """The folder of new weights goes away, so who looks for the model must not find that one."""
+    """The folder of new weights is temporary, so model_path must stay the original folder."""
     config = server_config(folders[0], tmp_path)
     registry = NameRegistry.of(config)
     async with running(config) as server, aiohttp.ClientSession(server.address) as session:
@@ -375,7 +377,9 @@ async def test_the_name_follows_the_version_but_keeps_the_model(
         assert value["model_path"] == str(folders[0])
 
 
-async def test_a_new_version_is_in_the_name_at_once(folders: list[Path], tmp_path: Path) -> None:
+async def test_new_version_is_registered_without_waiting_for_a_heartbeat(
+    folders: list[Path], tmp_path: Path
+) -> None:
     config = server_config(folders[0], tmp_path)
     object.__setattr__(config.cluster, "heartbeat_s", 600.0)
     registry = NameRegistry.of(config)
@@ -386,7 +390,7 @@ async def test_a_new_version_is_in_the_name_at_once(folders: list[Path], tmp_pat
         await eventually(lambda: version() == "5", "version 5")
 
 
-async def test_a_used_port_is_one_clear_line(folders: list[Path], tmp_path: Path) -> None:
+async def test_port_in_use_is_a_user_error(folders: list[Path], tmp_path: Path) -> None:
     async with embedded(folders[0]) as first:
         port = int(first.address.rsplit(":", 1)[1])
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}"):
@@ -394,7 +398,7 @@ async def test_a_used_port_is_one_clear_line(folders: list[Path], tmp_path: Path
                 pass
 
 
-async def test_wrong_models_are_refused_before_anything(
+async def test_missing_model_and_too_long_context_are_refused_before_files_are_written(
     folders: list[Path], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"no config\.json in it"):
@@ -406,7 +410,7 @@ async def test_wrong_models_are_refused_before_anything(
     assert not os.listdir(tmp_path)
 
 
-async def test_a_context_in_which_rows_change_each_other_is_refused(tmp_path: Path) -> None:
+async def test_context_beyond_the_short_factors_of_longrope_is_refused(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0} | factors
     path = tiny_model(
@@ -421,7 +425,7 @@ async def test_a_context_in_which_rows_change_each_other_is_refused(tmp_path: Pa
             pass
 
 
-async def test_sigterm_answers_what_is_in_flight_and_returns(
+async def test_sigterm_answers_running_requests_and_returns(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded_module, "SHUTDOWN_S", 60.0)
@@ -430,7 +434,7 @@ async def test_sigterm_answers_what_is_in_flight_and_returns(
     serving = asyncio.ensure_future(server.serve())
     async with asyncio.timeout(60):
         await server.ready.wait()
-        Brake(server.engine).hold()
+        Brake(server.engine).block()
         async with aiohttp.ClientSession(server.address) as session:
             flight = asyncio.ensure_future(generate(session, [5], 500))
             await until_loaded(session, running=1)
@@ -442,7 +446,7 @@ async def test_sigterm_answers_what_is_in_flight_and_returns(
     assert NameRegistry.of(config).list("llm_server") == []
 
 
-async def test_a_dead_engine_ends_the_server(folders: list[Path], tmp_path: Path) -> None:
+async def test_server_exits_when_its_engine_crashes(folders: list[Path], tmp_path: Path) -> None:
     server = EmbeddedServer(server_config(folders[0], tmp_path))
     serving = asyncio.ensure_future(server.serve())
     async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""Servers that others started: examined before a run, spoken for while it lasts, never stopped."""
+"""External servers: checked before a run, registered while it lasts, never stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from arealite.base.errors import UserError
 from arealite.cli import role
 from arealite.impl.server import external
 from arealite.system.names.registry import NameRegistry
-from tests.fakes.patience import Patience
+from tests.fakes.deadlines import WaitExpirer
 from tests.fakes.sglang import FakeSGLang
 from tests.waiting import eventually
 
@@ -64,8 +64,10 @@ async def refusal(config: ExperimentConfig) -> str:
 
 
 @asynccontextmanager
-async def speaking(config: ExperimentConfig, **options: Any) -> AsyncIterator[Callable[..., Any]]:
-    """Speak for the config's servers; give a wait for what their only name must be like."""
+async def registering(
+    config: ExperimentConfig, **options: Any
+) -> AsyncIterator[Callable[..., Any]]:
+    """Register the config's servers; yield a function that waits for a matching registry entry."""
     names = NameRegistry.of(config)
 
     async def named(like: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -97,20 +99,20 @@ async def speaking(config: ExperimentConfig, **options: Any) -> AsyncIterator[Ca
     "address",
     ["localhost", "http://localhost:1", "h:0", "h:99999", ":80", "a b:80", "h:80/v1", "::1:80"],
 )
-async def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
+async def test_malformed_address_is_refused(tmp_path: Path, address: str) -> None:
     assert "is not host:port" in await refusal(experiment(tmp_path, address))
 
 
 @pytest.mark.parametrize("address", ["h:1", "10.0.0.7:30000", "my-host.net:65535", "[::1]:80"])
-def test_addresses_may_be_names_or_numbers(address: str) -> None:
+def test_host_names_and_ip_addresses_are_accepted(address: str) -> None:
     external.check_form(address, [address])
 
 
-async def test_an_address_given_twice_is_refused(tmp_path: Path) -> None:
+async def test_duplicate_address_is_refused(tmp_path: Path) -> None:
     assert "given twice" in await refusal(experiment(tmp_path, "h:80", "h:80"))
 
 
-async def test_every_silent_address_is_named(tmp_path: Path) -> None:
+async def test_error_names_every_unreachable_address(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -121,14 +123,16 @@ async def test_every_silent_address_is_named(tmp_path: Path) -> None:
     assert "127.0.0.1:1: the server cannot be reached" in second
 
 
-async def test_a_server_that_accepts_and_is_silent_is_named(tmp_path: Path, monkeypatch) -> None:
+async def test_error_names_a_server_that_accepts_connections_and_never_answers(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(external, "ANSWER_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        says = await refusal(experiment(tmp_path, f"127.0.0.1:{deaf.getsockname()[1]}"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        says = await refusal(experiment(tmp_path, f"127.0.0.1:{silent.getsockname()[1]}"))
     assert re.search(r"did not answer: external servers waited \d+\.\d s", says)
 
 
-async def test_server_with_a_key_is_used_with_that_key_alone(
+async def test_server_with_an_api_key_is_used_only_with_that_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with FakeSGLang(api_key="theirs") as server:
@@ -145,7 +149,7 @@ async def test_server_with_a_key_is_used_with_that_key_alone(
     assert "theirs" not in str(entry)
 
 
-async def test_another_kind_of_server_is_refused(tmp_path: Path) -> None:
+async def test_server_that_is_not_sglang_is_refused(tmp_path: Path) -> None:
     async def page(request: web.Request) -> web.Response:
         return web.Response(text="<html>welcome</html>")
 
@@ -166,7 +170,7 @@ async def test_another_kind_of_server_is_refused(tmp_path: Path) -> None:
         ({"vocab_size": 300}, "its vocab_size is 300, model.path has 320"),
     ],
 )
-async def test_a_model_of_other_sizes_is_refused(
+async def test_server_with_a_model_of_another_shape_is_refused(
     tmp_path: Path, theirs: dict[str, Any], says: str
 ) -> None:
     (tmp_path / "theirs").mkdir()
@@ -184,13 +188,15 @@ async def test_a_model_of_other_sizes_is_refused(
         ({"context_length": None}, None),
     ],
 )
-def test_other_models_are_told_apart(entry: dict[str, Any], says: str | None) -> None:
+def test_other_model_compares_type_architectures_and_context(
+    entry: dict[str, Any], says: str | None
+) -> None:
     base = {"model_path": "m", "architectures": None, "model_type": None, "context_length": 2048}
     said = external.other_model(base | entry, MODEL)
     assert said is None if says is None else says in str(said)
 
 
-async def test_a_server_of_another_trial_is_refused(tmp_path: Path) -> None:
+async def test_server_in_use_by_another_trial_is_refused(tmp_path: Path) -> None:
     async with FakeSGLang() as server:
         config = experiment(tmp_path, at(server))
         other = experiment(tmp_path, trial="other")
@@ -207,9 +213,9 @@ async def test_a_server_of_another_trial_is_refused(tmp_path: Path) -> None:
         assert "arealite/t uses this server already" in await refusal(config)
 
 
-async def test_a_server_is_named_while_it_answers(tmp_path: Path) -> None:
+async def test_external_server_is_registered_while_it_answers(tmp_path: Path) -> None:
     async with FakeSGLang(version="80") as server:
-        async with speaking(experiment(tmp_path, at(server))) as named:
+        async with registering(experiment(tmp_path, at(server))) as named:
             entry = await named(lambda value: value["type"] == "external")
             assert entry["address"] == server.url
             assert (entry["vocab_size"], entry["model_type"]) == (320, "qwen2")
@@ -223,36 +229,36 @@ async def test_a_server_is_named_while_it_answers(tmp_path: Path) -> None:
         assert {path for path, _ in server.calls} <= {"/update_weight_version"}
 
 
-async def test_a_server_that_is_only_asked_keeps_its_version(tmp_path: Path) -> None:
+async def test_server_used_without_updates_keeps_its_version(tmp_path: Path) -> None:
     async with FakeSGLang(version="80") as server:
-        async with speaking(experiment(tmp_path, at(server)), updates=False) as named:
+        async with registering(experiment(tmp_path, at(server)), updates=False) as named:
             entry = await named(lambda value: value["type"] == "external")
             assert entry["version"] == "80"
         assert not server.calls
 
 
-async def test_a_silent_server_loses_its_name(
+async def test_silent_external_server_is_removed_from_the_registry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = Patience(monkeypatch, external)
+    expirer = WaitExpirer(monkeypatch, external)
     async with (
         FakeSGLang() as server,
-        speaking(experiment(tmp_path, at(server))) as named,
+        registering(experiment(tmp_path, at(server))) as named,
     ):
         first = await named(lambda value: True)
         on, what = f"llm_server-{external.entry_id(at(server))}", "model_info"
-        server.on_hang = lambda: patience.end(on, what=what)
+        server.on_hang = lambda: expirer.expire(on, what=what)
         server.fail_next("hang", path="/model_info")
         await named(lambda value: value["pid"] != first["pid"])
-    assert patience.ended == [600.0], "as long as a name lives"
+    assert expirer.expired == [600.0], "as long as a name lives"
 
 
-async def test_a_server_that_comes_back_with_another_model_is_left_out(tmp_path: Path) -> None:
+async def test_server_that_returns_with_another_model_is_not_registered(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(MODEL | {"hidden_size": 64}))
     async with FakeSGLang() as server:
         config = experiment(tmp_path, at(server))
-        async with speaking(config) as named:
+        async with registering(config) as named:
             await named(lambda value: True)
             await server.kill()
             server.model_path = str(tmp_path / "theirs")
@@ -266,7 +272,7 @@ async def test_a_server_that_comes_back_with_another_model_is_left_out(tmp_path:
             await named(lambda value: True)
 
 
-async def test_the_datapipe_speaks_for_them_while_it_works(tmp_path: Path) -> None:
+async def test_datapipe_registers_external_servers_while_it_runs(tmp_path: Path) -> None:
     over = asyncio.Event()
     async with FakeSGLang() as server:
         config = experiment(tmp_path, at(server))

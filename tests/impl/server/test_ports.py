@@ -1,4 +1,4 @@
-"""A port that does not exist is refused: uvloop would listen on another one without a word."""
+"""An out-of-range port is refused, because uvloop would listen on another port silently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arealite.impl.server.embedded import EmbeddedServer
 
 
 @pytest.mark.parametrize("port", [-1, 2**16, 99999])
-async def test_a_port_that_does_not_exist_is_refused(port: int) -> None:
+async def test_port_outside_1_to_65535_is_refused(port: int) -> None:
     server = EmbeddedServer(ServerConfig(llm_server=LLMServerConfig(port=port)))
     nothing: Any = None
     with pytest.raises(UserError, match=rf"port={port}"):

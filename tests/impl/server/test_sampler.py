@@ -1,4 +1,4 @@
-"""Drawing tokens: what top_k and top_p cut, and that log-probabilities ignore the cut."""
+"""Sampling: top_k and top_p limit the tokens; log-probabilities ignore both."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def drawn(count: int, **sampling: Any) -> tuple[set[int], torch.Tensor, torch.Te
         ({"temperature": 0.0, "top_p": 0.01}, {0}),
     ],
 )
-def test_what_can_be_drawn(sampling: dict[str, Any], kept: set[int]) -> None:
+def test_top_k_and_top_p_limit_the_sampled_tokens(sampling: dict[str, Any], kept: set[int]) -> None:
     seen, tokens, logprobs = drawn(2000, **sampling)
     assert seen == kept
     torch.testing.assert_close(logprobs, PROBS.log()[tokens])
 
 
-def test_logprobs_are_after_temperature() -> None:
+def test_logprobs_include_temperature() -> None:
     _, tokens, logprobs = drawn(50, temperature=0.5, top_k=3)
     expected = torch.log_softmax(PROBS.log() / 0.5, dim=-1)
     torch.testing.assert_close(logprobs, expected[tokens])
 
 
-def test_a_row_that_cuts_does_not_cut_its_neighbours() -> None:
+def test_top_k_of_one_row_does_not_change_other_rows() -> None:
     params = [SamplingParams(top_k=1), SamplingParams(), SamplingParams(temperature=0.0)]
     rows = [Generation(str(i), [1], params[i % 3], 1, frozenset()) for i in range(3000)]
     settings = settings_of(rows, vocab_size=5, device="cpu")

@@ -1,5 +1,5 @@
-"""What a user's config becomes: command lines, environments, ports and devices, or one clear
-line."""
+"""Translation of a config to command lines, environments, ports and devices, or to a
+one-line error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.fakes.sglang_program import wrapper_config as config
 
 
 def options(words: list[str]) -> dict[str, str]:
-    """Read a command line as SGLang does: the last of a name counts."""
+    """Parse a command line as SGLang does: the last value of an option wins."""
     pairs = zip(words, [*words[1:], ""], strict=True)
     return {name: value for name, value in pairs if name.startswith("--")}
 
 
-def test_options_become_arguments_and_the_users_own_come_last(program: Program, model_folder: Path):
+def test_options_become_arguments_and_extra_args_come_last(program: Program, model_folder: Path):
     (launch,) = plan(
         config(
             program,
@@ -67,8 +67,8 @@ def test_options_become_arguments_and_the_users_own_come_last(program: Program, 
     assert words[-1] == "--enable-metrics"
 
 
-def test_what_is_not_set_is_left_to_sglang(program: Program, model_folder: Path):
-    program.tell(gpus=1)
+def test_unset_options_are_not_passed_to_sglang(program: Program, model_folder: Path):
+    program.configure(gpus=1)
     (launch,) = plan(config(program, model_folder, device="cuda"))
     given = options(launch.command(1))
     unset = {"--mem-fraction-static", "--attention-backend", "--context-length"}
@@ -77,7 +77,7 @@ def test_what_is_not_set_is_left_to_sglang(program: Program, model_folder: Path)
     assert "SGLANG_USE_CPU_ENGINE" not in launch.environment
 
 
-def test_a_cpu_gets_what_sglang_needs_there(
+def test_cpu_servers_get_the_settings_sglang_needs_on_a_cpu(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
@@ -100,7 +100,7 @@ def test_a_cpu_gets_what_sglang_needs_there(
         (None, 9, ["0,1,2,3", "4,5,6,7"]),
     ],
 )
-def test_each_server_gets_the_next_devices(
+def test_each_server_gets_the_next_visible_devices(
     program: Program,
     model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,13 +111,13 @@ def test_each_server_gets_the_next_devices(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    program.tell(gpus=gpus)
+    program.configure(gpus=gpus)
     launches = plan(config(program, model_folder, device="auto", num_servers=2, tp=2, dp=2))
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in launches] == slices
 
 
-def neighbours(count: int) -> int:
-    """Return the first of so many free ports in a row, below those that others are given."""
+def consecutive_ports(count: int) -> int:
+    """Return the first of `count` consecutive free ports below the ephemeral range."""
     for first in range(20_000 + os.getpid() % 10_000, 32_000, count):
         with ExitStack() as probes:
             try:
@@ -129,8 +129,8 @@ def neighbours(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-def test_ports_follow_the_first_and_seeds_differ(program: Program, model_folder: Path):
-    port = neighbours(3)
+def test_ports_are_consecutive_and_seeds_differ(program: Program, model_folder: Path):
+    port = consecutive_ports(3)
     launches = plan(config(program, model_folder, num_servers=3, port=port))
     assert [each.port for each in launches] == [port, port + 1, port + 2]
     seeds = {options(each.command(1))["--random-seed"] for each in launches}
@@ -139,7 +139,7 @@ def test_ports_follow_the_first_and_seeds_differ(program: Program, model_folder:
     assert len({each.port for each in free}) == 3
 
 
-def test_a_model_with_a_text_part_has_that_parts_vocabulary(program: Program, model_folder: Path):
+def test_vocab_size_comes_from_text_config_if_present(program: Program, model_folder: Path):
     about = {"model_type": "both", "vocab_size": 9, "text_config": {"vocab_size": 17}}
     (model_folder / "config.json").write_text(json.dumps(about))
     (launch,) = plan(config(program, model_folder))
@@ -168,7 +168,7 @@ def test_a_model_with_a_text_part_has_that_parts_vocabulary(program: Program, mo
         ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1:0"),
     ],
 )
-def test_what_cannot_work_is_one_clear_line(
+def test_invalid_sglang_options_raise_a_one_line_user_error(
     program: Program, model_folder: Path, wrong: dict[str, Any], text: str
 ):
     with pytest.raises(UserError) as caught:
@@ -177,13 +177,13 @@ def test_what_cannot_work_is_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_too_few_devices_are_counted(program: Program, model_folder: Path):
-    program.tell(gpus=3)
+def test_error_of_too_few_gpus_has_both_counts(program: Program, model_folder: Path):
+    program.configure(gpus=3)
     with pytest.raises(UserError, match="2 servers of tp 2 x dp 1 need 4 GPUs, but 3 are visible"):
         plan(config(program, model_folder, device="auto", num_servers=2, tp=2))
 
 
-def test_a_used_port_is_refused(program: Program, model_folder: Path):
+def test_port_in_use_is_refused(program: Program, model_folder: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"listen on 127.0.0.1:{port}: Address already in use"):
@@ -191,9 +191,7 @@ def test_a_used_port_is_refused(program: Program, model_folder: Path):
 
 
 @pytest.mark.parametrize("text", ["{nonsense", None])
-def test_a_folder_without_a_model_is_refused(
-    program: Program, model_folder: Path, text: str | None
-):
+def test_folder_without_a_model_is_refused(program: Program, model_folder: Path, text: str | None):
     (model_folder / "config.json").unlink()
     if text is not None:
         (model_folder / "config.json").write_text(text)
@@ -203,7 +201,7 @@ def test_a_folder_without_a_model_is_refused(
         plan(config(program, ""))
 
 
-def test_a_folder_for_logs_that_cannot_be_made_is_refused(program: Program, model_folder: Path):
+def test_log_folder_that_cannot_be_created_is_refused(program: Program, model_folder: Path):
     (program.folder / "runs").write_text("a file")
     with pytest.raises(UserError, match=r"Set cluster\.run_root"):
         plan(config(program, model_folder))

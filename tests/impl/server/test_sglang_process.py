@@ -1,5 +1,5 @@
-"""Servers that die, fall silent, never come up or are told to go, as real processes of a scripted
-stand-in for SGLang."""
+"""Servers that crash, become silent, fail to start or are stopped, as real processes of a
+scripted stand-in for SGLang."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tests.waiting import eventually, has_exited, until, until_exited
 
 ROOT = Path(__file__).resolve().parents[3]
 PORTS = itertools.count(10_000 + os.getpid() % 900 * 10, 5)
-"""Below those that the system gives."""
+"""Below the ephemeral range."""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little is waited for between starts, long for answers; ports are free until they are used."""
+    """Shorten restart delays, lengthen answer deadlines, and use ports no other process gets."""
     monkeypatch.setattr(sglang_process, "PAUSES_S", (0.1, 0.2, 0.4))
     monkeypatch.setattr(sglang_process, "TERMINATE_S", 60.0)
     monkeypatch.setattr(sglang_process, "LOAD_S", 60.0)
@@ -48,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_own_ports(host: str, port: int, count: int) -> list[int]:
-    """As `take_ports`, but a free port is none that the system gives to others."""
+    """Like `take_ports`, but choose ports outside the ephemeral range."""
     while True:
         try:
             return take_ports(host, port or next(PORTS), count)
@@ -85,7 +85,7 @@ async def serving(config: ServerConfig, count: int = 1) -> AsyncIterator[asyncio
         assert not names(config)
 
 
-async def test_a_name_says_what_clients_need_and_follows_the_server(
+async def test_registry_entry_has_the_fields_clients_need_and_follows_the_server(
     program: Program, model_folder: Path
 ):
     settings = quick_config(program, model_folder)
@@ -100,14 +100,16 @@ async def test_a_name_says_what_clients_need_and_follows_the_server(
             "model_type": "qwen2",
             "architectures": ["Qwen2ForCausalLM"],
             "vocab_size": 64,
-            "context_length": 71,  # what is left for a prompt
+            "context_length": 71,  # the context left for a prompt
             "version": "default",
             "host": "127.0.0.1",
             "pid": program.started()["pids"][0],
             "load": {"running": 0, "waiting": 0, "capacity": 32},
         }
         program.load(3, 4)
-        program.tell(answers=program.orders["answers"] | {"/model_info": {"weight_version": "5"}})
+        program.configure(
+            answers=program.orders["answers"] | {"/model_info": {"weight_version": "5"}}
+        )
         load = {"running": 3, "waiting": 4, "capacity": 32}
         await eventually(
             lambda: (v := names(settings)[0].value)["version"] == "5" and v["load"] == load,
@@ -117,18 +119,18 @@ async def test_a_name_says_what_clients_need_and_follows_the_server(
         assert "hello from the stand-in" in log.read_text()
 
 
-async def test_an_old_server_that_cannot_tell_its_load_has_none(
+async def test_server_without_load_endpoints_is_registered_without_load(
     program: Program, model_folder: Path
 ):
     missing = {"/v1/loads": None, "/server_info": None}
-    program.tell(answers=program.orders["answers"] | missing)
+    program.configure(answers=program.orders["answers"] | missing)
     settings = quick_config(program, model_folder)
     async with serving(settings):
         assert "load" not in names(settings)[0].value
         assert names(settings)[0].value["context_length"] == 77, "the model's own"
-        program.tell(answers=program.orders["answers"] | {"/v1/loads": {"nonsense": 1}})
+        program.configure(answers=program.orders["answers"] | {"/v1/loads": {"nonsense": 1}})
         told = program.orders["answers"] | {"/model_info": {"weight_version": "5"}}
-        program.tell(answers=told)  # it is asked for its load after this
+        program.configure(answers=told)  # the load is polled after this
         value = await eventually(
             lambda: (v := names(settings)[0].value)["version"] == "5" and v, "version 5"
         )
@@ -137,7 +139,7 @@ async def test_an_old_server_that_cannot_tell_its_load_has_none(
 
 @pytest.fixture(autouse=True)
 def waits_for_servers() -> Iterator[None]:
-    """A server that is given up leaves its wait to the end of the process that kept it."""
+    """Remove the wait that a server that was given up keeps until its process exits."""
     yield
     waits.table -= {wait for wait in waits.table if wait.owner == waits.SUPERVISOR}
 
@@ -155,11 +157,11 @@ async def test_server_is_shown_as_starting_and_restarting_until_it_answers(
         await eventually(lambda: shown() == [f"restart 1 of {limit}"], "its restart")
 
 
-async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
+async def test_killed_server_is_unregistered_at_once_and_restarted(
     program: Program, model_folder: Path
 ):
     settings = quick_config(program, model_folder)
-    program.tell(grandchild=True)
+    program.configure(grandchild=True)
     async with serving(settings):
         (before,) = names(settings)
         group = program.started()["pids"]
@@ -171,7 +173,7 @@ async def test_a_dead_server_loses_its_name_at_once_and_comes_back(
         assert after.value["pid"] != before.value["pid"]
 
 
-async def test_restart_that_fails_counts_as_a_death(
+async def test_failed_restart_counts_as_a_death(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     spawn = sglang_process.spawn
@@ -191,19 +193,19 @@ async def test_restart_that_fails_counts_as_a_death(
     assert [e["restart_in_s"] for e in events if e["event"] == "server lost"] == [0.1, 0.2]
 
 
-async def test_a_silent_server_has_its_name_renewed_no_more(program: Program, model_folder: Path):
+async def test_registry_entry_of_a_silent_server_expires(program: Program, model_folder: Path):
     settings = quick_config(program, model_folder)
     object.__setattr__(settings.cluster, "ttl_s", 0.5)
     async with serving(settings):
         registry = NameRegistry.of(settings)
         await eventually(lambda: registry.list("llm_server"), "its name")
-        program.tell(hangs=["/model_info"])
+        program.configure(hangs=["/model_info"])
         await eventually(lambda: not registry.list("llm_server"), "its name to die")
         assert names(settings), "it is started again after silence_s only"
-        program.tell(hangs=[])
+        program.configure(hangs=[])
 
 
-async def test_a_port_that_somebody_took_meanwhile_is_given_up(
+async def test_restart_uses_another_port_if_the_old_one_is_taken(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sglang_process, "PAUSES_S", (0.5,))
@@ -218,7 +220,7 @@ async def test_a_port_that_somebody_took_meanwhile_is_given_up(
         assert after.id != before.id
 
 
-async def test_restarts_wait_longer_and_longer_until_one_holds(
+async def test_restart_delay_grows_until_a_server_stays_up(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sglang_process, "PAUSES_S", (0.02, 0.04, 0.08, 0.15))
@@ -229,12 +231,12 @@ async def test_restarts_wait_longer_and_longer_until_one_holds(
             def pauses() -> list[float]:
                 return [e["restart_in_s"] for e in events if e["event"] == "server lost"]
 
-            program.tell(exits={"1": 9})
+            program.configure(exits={"1": 9})
             os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
             await eventually(lambda: len(pauses()) >= 6, "six deaths")
             assert pauses()[:6] == [0.02, 0.04, 0.08, 0.15, 0.15, 0.15]
             assert any("exit code 9" in e.get("error", "") for e in events)
-            program.tell(exits={})
+            program.configure(exits={})
             (entry,) = await eventually(lambda: names(settings), "the name to come back")
             monkeypatch.setattr(sglang_process, "STEADY_S", 0.0)
             deaths = len(pauses())
@@ -243,14 +245,14 @@ async def test_restarts_wait_longer_and_longer_until_one_holds(
             assert pauses()[-1] == 0.02, "it had held, so this is its first death again"
 
 
-async def test_a_server_that_never_holds_is_given_up(
+async def test_server_is_given_up_after_max_restarts(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sglang_process, "PAUSES_S", (0.02,))
     settings = quick_config(program, model_folder, max_restarts=2)
     with structlog.testing.capture_logs() as events, pytest.raises(RoleError, match="every SGLang"):
         async with serving(settings) as task:
-            program.tell(exits={"1": 9})
+            program.configure(exits={"1": 9})
             os.kill(names(settings)[0].value["pid"], signal.SIGKILL)
             await task
     (wait,) = [each for each in waits.table if each.owner == waits.SUPERVISOR]
@@ -263,10 +265,10 @@ async def test_a_server_that_never_holds_is_given_up(
 
 
 @pytest.mark.parametrize("how", ["stopped", "refusing", "hanging"])
-async def test_a_silent_server_is_killed_and_started_again(
+async def test_silent_server_is_killed_and_restarted(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ):
-    monkeypatch.setattr(sglang_process, "LOAD_S", 1.0)  # else a question for it may be held, too
+    monkeypatch.setattr(sglang_process, "LOAD_S", 1.0)  # otherwise a load request may hang, too
     settings = quick_config(program, model_folder)
     options, asked = settings.llm_server.sglang, list[float]()
     bounded = SGLangProcess._bounded
@@ -283,45 +285,45 @@ async def test_a_silent_server_is_killed_and_started_again(
         if how == "stopped":
             os.kill(pid, signal.SIGSTOP)
         elif how == "refusing":
-            program.tell(sick=["1"])
+            program.configure(sick=["1"])
         else:
-            program.tell(hangs=["/model_info"])
+            program.configure(hangs=["/model_info"])
         await eventually(lambda: gone([pid]), "the process to die")
         assert pid not in [entry.value["pid"] for entry in names(settings)]
         object.__setattr__(options, "silence_s", 600.0)
-        program.tell(sick=[], hangs=[])
+        program.configure(sick=[], hangs=[])
         (entry,) = await eventually(lambda: names(settings), "the name to come back")
         assert entry.value["pid"] != pid
 
 
-async def test_silence_ends_also_where_a_question_ends_in_the_same_moment(
+async def test_silence_deadline_fires_if_a_probe_ends_at_the_same_time(
     program: Program, model_folder: Path
 ):
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         settings = quick_config(program, model_folder, silence_s=0.9)
         async with aiohttp.ClientSession() as session:
             (launch,) = sglang.plan(settings)
             server = SGLangProcess(launch, settings, session)
-            server.port = deaf.getsockname()[1]
-            # Held up from within a question until after its end (0.3 s) and that of the silence.
+            server.port = silent.getsockname()[1]
+            # Block the loop inside a probe beyond its deadline (0.3 s) and the silence deadline.
             asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
             with pytest.raises(DeadlineError):
                 await server._follow()
 
 
-async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
+async def test_server_that_hangs_only_on_loads_is_not_silent(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sglang_process, "LOAD_S", 0.5)
     settings = quick_config(program, model_folder)
     async with serving(settings):
         (entry,) = names(settings)
-        program.tell(hangs=["/v1/loads"])
+        program.configure(hangs=["/v1/loads"])
         await eventually(
             lambda: [e for e in names(settings) if "load" not in e.value], "a name without load"
         )
         told = program.orders["answers"] | {"/model_info": {"weight_version": "6"}}
-        program.tell(answers=told)
+        program.configure(answers=told)
         (later,) = await eventually(
             lambda: [e for e in names(settings) if e.value["version"] == "6"], "its new version"
         )
@@ -336,7 +338,7 @@ async def test_a_scheduler_too_busy_to_tell_its_load_is_not_silent(
         ({"hangs": ["/generate"]}, 1.0, "/health"),
     ],
 )
-async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
+async def test_failed_start_of_one_server_stops_all_and_shows_its_last_log_lines(
     program: Program,
     model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -353,7 +355,9 @@ async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
         await healthy(server)
 
     monkeypatch.setattr(SGLangProcess, "_healthy", once_both_run)
-    program.tell(says="line one\nno memory is left for the KV cache", grandchild=True, **orders)
+    program.configure(
+        says="line one\nno memory is left for the KV cache", grandchild=True, **orders
+    )
     settings = quick_config(program, model_folder, num_servers=2, start_timeout_s=timeout_s)
     with pytest.raises(ExceptionGroup) as caught:
         async with serving(settings, count=2):
@@ -363,14 +367,14 @@ async def test_a_server_that_never_comes_up_ends_them_all_with_its_last_lines(
     assert text in str(error)
     assert "no memory is left for the KV cache" in str(error)
     assert "/logs/llm_server-127.0.0.1-" in str(error)
-    if not orders.get("exits"):  # its 600 s end no test: nobody waits for a dead process
+    if not orders.get("exits"):  # the 600 s do not delay the test: a dead process is not waited for
         await eventually(lambda: gone(program.started(2)["pids"]), "the sick one to end")
         await eventually(lambda: gone(program.started(1)["pids"]), "the healthy one to end")
 
 
-async def test_sigterm_lets_running_requests_end(program: Program, model_folder: Path):
+async def test_sigterm_drains_running_requests(program: Program, model_folder: Path):
     settings = quick_config(program, model_folder, drain_timeout_s=600.0)
-    program.tell(grandchild=True)
+    program.configure(grandchild=True)
     async with serving(settings) as task:
         program.load(1, 0)
         pids = program.started()["pids"]
@@ -384,7 +388,7 @@ async def test_sigterm_lets_running_requests_end(program: Program, model_folder:
         await eventually(lambda: gone(pids), "the group to end")
 
 
-async def test_what_does_not_listen_is_killed_after_its_time(
+async def test_server_that_ignores_sigterm_is_killed_after_the_timeout(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     send = Child.send
@@ -395,7 +399,7 @@ async def test_what_does_not_listen_is_killed_after_its_time(
 
     monkeypatch.setattr(Child, "send", heard)
     monkeypatch.setattr(sglang_process, "TERMINATE_S", 0.5)
-    program.tell(ignores_term=True, grandchild=True)
+    program.configure(ignores_term=True, grandchild=True)
     settings = quick_config(program, model_folder)
     async with serving(settings) as task:
         program.load(1, 1)
@@ -408,7 +412,7 @@ async def test_what_does_not_listen_is_killed_after_its_time(
         await eventually(lambda: gone(pids), "the group to end")
 
 
-async def test_who_is_cancelled_while_a_server_is_started_leaves_none(
+async def test_cancellation_during_a_start_leaves_no_server_process(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     create, made = asyncio.create_subprocess_exec, list[asyncio.subprocess.Process]()
@@ -425,7 +429,7 @@ async def test_who_is_cancelled_while_a_server_is_started_leaves_none(
     assert [process.returncode for process in made] == [-signal.SIGKILL]
 
 
-async def test_a_second_signal_does_not_wait(
+async def test_second_signal_ends_the_drain(
     program: Program, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     leave, leaving = SGLangProcess._drain, asyncio.Event()
@@ -452,7 +456,7 @@ async def test_a_second_signal_does_not_wait(
 def command(
     program: Program, model_folder: Path, *overrides: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Type what a user types; yield when the server is ready, or the command has ended."""
+    """Run the command line; yield when the server is ready or the command has exited."""
     words = [
         "llm_server.type=sglang",
         f"llm_server.sglang.python={program.path}",
@@ -482,10 +486,10 @@ def command(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0)])
-def test_the_command_ends_well_when_told(
+def test_command_exits_with_0_after_a_signal(
     program: Program, model_folder: Path, number: signal.Signals, code: int
 ):
-    program.tell(grandchild=True)
+    program.configure(grandchild=True)
     with command(program, model_folder) as process:
         pids = program.started()["pids"]
         process.send_signal(number)
@@ -496,8 +500,8 @@ def test_the_command_ends_well_when_told(
 
 
 @pytest.mark.processes
-def test_nothing_survives_a_killed_command(program: Program, model_folder: Path):
-    program.tell(grandchild=True, ignores_term=True)
+def test_killed_command_leaves_no_process(program: Program, model_folder: Path):
+    program.configure(grandchild=True, ignores_term=True)
     with command(program, model_folder, "llm_server.sglang.num_servers=2") as process:
         files = [program.folder / f"started-{seed}.json" for seed in (1, 2)]
         until(lambda: all(file.exists() for file in files), what="both servers")
@@ -510,8 +514,8 @@ def test_nothing_survives_a_killed_command(program: Program, model_folder: Path)
 
 
 @pytest.mark.processes
-def test_a_failed_start_is_shown_without_a_traceback(program: Program, model_folder: Path):
-    program.tell(says="Traceback of SGLang's\nRuntimeError: no such dtype", exits={"1": 1})
+def test_failed_start_prints_the_error_without_a_traceback(program: Program, model_folder: Path):
+    program.configure(says="Traceback of SGLang's\nRuntimeError: no such dtype", exits={"1": 1})
     with command(program, model_folder) as process:
         _, shown = process.communicate(timeout=60)
     assert process.returncode == 2

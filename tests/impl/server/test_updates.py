@@ -1,4 +1,4 @@
-"""What the embedded server does with new weights beyond what all servers do (tests/contracts)."""
+"""Weight updates of the embedded server beyond the contract of all servers (tests/contracts)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def join(trainer: Trainer, server: Backend) -> None:
         ({"shapes": [["a"]]}, "Expected `int`"),
     ],
 )
-async def test_what_does_not_fit_is_refused_before_a_byte_is_awaited(
+async def test_mismatched_tensor_is_refused_before_the_broadcast(
     server: Backend, trainer: Trainer, body: dict[str, Any], text: str
 ) -> None:
     await join(trainer, server)
@@ -79,7 +79,7 @@ async def test_what_does_not_fit_is_refused_before_a_byte_is_awaited(
     assert await server.checksum() == before
 
 
-async def test_generation_goes_on_while_bytes_are_awaited_and_the_wait_ends(
+async def test_generation_continues_during_a_broadcast_that_times_out(
     server: Backend, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -94,7 +94,7 @@ async def test_generation_goes_on_while_bytes_are_awaited_and_the_wait_ends(
     (layout,) = layouts(server.folders[1])
     body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
     before = await server.checksum()
-    await join(trainer, server)  # and nothing is sent
+    await join(trainer, server)  # the trainer sends nothing
     update = asyncio.ensure_future(server.post(DISTRIBUTED, group_name=trainer.group, **body))
     server.check(await server.generate(20))
     assert not update.done()
@@ -104,7 +104,7 @@ async def test_generation_goes_on_while_bytes_are_awaited_and_the_wait_ends(
     assert await sent == "done" and (await update)[0] == 200
     assert await server.checksum() == before, "these were its own weights"
 
-    # Its wait has the bound that it joined with; here less of that, so that the test sees its end.
+    # The timeout is that of the group. Shorten it, so that the test reaches it.
     backend = made[0]._get_backend(torch.device("cpu"))
     assert backend.options._timeout == timedelta(seconds=group_member.TIMEOUT_S)
     backend._set_default_timeout(timedelta(seconds=0.5))
@@ -115,7 +115,7 @@ async def test_generation_goes_on_while_bytes_are_awaited_and_the_wait_ends(
     assert await server.checksum() == before
 
 
-async def test_a_group_whose_trainer_never_comes_is_given_up(
+async def test_group_times_out_if_its_trainer_never_connects(
     server: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries, go_on = threading.Event(), threading.Event()
@@ -127,9 +127,9 @@ async def test_a_group_whose_trainer_never_comes_is_given_up(
 
     monkeypatch.setattr(group_member, "TIMEOUT_S", 1.0)
     monkeypatch.setattr(group_member, "groups", SimpleNamespace(join=join_later))
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))  # nobody listens
-        body = {"master_address": "127.0.0.1", "master_port": deaf.getsockname()[1]}
+    with socket.socket() as silent_socket:
+        silent_socket.bind(("127.0.0.1", 0))  # bound but not listening
+        body = {"master_address": "127.0.0.1", "master_port": silent_socket.getsockname()[1]}
         body |= {"rank_offset": 1, "world_size": 2, "group_name": "lonely", "backend": "gloo"}
         path = "/init_weights_update_group"
         async with asyncio.timeout(60):
@@ -143,7 +143,7 @@ async def test_a_group_whose_trainer_never_comes_is_given_up(
     assert second[0] == 400 and "has already been created" in second[1]["message"]
 
 
-async def test_a_server_ends_although_bytes_are_awaited(folders: list[Path]) -> None:
+async def test_server_exits_during_a_broadcast(folders: list[Path]) -> None:
     (layout,) = layouts(str(folders[1]))
     body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
     with trainer_process() as silent:

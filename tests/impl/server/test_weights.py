@@ -1,4 +1,4 @@
-"""New weights are checked whole before the first byte is written."""
+"""New weights are checked completely before any parameter changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(one: Tensors, other: Tensors) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_load_takes_every_tensor(model: Any, folders: list[Path]) -> None:
+def test_load_replaces_every_tensor(model: Any, folders: list[Path]) -> None:
     stage(model, folders[1])()
     other = load_model(str(folders[1]), dtype="float32", device="cpu")[0]
     assert same(model.state_dict(), other.state_dict())
@@ -73,7 +73,7 @@ def retype(tensors: Tensors) -> None:
         (quantize, "has dtype torch.float8_e4m3fn"),
     ],
 )
-def test_what_does_not_fit_is_refused_untouched(
+def test_mismatched_file_is_refused_and_leaves_the_model_unchanged(
     model: Any, folders: list[Path], tmp_path: Path, spoil: Callable[[Tensors], None], text: str
 ) -> None:
     tensors = load_file(folders[1] / "model.safetensors")
@@ -136,7 +136,7 @@ def dangling(folder: Path) -> str:
         (dangling, "model.safetensors is not a regular file"),
     ],
 )
-def test_path_that_is_no_folder_of_regular_files_is_refused_unopened(
+def test_path_that_is_not_a_folder_of_regular_files_is_refused_unopened(
     model: Any, tmp_path: Path, make: Callable[[Path], str], text: str
 ) -> None:
     before = snapshot(model)
@@ -148,7 +148,7 @@ def test_path_that_is_no_folder_of_regular_files_is_refused_unopened(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
 @pytest.mark.parametrize("is_file", [True, False])
-def test_numbers_that_are_not_finite_are_refused_untouched(
+def test_non_finite_weights_are_refused_and_leave_the_model_unchanged(
     model: Any, folders: list[Path], tmp_path: Path, value: float, is_file: bool
 ) -> None:
     """1e39 is finite in float64, and not in the model's float32."""
@@ -162,7 +162,7 @@ def test_numbers_that_are_not_finite_are_refused_untouched(
     assert same(before, model.state_dict())
 
 
-def test_bfloat16_and_several_files_are_taken(
+def test_bfloat16_and_sharded_files_are_loaded(
     model: Any, folders: list[Path], tmp_path: Path
 ) -> None:
     tensors = load_file(folders[1] / "model.safetensors")
@@ -180,7 +180,9 @@ def lose_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_tensors_of_half_precision_are_cast_to_the_models(model: Any, folders: list[Path]) -> None:
+def test_half_precision_tensors_are_cast_to_the_models_dtype(
+    model: Any, folders: list[Path]
+) -> None:
     tensors = load_file(folders[1] / "model.safetensors")
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     stage_tensors(model.state_dict(keep_vars=True), [*halves.items()])()
@@ -188,7 +190,7 @@ def test_tensors_of_half_precision_are_cast_to_the_models(model: Any, folders: l
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.nonsense"])
-def test_one_tensor_that_does_not_fit_leaves_the_model_untouched(
+def test_one_mismatched_tensor_leaves_the_model_unchanged(
     model: Any, folders: list[Path], name: str
 ) -> None:
     tensors = load_file(folders[1] / "model.safetensors") | {name: torch.zeros(3)}
@@ -198,7 +200,7 @@ def test_one_tensor_that_does_not_fit_leaves_the_model_untouched(
     assert same(before, model.state_dict())
 
 
-def test_tensors_of_a_part_leave_the_others_untouched(model: Any) -> None:
+def test_partial_update_leaves_other_tensors_unchanged(model: Any) -> None:
     before = snapshot(model)
     stage_tensors(model.state_dict(keep_vars=True), [("model.norm.weight", torch.zeros(32))])()
     after = model.state_dict()
@@ -216,7 +218,7 @@ def test_tensors_of_a_part_leave_the_others_untouched(model: Any) -> None:
         (lose_a_tensor, "its files lack model.norm.weight"),
     ],
 )
-def test_load_model_says_what_is_wrong(
+def test_error_of_load_model_names_the_problem(
     folders: list[Path], tmp_path: Path, spoil: Callable[[Path], Any], text: str
 ) -> None:
     folder = tmp_path / "model"

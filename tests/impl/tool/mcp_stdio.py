@@ -80,9 +80,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     whole = FOLDER.with_name(f"{os.getpid()}.new")
     whole.write_text(str(os.getpid()))
-    whole.rename(
-        FOLDER / f"{len([*FOLDER.iterdir()])}.pid"
-    )  # whoever is killed here leaves no half
+    whole.rename(FOLDER / f"{len([*FOLDER.iterdir()])}.pid")  # a kill here leaves no partial file
     for line in sys.stdin:
         message = json.loads(line)
         if "id" not in message:

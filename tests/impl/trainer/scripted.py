@@ -1,4 +1,4 @@
-"""Scripted parts of a trainer, which write down who called what, in order."""
+"""Scripted components of a trainer that record all calls in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.impl.trainer.trajectories import batch, group
 
 
 class Events:
-    """What happened, as words; any thread may add."""
+    """Record of events as strings; thread-safe."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -43,13 +43,13 @@ class Events:
         self.threads[word] = threading.current_thread().name
 
     def order(self, *words: str) -> None:
-        """Assert that these happened, in this order."""
+        """Assert that these events occurred in this order."""
         places = [self.words.index(word) for word in words]
         assert places == sorted(places), self.words
 
 
 class ScriptedEngine(TrainEngine):
-    """A model of one number; `name` stands before its events, where it is not the policy."""
+    """A model of one number. `name` is the prefix of its events, empty for the policy."""
 
     def __init__(self, events: Events, name: str = "") -> None:
         self.events, self.updates, self.name = events, 0, name
@@ -120,7 +120,7 @@ class ScriptedPublisher(WeightPublisher):
         self.failure: Exception | None = None
         self.is_stale = self.shares = False
         self.on_second_push: Callable[[], None] = lambda: None
-        """Called when a version is pushed that was pushed before."""
+        """Called when a version is pushed again."""
 
     @property
     def needs_republish(self) -> bool:
@@ -150,20 +150,20 @@ class ScriptedPublisher(WeightPublisher):
 
 
 class ScriptedPipe:
-    """The datapipe: a batch of two groups a step, for as many steps as asked."""
+    """A datapipe with one batch of two groups for each step."""
 
     def __init__(self, events: Events, *, minibatches: int = 1) -> None:
         self.events, self.minibatches = events, minibatches
         self.rewards = [1.0, 0.0]
         self.finished = threading.Event()
         self.failure: Exception | None = None
-        """Raised to whoever waits for a batch."""
+        """The error that a wait for a batch raises."""
         self.empty_from: int | None = None
-        """No batch comes from this step on: requests wait."""
+        """The first step without a batch; requests for it wait."""
         self.eval_hangs: int | None = None
-        """This evaluation gets no answer."""
+        """The evaluation that gets no answer."""
         self.garbled: list[int] = []
-        """Steps of batches with a payload that cannot be read; twice in it, twice so."""
+        """Steps whose batch has an unreadable payload, once for each occurrence."""
         self.published = -1
         self.reports: list[StepReport] = []
         self.waiting = threading.Event()
@@ -172,12 +172,12 @@ class ScriptedPipe:
         return ScriptedLink(self)
 
     def is_empty(self, step: int) -> bool:
-        first = self.empty_from  # once: another thread may change it
+        first = self.empty_from  # read once: another thread may change it
         return first is not None and step >= first
 
 
 class ScriptedLink:
-    """One link to the scripted datapipe; complains when two threads use it."""
+    """A link to the scripted datapipe that fails if two threads use it."""
 
     ticket = 0
 
@@ -260,7 +260,7 @@ class ScriptedLink:
 
 
 class ListLogger(MetricLogger):
-    """Keeps the lines."""
+    """A logger that keeps the lines."""
 
     def __init__(self, run_root: Path) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -277,10 +277,10 @@ class ListLogger(MetricLogger):
 
 
 class Stage:
-    """All scripted parts of one trainer."""
+    """All scripted components of one trainer."""
 
     def __init__(self, *, minibatches: int = 1, actors: Seq[str] = ()) -> None:
-        """`actors`: critic, reference."""
+        """Create a stage. `actors` may name critic and reference."""
         self.events = Events()
         self.engine = ScriptedEngine(self.events)
         self.others = {name: ScriptedEngine(self.events, f"{name} ") for name in actors}

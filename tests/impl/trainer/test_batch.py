@@ -1,4 +1,4 @@
-"""Rows of a batch against tables computed by hand."""
+"""Compare the rows of a batch with tables computed by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_rows_hold_tokens_masks_and_fields_of_their_own_trajectory() -> None:
     assert made.all_lengths == [[3, 4]]
 
 
-def test_each_segment_is_a_row_and_a_sequence_is_a_trajectory() -> None:
+def test_each_segment_is_a_row_and_loss_weights_count_trajectories() -> None:
     parts = [segment([5, 6, 7], sampled=2), segment([5, 6, 8, 9], sampled=1, reward=1.0)]
     other = [segment([5, 6], sampled=1)]
     whole = [
@@ -50,7 +50,7 @@ def test_each_segment_is_a_row_and_a_sequence_is_a_trajectory() -> None:
     )
 
 
-def test_weights_are_of_the_global_minibatch_and_lengths_of_every_rank() -> None:
+def test_loss_weights_use_the_global_minibatch_and_lengths_of_all_ranks() -> None:
     trajectories = group("a", [1.0, 0.0]) + group("b", [0.0, 2.0])
     layout = {"ranks": [0, 1, 1, 0], "minibatches": [0, 0, 1, 1]}
     shards = [
@@ -71,7 +71,7 @@ def test_weights_are_of_the_global_minibatch_and_lengths_of_every_rank() -> None
     assert total == pytest.approx(1.0)
 
 
-def test_payloads_may_come_in_any_order_of_indices() -> None:
+def test_payloads_follow_the_order_of_the_indices() -> None:
     made, payloads = batch(group("g", [1.0, 0.0]))
     turned = msgspec.structs.replace(made, mine=[1, 0])
     rows = make_train_batch(turned, payloads[::-1], CONFIG, rank=0, world_size=1).rows
@@ -79,7 +79,7 @@ def test_payloads_may_come_in_any_order_of_indices() -> None:
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])
-def test_a_token_older_than_the_bound_stops_the_run_and_names_the_trajectory(policy: str) -> None:
+def test_token_beyond_the_staleness_bound_raises_an_error_with_the_trajectory(policy: str) -> None:
     config = replace(CONFIG, staleness_policy=policy)
     fresh, old = group("g", [1.0, 0.0], version=3), group("h", [1.0, 0.0], version=2)
     make_train_batch(*batch(fresh, step=5), config, rank=0, world_size=1)
@@ -87,7 +87,7 @@ def test_a_token_older_than_the_bound_stops_the_run_and_names_the_trajectory(pol
         make_train_batch(*batch(fresh + old, step=5), config, rank=0, world_size=1)
 
 
-def test_mask_takes_only_old_tokens_out_of_the_loss() -> None:
+def test_mask_excludes_only_tokens_beyond_the_staleness_bound() -> None:
     parts = [segment([5, 6, 7, 8], sampled=3, version=[2, 3, 5], reward=1.0)]
     other = [segment([5, 6], sampled=1, version=5)]
     whole = [
@@ -99,8 +99,8 @@ def test_mask_takes_only_old_tokens_out_of_the_loss() -> None:
     assert made.rows[0].loss_mask.tolist() == [False, False, True, True]
 
 
-def test_rewards_stand_at_sampled_tokens_and_turns_are_runs_of_them() -> None:
-    """Two turns in one segment, then a turn without a token, then one in a segment of its own."""
+def test_rewards_move_to_sampled_tokens_and_turns_are_runs_of_sampled_tokens() -> None:
+    """Two turns in one segment, then a turn without tokens, then a turn in its own segment."""
     made = segment([5, 6, 7, 8, 9, 5, 6], sampled=2)
     mask = np.array([0, 1, 1, 0, 0, 1, 0], np.uint8)
     rewards = np.array([0, 0, 0.5, 0, 0, 1, 2], "<f4")
@@ -119,7 +119,7 @@ def test_rewards_stand_at_sampled_tokens_and_turns_are_runs_of_them() -> None:
     assert own.gather("advantages").tolist() == [1, 2, 3, 4, 5]
 
 
-def test_groups_that_cannot_be_trained_are_named_with_what_is_wrong() -> None:
+def test_unusable_groups_are_reported_with_the_reason() -> None:
     parts, whole = [segment([5, 6, 7], sampled=1)], group("g", [1.0, 0.0])
     longer = header("a/0/agent", parts, reward=0.0, segment_lengths=[4])
     no_prefix = [segment([5, 6], sampled=2)]
@@ -134,19 +134,19 @@ def test_groups_that_cannot_be_trained_are_named_with_what_is_wrong() -> None:
     assert found == {"a": "length", "b": "a sampled token has no prefix"}
 
 
-def test_payloads_of_another_rank_stop_the_run() -> None:
+def test_payloads_of_another_rank_raise_an_error() -> None:
     with pytest.raises(InvariantError, match=r"rank 1 .* trajectories \[0, 1\], but it owns \[\]"):
         make_train_batch(*batch(group("g", [1.0, 0.0])), CONFIG, rank=1, world_size=2)
 
 
-def test_a_missing_payload_stops_the_run() -> None:
+def test_missing_payload_raises_an_error() -> None:
     made, payloads = batch(group("g", [1.0, 0.0]))
     with pytest.raises(InvariantError, match="rank 0 received 1 payloads"):
         make_train_batch(made, payloads[:1], CONFIG, rank=0, world_size=1)
 
 
-def test_every_rank_asks_again_once_the_rank_with_the_bad_group_has_told() -> None:
-    """Two ranks in threads; rank 0 has a right shard, and may not train it either."""
+def test_all_ranks_request_the_batch_again_after_one_reports_a_bad_group() -> None:
+    """Two ranks in threads: rank 0 has a valid shard and must not train it alone."""
     barrier, flags, events = threading.Barrier(2, timeout=60.0), [False, False], list[str]()
 
     class Pair(World):

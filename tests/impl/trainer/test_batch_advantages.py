@@ -1,4 +1,4 @@
-"""Advantages of whole batches against numbers computed by hand, and over ranks against one rank."""
+"""Compare advantages of batches with numbers computed by hand, and two ranks with one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(kind: str = "dr_grpo", **changes: Any) -> PPOConfig:
 
 
 def forward(made: TrainBatch) -> None:
-    """Be the models: what they say depends on the token alone, and differs a little."""
+    """Fill the outputs of all models with values that depend only on the token."""
 
     def said(rows: list[Sequence], scale: float, offset: float) -> list[np.ndarray]:
         found = [row.loss_mask * (row.tokens % 5 * scale + offset) for row in rows]
@@ -52,7 +52,7 @@ def estimated(
 
 
 def advantages(trajectories: Trajectories, ppo: PPOConfig) -> list[list[float]]:
-    """Return each trajectory's, of its sampled tokens."""
+    """Return the advantages of each trajectory's sampled tokens."""
     made, _ = estimated(trajectories, ppo)
     return [own.gather("advantages").tolist() for own in made.local]
 
@@ -66,7 +66,7 @@ def episode(name: str, *parts: Segment, **changes: Any) -> tuple[TrajectoryHeade
     ("kind", "first", "second"),
     [("grpo", 0.5**0.5, -(0.5**0.5)), ("dr_grpo", 0.5, -0.5), ("rloo", 1.0, -1.0)],
 )
-def test_a_group_relative_advantage_is_that_of_every_token(
+def test_group_relative_advantage_applies_to_every_sampled_token(
     kind: str, first: float, second: float
 ) -> None:
     got = advantages(group("g", [1.0, 0.0]), config(kind))
@@ -74,19 +74,19 @@ def test_a_group_relative_advantage_is_that_of_every_token(
     assert got[1] == pytest.approx([second] * 2, rel=1e-5)
 
 
-def test_returns_run_over_all_segments_of_an_episode_and_skip_what_was_observed() -> None:
+def test_returns_span_all_segments_of_an_episode_and_skip_observations() -> None:
     parts = segment([5, 6, 7], sampled=2, reward=1.0), segment([5, 6, 9, 9], sampled=1, reward=4.0)
     ppo = config("reinforce", advantage={"gamma": 0.5})
     assert advantages([episode("g/0/agent", *parts)], ppo) == [[0.5 + 1.0, 1.0 + 2.0, 4.0]]
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_gae_bootstraps_a_truncated_episode_and_no_other(truncated: bool) -> None:
-    """Tokens 5 | 6, 7: values of the states in which 6 and 7 were sampled are 0.75 and 1.25."""
+def test_gae_bootstraps_only_truncated_episodes(truncated: bool) -> None:
+    """Tokens 5, 6, 7: the states in which 6 and 7 were sampled have the values 0.75 and 1.25."""
     ppo = config("gae", advantage={"gamma": 0.5, "gae_lambda": 0.5})
     played = episode("g/0/agent", segment([5, 6, 7], sampled=2, reward=2.0), truncated=truncated)
     made, _ = estimated([played], ppo)
-    # The state after 7 is the one in which the token behind it, a copy of 7, would be sampled.
+    # The value after 7 is that of the appended token, a copy of 7.
     after = 1.25 if truncated else 0.0
     last = 2.0 + 0.5 * after - 1.25
     first = 0.0 + 0.5 * 1.25 - 0.75 + 0.5 * 0.5 * last
@@ -95,7 +95,7 @@ def test_gae_bootstraps_a_truncated_episode_and_no_other(truncated: bool) -> Non
     assert own.gather("returns") == pytest.approx([first + 0.75, last + 1.25])
 
 
-def test_a_truncated_episodes_last_row_is_one_token_longer_for_the_critic_alone() -> None:
+def test_last_row_of_a_truncated_episode_has_one_more_token_for_the_critic_only() -> None:
     cut = episode(
         "g/0/agent", segment([5, 6], sampled=1), segment([5, 6, 7], sampled=1), truncated=True
     )
@@ -110,7 +110,7 @@ def test_a_truncated_episodes_last_row_is_one_token_longer_for_the_critic_alone(
     assert [row.tokens.tolist() for row in made.rows] == [[5, 6], [5, 6, 7]]
 
 
-def test_a_token_too_old_to_train_on_still_stands_in_its_episodes_returns() -> None:
+def test_masked_stale_token_still_has_a_value_for_returns() -> None:
     ppo = replace(config("gae"), staleness_policy="mask", max_staleness=1)
     parts = segment([5, 6, 7], sampled=2, version=[0, 2], reward=1.0)
     made = make_train_batch(
@@ -123,8 +123,8 @@ def test_a_token_too_old_to_train_on_still_stands_in_its_episodes_returns() -> N
     assert made.local[0].gather("values") == pytest.approx([0.75, 1.25])
 
 
-def test_overlong_answers_lose_reward_at_the_end_of_their_turn() -> None:
-    """At most 4 tokens, the last 2 of them penalised: an equal reward is no equal score."""
+def test_overlong_penalty_applies_at_the_end_of_the_turn() -> None:
+    """At most 4 tokens, of which the last 2 are penalised."""
     shaping = ShapingConfig(overlong_buffer=2, overlong_penalty=0.5)
     tokens = [9, 3, 3, 3, 3]
     played = [
@@ -147,7 +147,7 @@ def test_rewards_are_scaled_clipped_and_biased() -> None:
 
 
 @pytest.mark.parametrize("kind", ["reinforce", "dr_grpo"])
-def test_the_distance_to_the_reference_lowers_each_tokens_reward(kind: str) -> None:
+def test_kl_to_the_reference_lowers_the_reward_of_each_token(kind: str) -> None:
     kl = KLConfig(coef=0.5, place="reward", estimator="k1", reference="initial")
     played = [
         episode("g/0/agent", segment([5, 6, 7], sampled=2, reward=1.0)),
@@ -171,17 +171,17 @@ def test_normalized_advantages_have_mean_0_and_std_1_over_tokens(kind: str) -> N
     assert flat.std() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_equal_advantages_normalize_to_none() -> None:
+def test_equal_advantages_normalize_to_zero() -> None:
     ppo = config("reinforce", advantage={"normalize": True, "eps": 0.0})
     assert advantages(group("a", [1.0, 1.0]), ppo) == [[0.0], [0.0, 0.0]]
 
 
-def test_m2po_keeps_the_tokens_nearest_to_the_sampler_over_the_whole_batch() -> None:
+def test_m2po_keeps_the_tokens_closest_to_the_behaviour_policy() -> None:
     played = [
         episode("g/0/agent", segment([5, 6, 8], sampled=2)),
         episode("g/1/agent", segment([5, 9, 9], sampled=2)),
     ]
-    # log π_prox + 1 of tokens 6, 8 and 9: -0.15, 0.05 and 0.15, of which the squares are taken.
+    # log π_prox + 1 of tokens 6, 8 and 9: -0.15, 0.05 and 0.15; the threshold is of squares.
     ppo = config(loss=LossConfig(m2_threshold=0.01))
     made, _ = estimated(played, ppo)
     assert [own.gather("keep").tolist() for own in made.local] == [[0.0, 1.0], [0.0, 0.0]]
@@ -192,7 +192,9 @@ def test_m2po_keeps_the_tokens_nearest_to_the_sampler_over_the_whole_batch() -> 
 
 
 @pytest.mark.parametrize("kind", ["grpo", "reinforce"])
-def test_trajectories_without_advantage_are_left_out_of_updates_on_every_rank(kind: str) -> None:
+def test_trajectories_with_zero_advantage_are_excluded_from_updates_on_every_rank(
+    kind: str,
+) -> None:
     zero = group("a", [1.0, 1.0]) if kind == "grpo" else group("a", [0.0, 0.0])
     trajectories = zero + group("b", [-1.0, 2.0])
     sent = lambda rank: batch(trajectories, rank=rank, ranks=[0, 0, 1, 1])  # noqa: E731
@@ -200,7 +202,7 @@ def test_trajectories_without_advantage_are_left_out_of_updates_on_every_rank(ki
         assert made.all_lengths == [[3, 4], [3, 4]]
         assert minibatch.all_lengths == [[], [3, 4]]
         assert len(minibatch.rows) == 2 * rank
-        # The weight counts the tokens that were left out, too.
+        # The loss weight counts the excluded tokens, too.
         for row in minibatch.rows:
             assert row.fields["loss_weight"][0] == np.float32(1 / 6)
 
@@ -213,12 +215,14 @@ def test_trajectories_without_advantage_are_left_out_of_updates_on_every_rank(ki
         config("gae"),
     ],
 )
-def test_none_is_left_out_where_something_else_gives_a_gradient(ppo: PPOConfig) -> None:
+def test_trajectories_with_zero_advantage_stay_if_another_loss_term_has_a_gradient(
+    ppo: PPOConfig,
+) -> None:
     _, (minibatch,) = estimated(group("a", [1.0, 1.0]), ppo)
     assert minibatch.all_lengths == [[3, 4]]
 
 
-def test_kl_in_the_reward_gives_no_gradient_of_its_own() -> None:
+def test_kl_in_the_reward_adds_no_gradient() -> None:
     kl = KLConfig(coef=0.1, place="reward", reference="initial")
     played = [episode(f"g/{i}/agent", segment([5, 6], sampled=1, reward=1.0)) for i in (0, 1)]
     _, (minibatch,) = estimated(played, config(kl=kl))
@@ -228,8 +232,8 @@ def test_kl_in_the_reward_gives_no_gradient_of_its_own() -> None:
 # ---------------------------------------------------------------- ranks
 
 
-class Two(World):
-    """One of two ranks in threads; they meet where arrays are added."""
+class TwoRanks(World):
+    """One of two ranks in threads; `add` is a collective."""
 
     barrier = threading.Barrier(2, timeout=60.0)
     given: list[np.ndarray] = [np.zeros(0)] * 2
@@ -246,7 +250,7 @@ def on_two_ranks(ppo: PPOConfig, sent: Any) -> list[tuple[TrainBatch, list[Minib
     def rank(index: int) -> tuple[TrainBatch, list[Minibatch]]:
         made = make_train_batch(*sent(index), ppo, rank=index, world_size=2)
         forward(made)
-        return made, compute_advantages(made, ppo, Two(index, 2))
+        return made, compute_advantages(made, ppo, TwoRanks(index, 2))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(rank, (0, 1)))
@@ -262,7 +266,7 @@ SHAPED = {
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("shaped", [{}, SHAPED])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce", "gae"])
-def test_two_ranks_find_bit_by_bit_what_one_finds(
+def test_advantages_of_two_ranks_are_bitwise_equal_to_one_rank(
     kind: str, shaped: dict[str, Any], normalize: bool
 ) -> None:
     draw = np.random.default_rng(7)

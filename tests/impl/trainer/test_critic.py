@@ -1,8 +1,8 @@
-"""A critic that is a table learns the known values of a small Markov chain.
+"""A tabular critic learns the known values of a small Markov chain.
 
-Token 3 stays, with probability 1/2 and reward 1; token 4 ends. With gamma 0.9 the value of every
-state is V = (1 + 0.9 V) / 2. The batch holds each episode as often as it is likely, cut after two
-tokens, so that nothing is left to chance.
+Token 3 stays, with probability 1/2 and reward 1; token 4 ends the episode. With gamma 0.9 the value
+of every state is V = (1 + 0.9 V) / 2. The batch has each episode in proportion to its probability,
+truncated after two tokens, so the test is deterministic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VALUE = 0.5 / (1 - 0.5 * GAMMA)
 
 
 class TabularCritic:
-    """One value for each token that the next one may follow."""
+    """One value for each preceding token."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(5, dtype=torch.float64, requires_grad=True)
@@ -54,7 +54,7 @@ class TabularCritic:
 
 
 def chain() -> list[tuple[TrajectoryHeader, list[Segment]]]:
-    """Return 8 episodes; one in two sees a step of the environment between its tokens."""
+    """Return 8 episodes; every second episode has an environment step between its tokens."""
     played = []
     for stays, count in ((0, 4), (1, 2), (2, 2)):
         for member in range(count):
@@ -76,13 +76,13 @@ def one_turn(tokens: list[int]) -> Segment:
 
 
 def turns(tokens: list[int]) -> list[Segment]:
-    """Return each token in a segment of its own, after what an environment said."""
+    """Return each token in its own segment, after an observation."""
     return [segment([2, token], sampled=1, reward=float(token == STAY)) for token in tokens]
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
 @pytest.mark.parametrize("bootstraps", [True, False])
-def test_it_learns_the_values_of_a_markov_chain(lam: float, bootstraps: bool) -> None:
+def test_tabular_critic_learns_the_values_of_a_markov_chain(lam: float, bootstraps: bool) -> None:
     ppo = PPOConfig(advantage=AdvantageConfig(type="gae", gamma=GAMMA, gae_lambda=lam))
     played = chain()
     if not bootstraps:

@@ -1,4 +1,4 @@
-"""Metric values against hand-computed numbers."""
+"""Compare metrics with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.impl.trainer.trajectories import batch, group, header, segment
 
 
 def train_batch(*, step: int, prox: float) -> TrainBatch:
-    """One trajectory of versions 1, 1, 2 and one of version 2; behaviour logprobs are all -1."""
+    """Return one trajectory of versions 1, 1, 2 and one of version 2; behaviour logprobs are -1."""
     first = [segment([5, 6, 7, 8], sampled=3, version=[1, 1, 2], reward=1.0)]
     second = [segment([5, 6], sampled=1, version=2)]
     whole = [
@@ -42,7 +42,7 @@ def test_token_metrics() -> None:
     assert got["staleness/token_max"] == 1
 
 
-def test_current_tokens_are_those_of_the_step_itself() -> None:
+def test_current_tokens_have_the_version_of_the_step() -> None:
     made = train_batch(step=2, prox=-1.0)
     old = made.local[0].versions[0] == 1
     made.rows[0].fields["prox_logprobs"][old] = -3.0
@@ -51,7 +51,7 @@ def test_current_tokens_are_those_of_the_step_itself() -> None:
     assert got["mismatch/logprob_abs_diff_max_current"] == 0.0
 
 
-def test_what_only_some_algorithms_have() -> None:
+def test_optional_metrics_exist_only_if_their_inputs_do() -> None:
     made = train_batch(step=2, prox=-1.0)
     made.scores = [0.5, -1.0]
     for row in made.rows:
@@ -63,7 +63,7 @@ def test_what_only_some_algorithms_have() -> None:
     assert got.keys() - plain.keys() == {"reward/shaped_mean", "policy/reference_kl"}
 
 
-def test_a_rank_without_rows_adds_nothing() -> None:
+def test_rank_without_rows_adds_zero_to_metrics() -> None:
     made = replace(train_batch(step=2, prox=-1.0), local=[])
     sums, maxima = metrics.token_sums(made)
     assert set(sums.values()) == set(maxima.values()) == {0.0}
@@ -93,7 +93,7 @@ def test_trajectory_metrics() -> None:
     assert split["episode/segments_mean"] == 2.0
 
 
-def test_sources_and_seats_are_told_apart() -> None:
+def test_metrics_are_split_by_source_and_seat() -> None:
     long, short = [segment([5, 6, 7, 8], sampled=3)], [segment([5, 6], sampled=1)]
     headers = [
         header("g/0/cop", long, reward=1.0, source="chase", truncated=True),
@@ -114,7 +114,7 @@ def test_sources_and_seats_are_told_apart() -> None:
     ], "one source without a name, one seat"
 
 
-def test_update_metrics_are_means_over_the_tokens_with_a_gradient() -> None:
+def test_update_metrics_are_means_over_trained_tokens() -> None:
     update = {
         "loss": 0.1,
         "weight": 0.5,
@@ -133,7 +133,7 @@ def test_update_metrics_are_means_over_the_tokens_with_a_gradient() -> None:
     assert got["update/pad_frac"] == pytest.approx(0.25)
 
 
-def test_the_critics_stats_have_a_group_of_their_own() -> None:
+def test_critic_metrics_have_the_prefix_critic() -> None:
     critic = {"loss": 0.3, "weight": 0.5, "values": 1.0, "grad_norm": 3.0}
     critic |= {"returns": 1.0, "returns_sq": 4.0, "error": 0.0, "error_sq": 0.5}
     update = {"loss": 0.1, "weight": 0.5, "ratio": 0.5, "grad_norm": 1.0}
@@ -144,7 +144,7 @@ def test_the_critics_stats_have_a_group_of_their_own() -> None:
     assert got["critic/explained_variance"] == pytest.approx(0.75)
 
 
-def test_throughput() -> None:
+def test_throughput_has_no_generation_rate_after_a_restart() -> None:
     line = {"time/step_s": 2.0, "throughput/trained_tokens": 30.0, "rollout/tokens": 100.0}
     assert metrics.throughput(line, before=60.0) == {
         "throughput/trained_tokens_per_s": 15.0,
@@ -165,7 +165,7 @@ def test_publish_metrics_count_quarantined_servers() -> None:
     )
 
 
-def test_the_parts_of_a_lap_add_up_to_the_whole() -> None:
+def test_parts_of_a_lap_sum_to_the_step_time() -> None:
     clock = metrics.Stopwatch()
     with clock("wait/batch_s"):
         sum(range(1000))

@@ -1,4 +1,4 @@
-"""The offline loop: which rows a step sees, what it leaves, and that a resumed run is the same."""
+"""The offline loop: rows of a step, files of a run, and exact resume."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(count: int) -> list[dict[str, str]]:
-    """Rows that are told apart by their first token, and that every trainer can read."""
+    """Return rows with distinct first tokens, valid for every offline trainer."""
     letters = "0123456789abcdefghijklmnopqrstuvwxyz"
     return [
         {
@@ -90,7 +90,7 @@ def settings(
 
 
 class FakeEngine:
-    """Notes what it is asked to do; its checkpoints hold what it is given."""
+    """An engine that records its calls; its checkpoints hold the `extra` argument."""
 
     def __init__(self, head: str = "logprobs") -> None:
         self.head = head
@@ -160,7 +160,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [row for batch in batches for row in batch]
 
 
-def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(tmp_path, model):
+def test_each_epoch_has_every_row_once_in_a_new_order(tmp_path, model):
     trainer = faked(settings(tmp_path, model))
     trainer.train()
     batches = seen(trainer)
@@ -180,7 +180,7 @@ def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(tmp_path, model)
     assert flat(seen(plain)[:3]) == sorted(first)
 
 
-def test_max_steps_ends_a_run_early(tmp_path, model):
+def test_max_steps_limits_the_number_of_steps(tmp_path, model):
     trainer = faked(settings(tmp_path, model, max_steps=4))
     trainer.train()
     assert len(seen(trainer)) == trainer.total_steps == 4
@@ -188,7 +188,7 @@ def test_max_steps_ends_a_run_early(tmp_path, model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_share_a_batch(tmp_path, model, kind):
+def test_ranks_get_disjoint_shards_of_a_batch(tmp_path, model, kind):
     config = settings(tmp_path, model, kind)
     whole = first_batch(config)
     parts = [first_batch(config, rank=rank, size=3) for rank in range(3)]
@@ -207,7 +207,7 @@ def test_ranks_share_a_batch(tmp_path, model, kind):
         assert weights == {0.25}, "four pairs"
 
 
-def test_sft_weighs_tokens_by_who_wrote_them(tmp_path, model):
+def test_sft_weights_tokens_by_the_role_of_their_message(tmp_path, model):
     config = settings(tmp_path, model)
     tokens, mask = [3, 4, 5, 6, 7, 8], [0, 1, 1, 0, 0, 1]
     data = replace(config.dataset, train=jsonl(tmp_path, [{"tokens": tokens, "loss_mask": mask}]))
@@ -227,7 +227,7 @@ def test_sft_weighs_tokens_by_who_wrote_them(tmp_path, model):
     assert weights(next_state_weight=0.5) == pytest.approx([0, 0.25, 0.25, 0.125, 0.125, 0.25])
 
 
-def test_a_reward_row_ends_with_a_place_for_the_value_after_it(tmp_path, model):
+def test_reward_row_has_one_more_token_for_the_score(tmp_path, model):
     batch = first_batch(settings(tmp_path, model, "reward"))
     policy = first_batch(settings(tmp_path, model, "dpo"))
     for scored, row in zip(batch.rows, policy.rows, strict=True):
@@ -235,7 +235,7 @@ def test_a_reward_row_ends_with_a_place_for_the_value_after_it(tmp_path, model):
         assert scored.loss_mask.nonzero()[0].tolist() == [len(row.tokens)]
 
 
-def test_rows_without_an_answer_are_left_out(tmp_path, model):
+def test_rows_without_answer_tokens_are_skipped(tmp_path, model):
     trainer = faked(settings(tmp_path, model, max_tokens=2))
     trainer.train()
     assert engine_of(trainer).batches == [], "nothing but prompts fits"
@@ -244,7 +244,7 @@ def test_rows_without_an_answer_are_left_out(tmp_path, model):
     assert batch.examples == 4 and {len(row.tokens) for row in batch.rows} == {3}
 
 
-def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path, model):
+def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path, model):
     config = settings(
         tmp_path, model, held_out=3, eval_every_steps=4, checkpoint_every_steps=2, checkpoint_keep=2
     )
@@ -259,7 +259,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path, model):
     assert [path.name for path in good] == ["step-000004", "step-000006"]
 
 
-def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_where_it_was(tmp_path, model):
+def test_stopped_run_saves_a_checkpoint_and_resumes_from_it(tmp_path, model):
     whole = faked(settings(tmp_path / "whole", model))
     whole.train()
     config = settings(tmp_path, model)
@@ -277,7 +277,7 @@ def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_where_it_was(tmp_path, mo
 
 
 def killed(kind: str, config: ExperimentConfig, *, at: int) -> None:
-    """Train until `at` steps are done, and end there as by a kill: with no last word."""
+    """Train `at` steps and stop without a final checkpoint, as if killed."""
     trainer: Any = trainers.get(kind)(config)  # type: ignore[call-arg]
     update = trainer.update
 
@@ -293,7 +293,7 @@ def killed(kind: str, config: ExperimentConfig, *, at: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_and_resumed_run_is_the_same_bit_for_bit(tmp_path, model, kind):
+def test_killed_and_resumed_run_is_bitwise_equal(tmp_path, model, kind):
     options = {"checkpoint_every_steps": 2, "eval_every_steps": 2, "held_out": 3, "epochs": 3}
     configs = [settings(tmp_path / name, model, kind, **options) for name in ("whole", "killed")]
     trainers.get(kind)(configs[0]).train()  # type: ignore[call-arg]
@@ -316,7 +316,7 @@ def test_a_killed_and_resumed_run_is_the_same_bit_for_bit(tmp_path, model, kind)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
-def test_dpo_begins_at_a_margin_of_0_and_widens_it(tmp_path, model, loss):
+def test_dpo_margin_starts_at_0_and_grows(tmp_path, model, loss):
     config = settings(tmp_path, model, "dpo", held_out=10, epochs=4)
     dpo = DPOConfig(loss=loss, beta=0.5)
     config = replace(config, trainer=replace(config.trainer, dpo=dpo))
@@ -327,7 +327,7 @@ def test_dpo_begins_at_a_margin_of_0_and_widens_it(tmp_path, model, loss):
     assert last["eval/margin"] > first["eval/margin"] and last["eval/loss"] < first["eval/loss"]
 
 
-def test_dpo_of_adapters_compares_with_the_model_without_them(tmp_path, model):
+def test_dpo_with_lora_uses_the_base_model_as_reference(tmp_path, model):
     pytest.importorskip("peft")
     engine = TrainEngineConfig(fsdp=FSDPConfig(lora=LoRAConfig(rank=4)))
     config = settings(tmp_path, model, "dpo", held_out=10, epochs=4, engine=engine)

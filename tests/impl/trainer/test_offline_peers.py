@@ -1,4 +1,4 @@
-"""SFT, DPO and the reward model against TRL's own trainers: loss and gradient of the same rows."""
+"""Compare loss and gradient of SFT, DPO and the reward model with TRL on the same rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 
 
 def rows(kind: str) -> list[dict[str, str]]:
-    """Draw rows of many lengths; for the reward model as TRL wants them, prompts within answers."""
+    """Draw rows of many lengths. Rows of the reward model have prompt and answer in one column."""
     rng = random.Random(3)
 
     def text(longest: int) -> str:
@@ -64,7 +64,7 @@ def ours(config: ExperimentConfig) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def theirs(trainer: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the same of a TRL trainer, from its own data loader, collator and loss."""
+    """Return loss and gradient of a TRL trainer with its own data loader, collator and loss."""
     (inputs,) = list(trainer.get_train_dataloader())
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, inputs)
@@ -128,7 +128,7 @@ def common(model: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def test_sft(tmp_path: Path, models: list[Path]) -> None:
+def test_sft_matches_trl(tmp_path: Path, models: list[Path]) -> None:
     import trl
 
     mine = ours(made(tmp_path, models[0], "sft"))
@@ -139,7 +139,7 @@ def test_sft(tmp_path: Path, models: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
-def test_dpo(tmp_path: Path, models: list[Path], loss: Any) -> None:
+def test_dpo_matches_trl(tmp_path: Path, models: list[Path], loss: Any) -> None:
     import trl
 
     config = made(tmp_path, models[0], "dpo", beta=0.3, loss=loss, reference=str(models[1]))
@@ -154,11 +154,11 @@ def test_dpo(tmp_path: Path, models: list[Path], loss: Any) -> None:
     assert_same(mine, theirs(peer))
 
 
-def test_reward(tmp_path: Path, models: list[Path]) -> None:
+def test_reward_model_matches_trl(tmp_path: Path, models: list[Path]) -> None:
     import trl
     from transformers import AutoModelForSequenceClassification
 
-    config = made(tmp_path, models[0], "reward")  # one epoch of it, for a head that is not zero
+    config = made(tmp_path, models[0], "reward")  # train one epoch, so that the head is not zero
     trainers.get("reward")(config).train()  # type: ignore[call-arg]
     model = run_paths(config).export
     mine = ours(replace(config, trial_name="t2", model=replace(config.model, path=str(model))))

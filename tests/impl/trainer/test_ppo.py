@@ -1,4 +1,4 @@
-"""The order of verbs in both trainers, and how they begin, stop, resume and end."""
+"""The order of operations in both trainers: start, steps, stop, resume and end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(tmp_path: Path) -> MakeConfig:
     return make
 
 
-def test_a_synchronous_run_in_order(config: MakeConfig) -> None:
+def test_synchronous_run_has_this_order_of_operations(config: MakeConfig) -> None:
     stage = Stage()
     PPOTrainer(config(total_steps=2), stage.components()).train()
     assert stage.events.words == [
@@ -62,7 +62,7 @@ def test_a_synchronous_run_in_order(config: MakeConfig) -> None:
 
 
 @BOTH
-def test_who_shares_the_parameters_is_held_while_they_are_used(
+def test_in_process_generation_is_paused_during_updates(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
@@ -72,7 +72,9 @@ def test_who_shares_the_parameters_is_held_while_they_are_used(
     assert turns == ["gather", *(w for k in (1, 2) for w in ("pause", f"update {k}", "gather"))]
 
 
-def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: MakeConfig) -> None:
+def test_asynchronous_run_prefetches_batches_and_publishes_during_training(
+    config: MakeConfig,
+) -> None:
     stage = Stage()
 
     def on_update(count: int) -> None:
@@ -80,7 +82,7 @@ def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: Ma
             until(lambda: "ask 1" in stage.events.words, what="the next batch to be asked for")
             stage.publisher.gate.clear()
         if count == 2:
-            assert "push 1" not in stage.events.words  # it is under way
+            assert "push 1" not in stage.events.words  # the push is in progress
             stage.publisher.gate.set()
 
     stage.engine.on_update = on_update
@@ -95,7 +97,7 @@ def test_an_asynchronous_run_asks_ahead_and_publishes_beside_training(config: Ma
 
 
 @BOTH
-def test_the_start_version_is_published_before_the_first_batch_is_trained(
+def test_initial_version_is_published_before_the_first_update(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
@@ -103,14 +105,14 @@ def test_the_start_version_is_published_before_the_first_batch_is_trained(
     stage.events.order("start 0", "push 0", "published 0", "report 0", "push 1")
 
 
-def test_every_update_of_a_batch_sees_one_proximal_policy(config: MakeConfig) -> None:
+def test_all_updates_of_a_batch_share_one_proximal_policy(config: MakeConfig) -> None:
     stage = Stage(minibatches=2)
     PPOTrainer(config(total_steps=1, updates=2), stage.components()).train()
     stage.events.order("forward", "update 1", "update 2", "report 0")
     assert stage.events.words.count("forward") == 1
 
 
-def test_a_batch_without_any_advantage_is_counted_as_trained(config: MakeConfig) -> None:
+def test_batch_with_zero_advantages_is_reported_as_trained(config: MakeConfig) -> None:
     stage = Stage()
     stage.pipe.rewards = [1.0, 1.0]
     PPOTrainer(config(total_steps=1), stage.components()).train()
@@ -121,7 +123,7 @@ def test_a_batch_without_any_advantage_is_counted_as_trained(config: MakeConfig)
 
 
 @BOTH
-def test_every_step_has_a_line_whose_times_add_up(
+def test_times_of_each_step_sum_to_the_step_time(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
@@ -139,7 +141,9 @@ def test_every_step_has_a_line_whose_times_add_up(
 
 
 @BOTH
-def test_checkpoints_are_kept_on_schedule(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+def test_checkpoints_are_saved_at_every_steps_and_only_the_newest_are_kept(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
     stage = Stage()
     made = config(total_steps=5, checkpoint=CheckpointConfig(every_steps=2, keep=2, export=False))
     trainer(made, stage.components()).train()
@@ -151,7 +155,7 @@ def test_checkpoints_are_kept_on_schedule(config: MakeConfig, trainer: type[PPOT
 
 
 @BOTH
-def test_evaluations_first_scheduled_and_last(
+def test_evaluations_run_at_the_start_on_schedule_and_at_the_end(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
@@ -164,7 +168,9 @@ def test_evaluations_first_scheduled_and_last(
 
 
 @BOTH
-def test_a_first_sigterm_ends_after_the_step(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+def test_first_sigterm_stops_the_run_after_the_step(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
     stage = Stage()
     stage.engine.on_update = lambda count: os.kill(os.getpid(), signal.SIGTERM)
     before = signal.getsignal(signal.SIGTERM)
@@ -178,7 +184,7 @@ def test_a_first_sigterm_ends_after_the_step(config: MakeConfig, trainer: type[P
 
 
 @BOTH
-def test_a_sigterm_during_a_wait_for_a_batch(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+def test_sigterm_ends_a_wait_for_a_batch(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
     stage = Stage()
     stage.pipe.empty_from = 1
     made = trainer(config(), stage.components())
@@ -198,7 +204,7 @@ def test_a_sigterm_during_a_wait_for_a_batch(config: MakeConfig, trainer: type[P
 
 @pytest.mark.parametrize(("eval_id", "trained"), [(0, 0), (3, 3)])
 @BOTH
-def test_a_sigterm_during_an_evaluation_gives_it_up(
+def test_sigterm_ends_a_running_evaluation(
     config: MakeConfig, trainer: type[PPOTrainer], eval_id: int, trained: int
 ) -> None:
     stage = Stage()
@@ -219,9 +225,7 @@ def test_a_sigterm_during_an_evaluation_gives_it_up(
     assert stage.engine.updates == trained
 
 
-def test_a_second_sigterm_ends_the_process_at_once(
-    config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_sigterm_exits_at_once(config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     stage = Stage()
@@ -236,7 +240,9 @@ def test_a_second_sigterm_ends_the_process_at_once(
 
 
 @BOTH
-def test_resume_goes_on_at_the_checkpoint(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+def test_resume_continues_from_the_checkpoint(
+    config: MakeConfig, trainer: type[PPOTrainer]
+) -> None:
     first = Stage()
     trainer(config(total_steps=2), first.components()).train()
     second = Stage()
@@ -250,7 +256,7 @@ def test_resume_goes_on_at_the_checkpoint(config: MakeConfig, trainer: type[PPOT
 
 
 @BOTH
-def test_an_evaluation_due_at_the_checkpoint_is_asked_for_again(
+def test_evaluation_due_at_the_checkpoint_is_requested_again_after_resume(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     trainer(config(total_steps=2), Stage().components()).train()
@@ -271,7 +277,7 @@ def test_resuming_a_finished_run_trains_nothing(config: MakeConfig) -> None:
     ]
 
 
-def test_resume_must_and_never(config: MakeConfig) -> None:
+def test_resume_must_needs_a_checkpoint_and_never_refuses_one(config: MakeConfig) -> None:
     with pytest.raises(
         UserError, match=r"resume=must, but the newest good checkpoint in .* is none"
     ):
@@ -282,7 +288,7 @@ def test_resume_must_and_never(config: MakeConfig) -> None:
 
 
 @BOTH
-def test_a_failed_publish_ends_the_run(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+def test_failed_publish_stops_the_run(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
     stage = Stage()
 
     def fail(count: int) -> None:
@@ -297,7 +303,7 @@ def test_a_failed_publish_ends_the_run(config: MakeConfig, trainer: type[PPOTrai
 
 
 @BOTH
-def test_a_failed_fetch_ends_the_run(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
+def test_failed_fetch_stops_the_run(config: MakeConfig, trainer: type[PPOTrainer]) -> None:
     stage = Stage()
     stage.pipe.empty_from = 1
     stage.pipe.failure = RoleError("the datapipe has been silent for 10 s")
@@ -308,7 +314,7 @@ def test_a_failed_fetch_ends_the_run(config: MakeConfig, trainer: type[PPOTraine
 
 
 @BOTH
-def test_closing_hides_no_earlier_error_and_goes_on(
+def test_error_while_closing_does_not_hide_the_first_error(
     config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = Stage()
@@ -327,7 +333,7 @@ def test_closing_hides_no_earlier_error_and_goes_on(
     assert signal.getsignal(signal.SIGTERM) != before
 
 
-def test_a_broken_update_ends_the_publish_and_the_fetch_under_way(config: MakeConfig) -> None:
+def test_failed_update_cancels_the_running_publish_and_fetch(config: MakeConfig) -> None:
     before, stage = set(threading.enumerate()), Stage()
     stage.pipe.empty_from = 2
 
@@ -347,7 +353,7 @@ def test_a_broken_update_ends_the_publish_and_the_fetch_under_way(config: MakeCo
 
 
 @BOTH
-def test_another_ranks_missing_batch_ends_this_rank_too(
+def test_rank_stops_if_another_rank_has_no_batch(
     config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from arealite.impl.trainer.world import World
@@ -361,7 +367,7 @@ def test_another_ranks_missing_batch_ends_this_rank_too(
 
 
 @BOTH
-def test_batch_that_cannot_be_trained_is_set_aside_and_asked_for_again(
+def test_unusable_batch_is_set_aside_and_requested_again(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
@@ -374,7 +380,7 @@ def test_batch_that_cannot_be_trained_is_set_aside_and_asked_for_again(
 
 
 @BOTH
-def test_batch_that_never_can_be_trained_stops_the_run(
+def test_batch_that_stays_unusable_stops_the_run(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     stage = Stage()
@@ -385,7 +391,7 @@ def test_batch_that_never_can_be_trained_stops_the_run(
 
 
 @pytest.mark.parametrize("trainer", [PPOTrainer, AsyncPPOTrainer])
-def test_stale_server_is_updated_while_a_batch_is_waited_for(
+def test_stale_server_is_updated_during_a_wait_for_a_batch(
     config: MakeConfig, trainer: type[PPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ppo, "SLICE_S", 0.01)
@@ -407,8 +413,10 @@ def test_stale_server_is_updated_while_a_batch_is_waited_for(
     assert stage.publisher.weights[1] == 1.0, "the same weights again"
 
 
-def test_ranks_heal_in_step_however_long_each_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks, one of which has its batch at once: as many collectives and streams on both."""
+def test_all_ranks_republish_together_however_long_each_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank has its batch at once; both ranks run equally many collectives and updates."""
     monkeypatch.setattr(ppo, "SLICE_S", 0.01)
     barrier, flags = threading.Barrier(2, timeout=60.0), [dict[str, float](), dict[str, float]()]
 
@@ -448,7 +456,7 @@ def test_ranks_heal_in_step_however_long_each_waits(monkeypatch: pytest.MonkeyPa
 GAE = AdvantageConfig(type="gae")
 
 
-def test_critic_and_reference_have_their_places_in_a_step(config: MakeConfig) -> None:
+def test_step_with_critic_and_reference_has_this_order_of_operations(config: MakeConfig) -> None:
     stage = Stage(actors=["critic", "reference"])
     kl = KLConfig(coef=0.1, reference="initial")
     PPOTrainer(config(total_steps=1, advantage=GAE, kl=kl), stage.components()).train()
@@ -465,7 +473,7 @@ def test_critic_and_reference_have_their_places_in_a_step(config: MakeConfig) ->
     assert "policy/reference_kl" in report.metrics
 
 
-def test_epochs_repeat_the_updates_of_a_batch_on_one_proximal_policy(config: MakeConfig) -> None:
+def test_epochs_repeat_updates_with_one_proximal_policy(config: MakeConfig) -> None:
     stage = Stage(minibatches=2, actors=["critic"])
     PPOTrainer(
         config(total_steps=1, updates=2, epochs=3, advantage=GAE), stage.components()
@@ -476,7 +484,7 @@ def test_epochs_repeat_the_updates_of_a_batch_on_one_proximal_policy(config: Mak
 
 
 @BOTH
-def test_the_critics_checkpoints_come_and_go_with_the_policys(
+def test_critic_checkpoints_are_saved_and_deleted_with_the_policys(
     config: MakeConfig, trainer: type[PPOTrainer]
 ) -> None:
     keep = CheckpointConfig(every_steps=1, keep=2, export=False)
@@ -485,7 +493,7 @@ def test_the_critics_checkpoints_come_and_go_with_the_policys(
     trainer(made, first.components()).train()
     paths = run_paths(made)
     assert parts_of_checkpoints(paths) == {"step-000003": ["critic"], "step-000004": ["critic"]}
-    # Killed between the two saves of step 5: there is no such checkpoint.
+    # A kill between the two saves of step 5 leaves no valid checkpoint of step 5.
     late = ScriptedEngine(Events())
     late.updates = 99
     late.save(checkpoint.begin(paths.checkpoints / "step-000005"), {"step": 5})
@@ -503,7 +511,7 @@ def parts_of_checkpoints(paths: RunPaths) -> dict[str, list[str]]:
     return {path.name: [each.name for each in path.iterdir() if each.is_dir()] for path in good}
 
 
-def test_a_run_begun_without_a_critic_cannot_go_on_with_one(config: MakeConfig) -> None:
+def test_run_without_a_critic_cannot_resume_with_a_critic(config: MakeConfig) -> None:
     PPOTrainer(config(total_steps=1), Stage().components()).train()
     with pytest.raises(UserError, match=r"step-000001.*has no critic.*resume=never"):
         PPOTrainer(

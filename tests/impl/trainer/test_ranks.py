@@ -1,4 +1,4 @@
-"""Two ranks with many micro-batches do what one rank with few does: the whole step, all models."""
+"""A step of two ranks with many micro-batches equals a step of one rank with few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 
 def place(store: TCPStore, rank: int, size: int) -> dict[str, str]:
-    """Return the environment of a rank that meets the others in a store that stands already."""
+    """Return the environment of a rank that uses an existing store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -33,7 +33,7 @@ def place(store: TCPStore, rank: int, size: int) -> dict[str, str]:
 def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("steps")
     tiny_model(folder / "model", init_std=0.1)
-    # They listen before any rank begins: a port that was free a moment ago may be another's.
+    # The stores listen before any rank starts; a free port could be taken in between.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     places = [(stores[0], 0, 1), (stores[1], 0, 2), (stores[1], 1, 2)]
     ranks = [place(*each) | threads(1) for each in places]
@@ -43,7 +43,7 @@ def outs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_of_policy_and_critic(outs: dict[str, Any], kind: str) -> None:
+def test_two_ranks_compute_the_same_parameters_as_one(outs: dict[str, Any], kind: str) -> None:
     one, two = (outs[name][kind] for name in ("1-0", "2-0"))
     assert one.keys() == two.keys()
     assert any(name.startswith("critic/") for name in one) == (kind == "gae")
@@ -54,7 +54,7 @@ def test_parameters_of_policy_and_critic(outs: dict[str, Any], kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_metrics(outs: dict[str, Any], kind: str) -> None:
+def test_two_ranks_report_the_same_metrics_as_one(outs: dict[str, Any], kind: str) -> None:
     lines = zip(outs["1-0"][kind]["metrics"], outs["2-0"][kind]["metrics"], strict=True)
     for one, two in lines:
         assert one["update/microbatches"] <= 2.0

@@ -1,4 +1,4 @@
-"""What a replay takes from a ledger is held against what the run noted, rewards too."""
+"""A replay compares batches and rewards of the ledger with the records of the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def link(tmp_path: Path) -> Callable[[], LedgerLink]:
     return lambda: LedgerLink(ledger, config, world, stop=2, on_step=lambda step: None)
 
 
-def test_a_changed_reward_in_a_payload_differs_at_its_step(
+def test_replay_detects_a_changed_reward_of_a_payload(
     link: Callable[[], LedgerLink], tmp_path: Path
 ) -> None:
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:
@@ -46,7 +46,7 @@ def test_a_changed_reward_in_a_payload_differs_at_its_step(
 
 
 @pytest.mark.parametrize(("reward", "differs"), [(0.5, False), (0.75, True)])
-def test_the_mean_reward_of_a_step_is_compared(
+def test_replay_compares_the_mean_reward_of_a_step(
     link: Callable[[], LedgerLink], reward: float, differs: bool
 ) -> None:
     replayed = link()

@@ -1,4 +1,4 @@
-"""A real engine, publisher and datapipe; the server is scripted, the worker makes episodes up."""
+"""Train with a real engine, publisher and datapipe, a scripted server and synthetic episodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TASKS = [Task(f"train-{row}", f"{row}", None, {}) for row in range(16)]
 
 
 class Server(FakeSGLang):
-    """Reads the weights it is told to load."""
+    """A server that reads the weights of each update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Server(FakeSGLang):
 
 
 class Others:
-    """Everything but the trainer, in a thread with an event loop of its own."""
+    """All roles except the trainer, in a thread with its own event loop."""
 
     def __init__(self, config: ExperimentConfig) -> None:
         self.config = config
@@ -72,7 +72,7 @@ class Others:
                 tasks.create_task(link.run())
                 tasks.create_task(self._work(link))
                 await pipe.run()
-                link.drain()  # a link that came too late was not told to, as the launcher knows
+                link.drain()  # a link that connects late gets no stop message
 
     def _resolve(self) -> str | None:
         entries = self.names.list("datapipe")
@@ -85,7 +85,7 @@ class Others:
 
 
 def episode(lease: Lease, member: int) -> tuple[Episode, list[bytes]]:
-    """Make up an episode; its reward and tokens depend on its name alone."""
+    """Create an episode whose reward and tokens depend only on its name."""
     name = f"{lease.group_id}/{member}/agent"
     draw = np.random.default_rng([member, *name.encode()])
     tokens = draw.integers(3, 60, size=int(draw.integers(4, 20))).tolist()
@@ -138,7 +138,7 @@ def lines(config: ExperimentConfig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(("trainer", "eta"), [(PPOTrainer, 0), (AsyncPPOTrainer, 2)])
-def test_training_end_to_end(
+def test_run_trains_publishes_and_exports(
     config: Callable[..., ExperimentConfig], trainer: type[PPOTrainer], eta: int
 ) -> None:
     made = config(max_staleness=eta)
@@ -159,7 +159,7 @@ def test_training_end_to_end(
     ]
 
 
-def test_a_resumed_run_goes_on(config: Callable[..., ExperimentConfig]) -> None:
+def test_resumed_run_continues_at_the_next_step(config: Callable[..., ExperimentConfig]) -> None:
     run(AsyncPPOTrainer, config(total_steps=2))
     made = config(total_steps=4)
     server = run(AsyncPPOTrainer, made)

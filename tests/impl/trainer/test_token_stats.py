@@ -1,4 +1,4 @@
-"""What ranks keep of tokens for reports, and that keeping it can do a run no harm."""
+"""Token statistics that ranks write for reports; a failed write does not stop a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def experiment(root: Path, **ppo: object) -> ExperimentConfig:
 
 
 def rows(rank: int = 0) -> TrainBatch:
-    """Two trajectories at step 3 under `mask`; a token of the first is older than allowed."""
+    """Return two trajectories at step 3 under `mask`; the first has a token that is too old."""
     one = [segment([1, 2, 3, 4], sampled=3, version=[0, 2, 3], reward=1.0)]
     two = [segment([1, 2], sampled=1, version=3), segment([1, 2, 3], sampled=1, version=3)]
     made = [
@@ -39,7 +39,7 @@ def rows(rank: int = 0) -> TrainBatch:
     return make_train_batch(plan, payloads, config, rank=rank, world_size=2)
 
 
-def test_each_sampled_token_has_its_numbers() -> None:
+def test_token_stats_have_each_sampled_token() -> None:
     own = rows()
     for number, each in enumerate(own.local):
         each.scatter("advantages", 0.5 - number)
@@ -56,11 +56,11 @@ def test_each_sampled_token_has_its_numbers() -> None:
     )
 
 
-def test_a_rank_without_rows_has_none() -> None:
+def test_rank_without_rows_has_no_token_stats() -> None:
     assert metrics.token_stats(rows(rank=1)).counts == []
 
 
-def test_each_step_leaves_a_file(tmp_path: Path) -> None:
+def test_each_step_writes_a_token_stats_file(tmp_path: Path) -> None:
     config = experiment(tmp_path)
     PPOTrainer(config, Stage().components()).train()
     folder = run_paths(config).token_stats
@@ -75,13 +75,13 @@ def test_each_step_leaves_a_file(tmp_path: Path) -> None:
     assert np.isfinite(differences).all() or np.isnan(differences).all()
 
 
-def test_none_where_none_are_wanted(tmp_path: Path) -> None:
+def test_disabled_token_stats_write_no_file(tmp_path: Path) -> None:
     config = experiment(tmp_path, token_stats=False)
     PPOTrainer(config, Stage().components()).train()
     assert not run_paths(config).token_stats.exists()
 
 
-def test_a_disk_that_fails_is_told_once_and_the_run_goes_on(
+def test_failed_token_stats_write_is_logged_once_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = list[int]()

@@ -1,4 +1,4 @@
-"""A collective is a wait that names whom it is for."""
+"""Collectives and the rendezvous of ranks appear in the wait table with their blockers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arealite.system.health import waits
 from arealite.system.health.waits import OTHER_RANKS
 
 
-def test_a_collective_shows_in_the_table_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_is_a_numbered_wait_in_the_wait_table(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str, float]] = []
 
     def all_reduce(*_: Any, **__: Any) -> None:
@@ -33,14 +33,14 @@ def test_a_collective_shows_in_the_table_with_its_number(monkeypatch: pytest.Mon
     waits.counters.clear()
 
 
-def test_alone_there_is_nobody_to_wait_for() -> None:
+def test_single_rank_runs_no_collective() -> None:
     waits.counters.clear()
     assert World().sum({"a": 2.0}) == {"a": 2.0}
     assert not waits.counters
 
 
-def test_ranks_of_one_attempt_meet_past_what_an_earlier_one_left(monkeypatch) -> None:
-    """Every word of a dead attempt is there, as in the store that torchrun keeps."""
+def test_rendezvous_ignores_keys_of_an_earlier_attempt(monkeypatch) -> None:
+    """The store has all keys of an earlier attempt, as the store of torchrun keeps them."""
     held = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(held.port))
@@ -57,7 +57,7 @@ def test_ranks_of_one_attempt_meet_past_what_an_earlier_one_left(monkeypatch) ->
     assert [store.get("address") for store in stores] == [b"mine"] * 3
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch) -> None:
+def test_rendezvous_error_names_the_missing_ranks(monkeypatch) -> None:
     held = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(held.port))

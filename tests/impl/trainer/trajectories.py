@@ -1,4 +1,4 @@
-"""Trajectories made by hand, and batches of them, for tests of the trainer."""
+"""Handmade trajectories and batches for tests of the trainer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def batch(
     ranks: Sequence[int] | None = None,
     minibatches: Sequence[int] | None = None,
 ) -> tuple[Batch, list[bytes]]:
-    """Return batch `step` and the payloads, as the datapipe gives them to `rank`."""
+    """Return batch `step` and its payloads, as the datapipe sends them to `rank`."""
     owners = list(ranks or [0] * len(trajectories))
     mine = [i for i, owner in enumerate(owners) if owner == rank]
     made = Batch(
@@ -86,7 +86,7 @@ def batch(
 def group(
     name: str, rewards: Sequence[float], *, version: int = 0, prompt: int = 2
 ) -> list[tuple[TrajectoryHeader, list[Segment]]]:
-    """Return a group with one trajectory a reward; member i has i + 1 sampled tokens."""
+    """Return a group with one trajectory for each reward; member i has i + 1 sampled tokens."""
     made = []
     for member, reward in enumerate(rewards):
         tokens = [3 + member] * (prompt + member + 1)

@@ -37,7 +37,7 @@ KINDS = ("gae", "grpo")
 
 
 def algorithm(kind: str) -> dict[str, Any]:
-    """Turn on everything at once."""
+    """Return a config with all options enabled."""
     return {
         "reward": ShapingConfig(scale=0.5, overlong_buffer=4),
         "advantage": AdvantageConfig(type=kind, normalize=True),  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def algorithm(kind: str) -> dict[str, Any]:
 
 
 def experiment(folder: Path, kind: str, world_size: int) -> ExperimentConfig:
-    """Small micro-batches on two ranks; all rows of an update packed in one on one rank."""
+    """Return small micro-batches for two ranks, and one packed micro-batch for one rank."""
     fsdp = FSDPConfig(max_tokens_per_microbatch=12)
     if world_size == 1:
         fsdp = FSDPConfig(layout="packed")
@@ -101,7 +101,7 @@ def episodes(step: int) -> list[tuple[TrajectoryHeader, list[Segment]]]:
 
 
 class GivenLink(ScriptedLink):
-    """Hands out this rank's shard of the given episodes."""
+    """A link that returns this rank's shard of the given episodes."""
 
     rank, size = 0, 1
 
@@ -133,14 +133,14 @@ def main(folder: Path) -> None:
 
 
 class Stays(World):
-    """One process group for several trainers."""
+    """A process group that several trainers share."""
 
     def destroy(self) -> None:
         pass
 
 
 class Publisher(ScriptedPublisher):
-    """Takes any weights."""
+    """A publisher that accepts any weights."""
 
     def stage(self, version: int, weights: Any) -> bool:
         self.staged = float(len(list(weights)))
@@ -148,7 +148,7 @@ class Publisher(ScriptedPublisher):
 
 
 def weights(parts: TrainerComponents) -> dict[str, torch.Tensor]:
-    """Gather both models; at the end the process group is gone."""
+    """Gather both models and destroy the process group."""
     engines = {"policy": parts.engine, "critic": parts.critic}
     return {
         f"{model}/{name}": value

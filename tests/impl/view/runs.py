@@ -31,7 +31,7 @@ CHARACTER = {byte: character for character, byte in ALPHABET.items()}
 FINGERPRINT = {"group_size": "2"}
 MARKS = ("<|im_start|>", "<|im_end|>")
 Trajectory = tuple[int | None, TrajectoryHeader, list[Segment]]
-"""The step that trained it, if any."""
+"""The step that trained the group, or None."""
 
 
 def make_tokenizer(folder: Path, words: Sequence[str | bytes]) -> dict[str | bytes, int]:
@@ -108,8 +108,8 @@ def metrics(steps: int) -> list[dict[str, float]]:
 def many(
     count: int, *, tokens: int, words: int, group_size: int = 8, groups: int = 25, seed: int = 1
 ) -> Iterable[Trajectory]:
-    """Yield trajectories of about `tokens` tokens, drawn as words of a language are (Zipf), a tenth
-    of them a prompt; steps of so many groups."""
+    """Yield trajectories of about `tokens` tokens, drawn from a Zipf distribution; a tenth of the
+    tokens is the prompt, and a step has `groups` groups."""
     rng = np.random.default_rng(seed)
     chances = 1.0 / np.arange(1, words + 1)
     chances /= chances.sum()

@@ -69,7 +69,7 @@ def paths(tmp_path: Path) -> RunPaths:
     return paths
 
 
-def test_table_of_trajectories(paths: RunPaths) -> None:
+def test_report_has_a_row_for_each_trajectory(paths: RunPaths) -> None:
     assert write_report(paths, paths.report, most=100) == {
         "shown": 3, "trajectories": 3, "bytes": paths.report.stat().st_size,
     }  # fmt: skip
@@ -87,7 +87,7 @@ def test_table_of_trajectories(paths: RunPaths) -> None:
     assert table["chunks"] == [3]
 
 
-def test_tokens_with_all_their_values(paths: RunPaths) -> None:
+def test_report_has_all_values_of_each_token(paths: RunPaths) -> None:
     write_report(paths, paths.report, most=100)
     blocks = page_data(paths.report)
     ids = unpack(blocks["t0"], np.dtype("<u4"))
@@ -226,7 +226,7 @@ def test_invalid_ledger_is_a_user_error(paths: RunPaths) -> None:
     assert not paths.report.exists()
 
 
-def test_balance_and_failures(paths: RunPaths) -> None:
+def test_report_has_balance_and_failures(paths: RunPaths) -> None:
     add_failure(paths, "g2", "KeyError: x")
     about = report_run.describe(paths)
     assert about["told"]["reward/mean"].startswith("rewards of the batch's trajectories")
@@ -267,7 +267,7 @@ def test_long_run_has_fewer_points_and_the_last_step(
     assert about["metrics"]["eval/reward"] == [0.25, *[None] * 5]
 
 
-def test_pieces_of_other_tokenizers(tmp_path: Path) -> None:
+def test_tokens_of_other_tokenizers_are_decoded(tmp_path: Path) -> None:
     tokenizer = Tokenizer(BPE({"▁the": 0, "cat": 1, "<0xE2>": 2, "<0x98>": 3, "<0x95>": 4}, []))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(parts)  # type: ignore[assignment]
@@ -279,7 +279,7 @@ def test_pieces_of_other_tokenizers(tmp_path: Path) -> None:
     assert vocabulary.piece(7) == "⟨7⟩".encode()
 
 
-def test_alphabet_of_byte_level_tokenizers() -> None:
+def test_byte_level_alphabet_matches_the_tokenizer() -> None:
     assert len(ALPHABET) == 256 == len(set(ALPHABET.values()))
     text = "".join(ALPHABET)
     joined = decoders.ByteLevel().decode(

@@ -89,7 +89,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One Chromium for all tests; each has a context of its own."""
+    """Return one Chromium for all tests; each test has its own context."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -233,7 +233,7 @@ def test_colours_match_the_tooltip(paths: RunPaths, opened: Open) -> None:
         page.check("[value=none]")
         assert not any(colours())
         page.locator(".token.sampled").last.hover()
-        page.wait_for_selector("#tip")  # seen
+        page.wait_for_selector("#tip")  # visible
         tip = page.inner_text("#tip")
         assert tip.split("\n") == [
             "token", '"<|im_end|>"', "id", "15", "version", "1", "logprob", "−0.1 (90.5 %)",
@@ -325,7 +325,7 @@ def test_filtered_trajectory_is_not_shown(paths: RunPaths, opened: Open) -> None
     with opened(paths.report) as page:
         page.locator("#grid [data-row]").first.click()
         page.wait_for_selector("#detail[data-row='0']")
-        page.fill("[name=reward-from]", "1")  # it is among those that are left
+        page.fill("[name=reward-from]", "1")  # the trajectory is among the remaining ones
         assert page.locator("#detail[data-row='0']").count() == 1
         page.fill("[name=reward-from]", "100")
         assert texts(page, "#grid [data-row]") == []

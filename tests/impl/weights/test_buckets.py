@@ -1,4 +1,4 @@
-"""Buckets keep every bit, whatever is packed after what."""
+"""Buckets keep every bit of tensors of any dtypes and order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def tensors(model: list[tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tenso
 
 
 @given(MODELS, st.integers(0, 300))
-def test_round_trip(model: list[tuple[torch.dtype, list[int]]], max_bytes: int) -> None:
+def test_packed_tensors_are_unpacked_bitwise_equal(
+    model: list[tuple[torch.dtype, list[int]]], max_bytes: int
+) -> None:
     sent = tensors(model)
     buckets = list(pack(iter(sent.items()), max_bytes))
     got = {name: t for b in buckets for name, t in unpack(b.layout, b.flat)}
@@ -36,7 +38,7 @@ def test_round_trip(model: list[tuple[torch.dtype, list[int]]], max_bytes: int) 
         assert bucket.layout.num_bytes <= max_bytes or len(bucket.layout.names) == 1
 
 
-def test_no_more_than_a_bucket_is_taken_ahead() -> None:
+def test_pack_reads_at_most_one_bucket_ahead() -> None:
     taken: list[int] = []
 
     def stream():
@@ -49,7 +51,7 @@ def test_no_more_than_a_bucket_is_taken_ahead() -> None:
     assert taken == [0, 1, 2], "one tensor tells that the bucket is full"
 
 
-def test_a_slice_of_a_larger_tensor_is_packed_alone() -> None:
+def test_slice_of_a_larger_tensor_is_packed_without_its_base() -> None:
     whole = torch.arange(12.0).view(3, 4)
     (bucket,) = pack(iter({"column": whole[:, 1]}.items()), 1 << 20)
     assert dict(unpack(bucket.layout, bucket.flat))["column"].tolist() == [1.0, 5.0, 9.0]

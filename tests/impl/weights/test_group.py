@@ -1,4 +1,4 @@
-"""Two processes in a group of their own, beside nothing; one may be lost."""
+"""Two processes in a separate process group; one may die."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def member(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_a_tensor_arrives_and_the_next_group_is_another(member) -> None:
+def test_tensor_is_broadcast_in_each_of_two_groups(member) -> None:
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     ports = [listener.getsockname()[1] for listener in listeners]
     other = member("g", *ports)
@@ -63,7 +63,7 @@ def test_a_tensor_arrives_and_the_next_group_is_another(member) -> None:
 
 
 @pytest.mark.processes
-def test_a_member_that_dies_ends_the_broadcast(member) -> None:
+def test_broadcast_fails_if_a_member_dies(member) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     other = member("lost", listener.getsockname()[1])
     group = join(listener, "lost0", rank=0, world_size=2, backend="gloo", seconds=240.0)
@@ -74,7 +74,7 @@ def test_a_member_that_dies_ends_the_broadcast(member) -> None:
     leave(group)
 
 
-def test_nobody_comes() -> None:
+def test_join_times_out_without_other_members() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(RuntimeError):
         join(listener, "alone", rank=0, world_size=2, backend="gloo", seconds=0.3)

@@ -79,7 +79,7 @@ def test_equal_prompts_are_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> No
             {"messages": [USER, ANSWER, AGAIN, SECOND]},
             "1. +. 1. ?. 2A <eos>A +n 1n ?n 3A <eos>A",
         ),
-        (  # what came after the last answer is a next state, too
+        (  # an observation after the last answer is a next state, too
             {"messages": [USER, ANSWER, AGAIN]},
             "1. +. 1. ?. 2A <eos>A +n 1n ?n",
         ),

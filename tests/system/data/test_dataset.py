@@ -143,10 +143,10 @@ def test_ten_thousand_rows_load_quickly(tmp_path):
     path = jsonl(tmp_path, [{"prompt": f"{n}+1?", "ground_truth": str(n)} for n in range(10_000)])
     took_s = list[float]()
     for _ in range(5):
-        begin = time.thread_time()  # of the processor: how busy the machine is does not count
+        begin = time.thread_time()  # CPU time, independent of the load of the machine
         assert len(load_tasks(path, "train")) == 10_000
         took_s.append(time.thread_time() - begin)
-    # A kernel may book what its host takes: not five times.
+    # Steal time may count as CPU time, but not in five attempts.
     assert min(took_s) < 2.0, "it takes 0.02 s"
 
 

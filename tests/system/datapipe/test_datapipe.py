@@ -192,7 +192,7 @@ async def test_stop_ends_the_wait_for_an_evaluation(tmp_path: Path) -> None:
         waits: list[str] = []
 
         def on_wait(waiting: Waiting) -> bool:
-            if "silent" in waiting.detail:  # the link's own word, where the datapipe's is late
+            if "silent" in waiting.detail:  # the link's own detail, if the datapipe's is late
                 return False
             waits.append(f"{waiting.request}: {waiting.detail}")
             return True
@@ -381,7 +381,7 @@ async def test_restart_repeats_the_batch_and_keeps_the_buffer(tmp_path: Path) ->
     async with piped(config) as pipe:
         address = pipe.address
         link = TrainerLink(lambda: address, rank=0, world_size=1)
-        known = pipe.workers.by_id  # a worker that comes after the end is never told to drain
+        known = pipe.workers.by_id  # a worker that connects after the end gets no Drain
         await eventually(lambda: any(each.route for each in known.values()), "the worker")
         second = await in_thread(lambda: train(link, config, steps=3, begin=1))
         await working
@@ -580,7 +580,7 @@ async def test_turns_survive_restarts_of_worker_and_datapipe(tmp_path: Path) -> 
     assert (second.turns, frames[second.lease_id]) == ([], [])
 
 
-async def test_unfinished_members_of_a_lease_survive_a_restart_of_all(
+async def test_unfinished_members_of_a_lease_survive_a_restart_of_all_roles(
     tmp_path: Path,
 ) -> None:
     """After a kill of the run, unfinished episodes resume and finished ones do not rerun."""

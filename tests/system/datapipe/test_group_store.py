@@ -329,7 +329,7 @@ def train_step(store: GroupStore) -> list[int] | None:
 
 
 def test_resumed_episode_holds_batches_back(make: Make) -> None:
-    """Stored turns count between a worker's death and the next lease; else a token gets too old."""
+    """Stored turns count between a worker's death and the next lease, or tokens get too old."""
     store = make(group_size=1, max_staleness=1)
     store.ppo = replace(store.ppo, batch_size=1)
     lost = lease_next(store)
@@ -406,7 +406,7 @@ def test_after_a_roll_back_no_lease_before_the_next_publish(make: Make) -> None:
     assert store.roll_back(1) == 2
     assert store.next_group() is None
     assert running.lease_id in store.groups[running.group_id].leases, "it goes on"
-    store = make(again=store, **about)  # killed right there
+    store = make(again=store, **about)  # killed here
     assert store.version is None
     assert store.next_group() is None
     publish(store, 1)

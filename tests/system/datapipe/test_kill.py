@@ -65,7 +65,7 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
     def on_step(step: int) -> None:
         if step in reached:
             loop.call_soon_threadsafe(reached[step].set)
-        if step == steps - 1:  # a worker that is not back at the end is not let go
+        if step == steps - 1:  # a worker that has not reconnected at the end gets no Drain
             until(lambda: all(map(is_back, workers)), what="every worker to be back")
 
     def is_back(worker: FakeWorker) -> bool:

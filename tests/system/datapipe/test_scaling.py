@@ -81,7 +81,7 @@ def site(tmp_path: Path) -> Iterator[Any]:
         each.ledger.close()
 
 
-def test_worker_begins_with_the_minimum_and_gets_more_while_servers_are_idle(site: Any) -> None:
+def test_worker_starts_with_the_minimum_and_gets_more_while_servers_are_idle(site: Any) -> None:
     it = site(highest=1)
     it.hear(0)
     it.fill()

@@ -79,12 +79,12 @@ def sent(handler: TrainerRequestHandler) -> list[Any]:
 
 
 def tell(handler: TrainerRequestHandler, request: FromTrainer) -> bool:
-    """Take a request of the current trainer."""
+    """Handle a request of the current trainer."""
     return handler.take(ROUTE, msgspec.structs.replace(request, ticket=handler._ticket))
 
 
 def begin(handler: TrainerRequestHandler, step: int, *, ticket: int) -> None:
-    """Take a start after the previous trainer died."""
+    """Handle a start after the previous trainer died."""
     handler.last_request = min(handler.last_request, 0.0)
     handler.take(ROUTE, TrainerStart(step, 1, ticket))
 
@@ -304,7 +304,7 @@ def test_unusable_batch_is_set_aside_and_composed_of_others(
     collect(handler)
     collect(handler, reward=0.0)
     (bad,) = handler.store.compose() or ()
-    for _ in range(2):  # also if the request comes twice
+    for _ in range(2):  # also if the request is repeated
         tell(handler, Unusable(2, {bad.group_id: "mask"}))
         assert sent(handler)[-1] == Done("Unusable 2")
     (other,) = handler.store.compose() or ()

@@ -49,7 +49,7 @@ async def keep_house(run: SmallRun, kept: str = "all", over: asyncio.Event | Non
         await Upkeep(writer, over or asyncio.Event(), keep_payloads=kept).run()
         done = asyncio.Event()
 
-        def look() -> None:  # after what a callback queues in its turn
+        def look() -> None:  # after the statements that a callback queues
             if writer._callbacks or writer.ledger._queue:
                 writer.after_commit(look)
             else:
@@ -183,7 +183,7 @@ async def test_audit_stores_no_mark_if_its_steps_are_rolled_back_meanwhile(
 
 
 async def test_audit_stops_when_the_run_ends(tmp_path: Path) -> None:
-    run = grown(tmp_path, 30)  # more trajectories than it looks after
+    run = grown(tmp_path, 30)  # more trajectories than one check for the end covers
     over = asyncio.Event()
     over.set()
     await keep_house(run, over=over)

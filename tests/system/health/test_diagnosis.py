@@ -28,7 +28,7 @@ def only(findings: list[Finding]) -> Finding:
 # ---------------------------------------------------------------- roles that block no other
 
 
-def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+def test_healthy_run_has_no_findings(tmp_path: Path) -> None:
     """Every role has a long wait, as in a healthy run."""
     show(tmp_path, "datapipe-0")
     show(
@@ -368,7 +368,7 @@ def test_crash_loop_is_found_with_its_last_death_and_its_waiters(tmp_path: Path)
     assert [waiter.partition(",")[0] for waiter in finding.waiters] == ["trainer-0: batch 7"]
 
 
-def test_restarted_role_is_no_longer_dead_and_its_own_trouble_comes_first(tmp_path: Path):
+def test_restarted_role_is_not_dead_and_its_new_finding_has_precedence(tmp_path: Path):
     why = "rollout-0 died (killed by SIGKILL)"
     show(tmp_path, "launcher-0", kept("rollout-0", "restart 1 of 5", 1.0, why))
     show(tmp_path, "rollout-0", started=MY_START + 1, age_s=1.0)

@@ -27,7 +27,7 @@ async def test_timeout_error_of_the_body_passes_through() -> None:
         raise TimeoutError("inner")
 
 
-async def test_the_inner_deadline_wins() -> None:
+async def test_inner_deadline_has_precedence() -> None:
     outer, inner = Wait("outer", owner="a", seconds=600.0), Wait("inner", owner="b", seconds=0.01)
     with pytest.raises(DeadlineError) as caught, outer, inner:
         await asyncio.Event().wait()

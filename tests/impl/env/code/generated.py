@@ -134,7 +134,7 @@ def asserts(rng: random.Random, type_: str, due: dict[int, Any]) -> tuple[list[s
         ways["close"] = "\n".join(lines), pairs
     chosen = rng.sample([*ways], 3)
     if "loop" not in chosen and "each" not in chosen:
-        chosen.append("each")  # else a test that ends early hides its number of cases
+        chosen.append("each")  # otherwise a test that ends early hides its number of cases
     passing = list[set]()
     for of in (ways[way][1] for way in chosen):
         passing += [{*due}] if of is None else [{x} for x, _ in of]

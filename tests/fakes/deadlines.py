@@ -12,11 +12,11 @@ import pytest
 from arealite.system.health.waits import Wait, table
 
 
-class Patience:
+class WaitExpirer:
     """Ends the waits of a module before their deadlines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-        self.ended: list[float | None] = []
+        self.expired: list[float | None] = []
         """Full duration, in seconds, of each wait that was ended early."""
         self._waits: list[tuple[asyncio.AbstractEventLoop, Wait]] = []
         monkeypatch.setattr(module, "Wait", self._make)
@@ -26,18 +26,18 @@ class Patience:
         self._waits.append((asyncio.get_running_loop(), wait))
         return wait
 
-    def end(self, on: str, *, what: str = "") -> None:
+    def expire(self, on: str, *, what: str = "") -> None:
         """End the newest wait for `on` as if its deadline had passed; from any thread."""
         loop, wait = [
             (loop, wait)
             for loop, wait in self._waits
             if wait in table and wait.on == on and what in wait.what and wait.seconds is not None
         ][-1]
-        loop.call_soon_threadsafe(self._end, wait)
+        loop.call_soon_threadsafe(self._expire, wait)
 
-    def _end(self, wait: Wait) -> None:
+    def _expire(self, wait: Wait) -> None:
         if wait in table:
-            self.ended.append(wait.seconds)
+            self.expired.append(wait.seconds)
             wait.expire()
 
 
@@ -49,6 +49,6 @@ class Clock:
         told = SimpleNamespace(monotonic=lambda: monotonic() + self._ahead_s)
         monkeypatch.setattr(module, "time", told)
 
-    def turn(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Advance the clock."""
         self._ahead_s += seconds
