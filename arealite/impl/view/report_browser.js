@@ -105,7 +105,7 @@ class Browser {
     find("#grid table").ariaRowCount = length;
     if (this.selected >= 0 && !this.isSearching && !this.rows.includes(this.selected)) {
       this.selected = -1;
-      this.detail.blank(length ? "The trajectory that was chosen does not match the filters."
+      this.detail.blank(length ? "The chosen trajectory does not match the filters."
         : "No trajectory matches the filters.");
     }
     const leftOut = run.trajectories - run.shown;

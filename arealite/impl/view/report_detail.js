@@ -83,7 +83,7 @@ class Detail {
     find("#colour").addEventListener("change", () => this.paint());
     this.host.addEventListener("pointerover", (event) => this.point(event));
     this.host.addEventListener("pointerout", () => (find("#tip").hidden = true));
-    this.blank(run.shown ? "Choose a trajectory: click one, or walk with ↑ ↓ or k j." : "There are no trajectories.");
+    this.blank(run.shown ? "Choose a trajectory: click one, or move with ↑ ↓ or k j." : "There are no trajectories.");
   }
 
   /** Show no trajectory, and say why. */

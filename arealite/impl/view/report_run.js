@@ -4,7 +4,7 @@ const LABELS = {
   reward: "Reward", eval: "Held-out", staleness: "Staleness", throughput: "Throughput",
   mismatch: "Trainer and sampler", policy: "Policy", loss: "Loss", update: "Updates",
   length: "Lengths", episode: "Episodes", rollout: "Rollout workers", datapipe: "Datapipe",
-  publish: "Publishing weights", time: "Seconds at work", wait: "Seconds waiting", train: "Training",
+  publish: "Publishing weights", time: "Work, seconds", wait: "Waits, seconds", train: "Training",
 };
 
 /** The first charts: title, and lines of [label, metric]. A run may lack metrics, and evaluations
@@ -14,14 +14,14 @@ const MAIN = [
   ["Loss", [["train", "train/loss"], ["held-out", "eval/loss"]]],
   ["Accuracy", [["train", "train/accuracy"], ["held-out", "eval/accuracy"]]],
   ["Staleness, versions", [["mean", "staleness/mean"], ["max", "staleness/max"]]],
-  ["Tokens a second", [["trained", "throughput/trained_tokens_per_s"],
+  ["Tokens per second", [["trained", "throughput/trained_tokens_per_s"],
     ["generated", "throughput/generated_tokens_per_s"]]],
   ["Trainer and sampler, mean |Δ logprob|", [["all", "mismatch/logprob_abs_diff_mean"],
     ["same version", "mismatch/logprob_abs_diff_mean_current"]]],
   ["Entropy of the policy", [["entropy", "policy/entropy"]]],
   ["Gradient norm", [["norm", "update/grad_norm"]]],
-  ["Sampled tokens a trajectory", [["mean", "length/trained_mean"], ["max", "length/trained_max"]]],
-  ["Seconds a step", [["step", "time/step_s"], ["waiting for the batch", "wait/batch_s"]]],
+  ["Sampled tokens per trajectory", [["mean", "length/trained_mean"], ["max", "length/trained_max"]]],
+  ["Seconds per step", [["step", "time/step_s"], ["waiting for the batch", "wait/batch_s"]]],
   ["Truncated episodes, share", [["truncated", "episode/truncated_frac"]]],
 ];
 
@@ -72,14 +72,14 @@ function drawAll(run) {
 }
 
 const ROLES = {
-  trainer: "seconds of rank 0, step by step", episodes: "seconds of all trained episodes",
-  workers: "seconds of all rollout workers", datapipe: "what the next batch waited for",
-  servers: "while the run trained",
+  trainer: "seconds of rank 0", episodes: "seconds of all trained episodes",
+  workers: "seconds of all rollout workers", datapipe: "seconds until the next batch, by cause",
+  servers: "seconds of the run",
 };
 const PARTS = { // the labels of parts whose name alone is not clear
-  full: "every slot taken", "lease wait": "waiting for a lease", "groups wait": "waiting for groups",
-  "slow episodes wait": "held back for slow episodes", "trainer works": "none: the trainer is at work",
-  "generate or idle": "generating, or idle", "weights wait": "standing still for weights",
+  full: "all slots in use", "lease wait": "waiting for a lease", "groups wait": "waiting for groups",
+  "slow episodes wait": "waiting for slow episodes", "trainer works": "no wait: the trainer works",
+  "generate or idle": "generating, or idle", "weights wait": "paused for new weights",
 };
 
 function drawWaits(run) {
@@ -92,11 +92,11 @@ function drawWeights(run) {
   const { metrics, ledger } = run, versions = metrics["publish/version"], cards = [];
   if (versions) {
     const minutes = metrics.time.map((time) => (time - metrics.time[0]) / 60);
-    const seconds = [["servers stand still", "publish/stall_s"], ["pause", "publish/pause_s"],
+    const seconds = [["servers paused", "publish/stall_s"], ["pause", "publish/pause_s"],
       ["load", "publish/load_s"], ["stage", "publish/stage_s"]];
     cards.push(
       chart("Version of the servers over time", minutes, [{ y: versions }], { over: "minute" }),
-      chart("Seconds of a publish", metrics.step, seconds.map((line) => lineOf(run, ...line))));
+      chart("Seconds per publish", metrics.step, seconds.map((line) => lineOf(run, ...line))));
   }
   if (ledger?.ages.length) cards.push(ageChart(ledger.ages));
   find("#weights .cards").append(...cards.filter(Boolean));
@@ -114,14 +114,14 @@ function drawLedger({ ledger }) {
   };
   const balance = ["offered", "trained", "filtered", "buffered", "in_flight"].map((name, i) =>
     [`${["", "= "][i] ?? "+ "}${name.replace("_", " ")}`, [ledger.groups[name], ledger.tokens[name]]]);
-  const promises = [["lost", "Lost"], ["repeated", "Repeated"], ["broken", "Promises broken"]].map(
+  const guarantees = [["lost", "Lost"], ["repeated", "Repeated"], ["broken", "Guarantees broken"]].map(
     ([name, label]) => make("li", { className: ledger[name].length ? "bad" : "good" },
       `${label}: ${ledger[name].join("; ") || "nothing"}`));
   const facts = ["steps", "checkpoints", "trained_trajectories", "mixed_version_trajectories",
     "interrupted", "weight_versions", "max_staleness"];
   const panels = {
     Balance: [rows([["", ["groups", "tokens"]], ...balance]),
-      make("ul", {}, promises, ledger.notes.map((note) => make("li", {}, note)))],
+      make("ul", {}, guarantees, ledger.notes.map((note) => make("li", {}, note)))],
     Counts: [rows(facts.map((name) => [name.replaceAll("_", " "), [ledger[name]]]))],
     "Failed episodes, by class": [counted(ledger.failures_by_class, ledger.examples)],
     "Filtered groups, by reason": [counted(ledger.filtered_by_reason)],

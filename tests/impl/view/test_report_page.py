@@ -32,7 +32,7 @@ WORDS = [
     CALL, "four", HOSTILE, ODD, "<tool_call>{never closed", b"\xff",
 ]  # fmt: skip
 
-LABELS = {"time": "Seconds at work", "throughput": "Throughput", "episode": "Episodes"}
+LABELS = {"time": "Work, seconds", "throughput": "Throughput", "episode": "Episodes"}
 """Titles of groups of metrics."""
 PATIENCE_MS = 120_000.0
 
@@ -148,7 +148,7 @@ def test_content_of_the_page(paths: RunPaths, opened: Open) -> None:
     write_report(paths, paths.report, most=100)
     with opened(paths.report) as page:
         assert texts(page, "nav a") == [
-            "Curves", "Where time went", "Weights", "Trajectories", "Ledger",
+            "Curves", "Time by part", "Weights", "Trajectories", "Ledger",
             "Every metric", "Config",
         ]  # fmt: skip
         assert "balanced" in page.inner_text("#head")
