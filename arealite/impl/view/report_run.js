@@ -78,7 +78,7 @@ const ROLES = {
 };
 const PARTS = { // the labels of parts whose name alone is not clear
   full: "all slots in use", "lease wait": "waiting for a lease", "groups wait": "waiting for groups",
-  "slow episodes wait": "waiting for slow episodes", "trainer works": "no wait: the trainer works",
+  "slow wait": "waiting for slow episodes", "trainer works": "no wait: the trainer works",
   "generate or idle": "generating, or idle", "weights wait": "paused for new weights",
 };
 

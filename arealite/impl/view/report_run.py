@@ -71,8 +71,8 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
         idle += (part := min(max(waited, 0.0), seconds))
         worked += seconds - part
     groups = total["datapipe/groups_wait_s"]
-    # Version 0.1.0 wrote the second name.
-    slow = total["datapipe/slow_episodes_wait_s"] + total["datapipe/pace_wait_s"]
+    # Version 0.1.0 named the wait for slow episodes "pace".
+    slow = sum(total[f"datapipe/{cause}_wait_s"] for cause in ("slow_episodes", "pace"))
     stall = total["publish/stall_s"]
     trainer = {k[5:-2]: v for k, v in total.items() if k.startswith("time/")}
     trainer |= {f"{k[5:-2]} wait": v for k, v in total.items() if k.startswith("wait/")}
@@ -86,7 +86,7 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
         "workers": {"full": worked, "lease wait": idle},
         "datapipe": {
             "groups wait": groups,
-            "slow episodes wait": slow,
+            "slow wait": slow,
             "trainer works": max(0.0, whole - groups - slow),
         },
         "servers": {"generate or idle": max(0.0, whole - stall), "weights wait": stall},

@@ -178,4 +178,4 @@ def test_next_launcher_removes_files_of_a_killed_launcher(
     with launched(tmp_path, trainer="import time; time.sleep(600)", datapipe=UNTIL_TERM):
         until(lambda: not (vitals / "trainer-0.json").exists(), what="the vitals' end")
         until(lambda: not left(pids), what="the end of the weights")
-        assert "datapipe/0.json" not in files(scripted)
+        until(lambda: "datapipe/0.json" not in files(scripted), what="the name's end")

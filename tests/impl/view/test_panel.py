@@ -103,7 +103,7 @@ def test_panel_of_a_run_has_all_rows():
     assert "█forward 25 ▓update 45 ▒batch wait 25 ░other 5" in row(lines, "trainer")
     assert "generation 70" in row(lines, "episodes") and "rest 10" in row(lines, "episodes")
     assert "lease wait 25" in row(lines, "workers")
-    assert "groups wait 15 ▓slow episodes wait 5 ▒trainer works 80" in row(lines, "datapipe")
+    assert "groups wait 15 ▓slow wait 5 ▒trainer works 80" in row(lines, "datapipe")
     assert row(lines, "  last") == "last 10.0 10.0 10.0 10.0 10.0"
     assert row(lines, "  mean") == "mean 5.5 5.5 5.5 5.5 5.5"
     assert [each for each in lines if "host-1  version 9  3 running  1 waiting  beat 0.4 s" in each]

@@ -186,7 +186,7 @@ def test_parts_of_each_role_add_up_to_its_time() -> None:
         ),
         "workers": pytest.approx({"full": 35.0, "lease wait": 5.0}),
         "datapipe": pytest.approx({
-            "groups wait": 6.6, "slow episodes wait": 1.1,
+            "groups wait": 6.6, "slow wait": 1.1,
             "trainer works": 14.3,
         }),
         "servers": pytest.approx({"generate or idle": 20.9, "weights wait": 1.1}),
