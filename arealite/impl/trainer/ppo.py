@@ -278,7 +278,7 @@ class PPOTrainer(BaseTrainer):
         return self.while_waiting(waiting)
 
     def end_fetch(self) -> None:
-        """End the running request for a batch; it notices within a second."""
+        """Cancel the running request for a batch; it ends within a second."""
         self.is_closing = True
         self.fetcher.shutdown()
 
