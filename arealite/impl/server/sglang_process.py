@@ -23,7 +23,7 @@ from arealite.api.config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.launcher.processes import Child, spawn
-from arealite.impl.launcher.supervisor import Budget, Died, Role, Supervisor
+from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
 from arealite.impl.server.sglang_api import (
     Loads,
     ModelInfo,
@@ -109,8 +109,8 @@ class SGLangProcess(Supervisor):
         """
         (role,) = self.roles
         try:
-            await self.keep(role)
-        except Died:
+            await self.supervise(role)
+        except RoleFailed:
             counts = {"deaths": role.budget.deaths, "first": role.budget.first}
             logger.error("server given up", server=self.entry_id, **counts)
 
@@ -141,7 +141,7 @@ class SGLangProcess(Supervisor):
                 heartbeat_s=self.config.cluster.heartbeat_s,
             ):  # fmt: skip
                 self._served = True
-                self.roles[0].budget.forget()
+                self.roles[0].budget.mark_up()
                 await self._follow()
         except (ArealiteError, OSError) as error:
             child.reason = str(error)
@@ -156,14 +156,14 @@ class SGLangProcess(Supervisor):
             UserError: the server was never healthy.
         """
         if not self._served:
-            raise UserError(dead.obituary)
+            raise UserError(dead.exit_report)
         return True
 
     def mark(self) -> float:
         return self._steady_runs
 
     async def pause(self, role: Role, dead: Child, seconds: float) -> None:
-        logger.warning("server lost", error=dead.death, restart_in_s=seconds)
+        logger.warning("server lost", error=dead.exit_summary, restart_in_s=seconds)
         await super().pause(role, dead, seconds)
 
     async def clear(self, role: Role) -> None:

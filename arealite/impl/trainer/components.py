@@ -14,7 +14,7 @@ from arealite.api.engine import Head, TrainEngine, Training, engines
 from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
-from arealite.impl.logger.guarded import IsolatedLogger
+from arealite.impl.logger.isolated import IsolatedLogger
 from arealite.impl.trainer.world import World
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
