@@ -19,7 +19,7 @@ STICKY_GROUPS = 8192
 
 @dataclass(eq=False)
 class Server:
-    """One server, as this client knows it."""
+    """The state of one server in this client."""
 
     id: str
     address: str

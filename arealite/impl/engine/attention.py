@@ -1,7 +1,7 @@
 """Causal attention over rows packed end to end, as an attention function of transformers.
 
-The function has its own name, because transformers builds masks only for attention functions that
-it knows. So packed rows never need a dense [tokens × tokens] mask.
+The function has its own name, because transformers builds masks only for its own attention
+functions. Packed rows therefore never need a dense [tokens × tokens] mask.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError, RoleError, ValueError)
 
 @dataclass(eq=False)
 class ServerControl:
-    """One server process: its state, as this publisher knows it, and its routes."""
+    """One server process: its routes, and its state in this publisher."""
 
     id: str
     address: str

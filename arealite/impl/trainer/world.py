@@ -122,7 +122,7 @@ def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
     """Wait for the other ranks of this attempt; return a store that only they share.
 
     torchrun keeps one store for all its attempts, so an early rank finds addresses of ranks that
-    have exited. Each rank therefore writes a fresh id, and goes on once rank 0 has written it back.
+    have exited. Each rank therefore writes a new id, and continues once rank 0 has copied it.
 
     Raises:
         RoleError: some ranks did not join in time; the message names them.

@@ -229,8 +229,8 @@ class Datapipe:
             self._stop(InvariantError(f"{type(message).__name__} could not be handled: {error!r}"))
 
     def _take_state(self, route: bytes, state: WorkerState) -> None:
-        gone, to_resend = self.workers.update(route, state)
-        self._release(gone, is_lost=state.capacity > 0)
+        ended, to_resend = self.workers.update(route, state)
+        self._release(ended, is_lost=state.capacity > 0)
         for active in to_resend:
             logger.warning("lease sent again", worker=state.worker_id, lease=active.lease.lease_id)
             self._send_lease(self.workers.by_id[state.worker_id], active)

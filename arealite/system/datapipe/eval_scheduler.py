@@ -106,7 +106,7 @@ class EvalScheduler:
         return True
 
     def samples_left(self, group: Group) -> int:
-        """Return the number of samples of a task that are neither finished nor failed for good."""
+        """Return the number of samples of a task that are neither finished nor exhausted."""
         return group.size - len(group.finished) - len(group.exhausted(self.max_attempts))
 
     def _close_if_finished(self, group: Group) -> None:

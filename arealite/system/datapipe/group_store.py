@@ -220,7 +220,7 @@ class GroupStore:
         return True
 
     def _close_if_finished(self, group: Group) -> None:
-        """Complete or filter a group once each member has finished or failed for good."""
+        """Complete or filter a group once each member has finished or has no attempt left."""
         if group.state != "leased":
             return
         if found := group.outcome(self.ppo):

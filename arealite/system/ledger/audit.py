@@ -59,7 +59,7 @@ CHECKS = {
         "trajectories without a group": """
             SELECT trajectory_id FROM trajectories
             WHERE group_id NOT IN (SELECT group_id FROM groups)""",
-        # a member has neither finished nor failed for good
+        # a member has neither finished nor used all attempts
         "groups with missing members": """
             SELECT g.group_id FROM groups g
             WHERE g.state IN ('complete', 'batched', 'trained', 'durable') AND (
