@@ -1,6 +1,6 @@
 """Autoscaling: decide how many episodes run at a time.
 
-The number should keep the servers busy without sampling more than the trainer trains. Of N episodes
+The number keeps the servers busy without sampling more than the trainer trains. Of N episodes
 in flight, a share g generates, and the others wait for their environment. Servers with a capacity
 of C requests reach the utilisation u at N = u·C / g. The autoscaler measures g, so a slow
 environment gets more episodes and a fast one fewer. Like Kubernetes' pod autoscaler it sets
@@ -27,7 +27,7 @@ QUEUE = 0.1
 """If the queue always exceeds this share of the running requests, the servers are at capacity,
 regardless of the capacity that they report."""
 RECOVERY = 1.05
-"""Factor per period by which that measured capacity grows again."""
+"""Factor per period by which a measured capacity grows again."""
 HIGH_SURPLUS, LOW_SURPLUS = 0.5, 0.1
 """Shares of the groups that the staleness bound allows after a batch. A surplus above the first is
 too large, one below the second is too small."""
@@ -76,7 +76,7 @@ class Autoscaler:
         if valid:
             self._update(valid)
             self._busy = min(max(self._busy, least), most)
-        # A damping below this has no effect, and would take as long to recover.
+        # A lower damping has no effect, because `least` bounds the result; it only recovers later.
         self.damping = max(self.damping, least / max(self._busy, least))
         wanted = min(max(self._busy * self.damping, least), most)
         if abs(wanted - self.target) > BAND * self.target or wanted in (least, most):

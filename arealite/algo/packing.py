@@ -16,7 +16,7 @@ Plan = list[list[int]]
 """Row indices of each micro-batch."""
 
 OVERHEAD = 24
-"""Cost of a micro-batch besides its tokens, in tokens: the most padding that is accepted. Measured
+"""Fixed cost of a micro-batch, in tokens. More padding than this starts a new micro-batch. Measured
 on a CPU (tools/bench_train.py): 400 for a model of 0.1 million parameters, 90 for 0.8 million, and
 less for larger models. 24 keeps padding below 5 % for 512 rows."""
 

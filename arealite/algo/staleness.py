@@ -21,7 +21,7 @@ released. Claim: n(D) ≤ (D - k + 1)·B for all D ≥ k. A release preserves th
 definition of *fits*. A lease at version v adds a group with deadline v + η, and admission bounds
 the number of all outstanding groups by (v + η + 1 - k)·B. Once every outstanding group is complete,
 either the B oldest include all groups with deadline ≤ D, or all B have deadline ≤ D and n(D) falls
-by B. So the rest fits, and batch k is released.
+by B. In both cases the rest fits, and batch k is released.
 
 *Fits* is necessary: with s ≥ k + 1 - η alone, B = 1 and η = 2 can deadlock. Let a, b, c have start
 0, d start 1, and the batches be {a}, {d}; now both b and c must be in batch 2.

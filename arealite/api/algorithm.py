@@ -40,7 +40,7 @@ class LossConfig:
     )
     behav_weight_cap: float | None = opt(5.0, "cap of the behaviour weight; null: none", above=0)
     m2_threshold: float | None = opt(
-        None, "M2PO: mask the most off-policy tokens until their mean square is below", above=0
+        None, "M2PO: mask the most off-policy tokens; the mean square of the rest is below", above=0
     )
     entropy_coef: float = opt(0.0, "coefficient of the entropy bonus", above=-inf)
     reduction: Reduction = opt("token_mean", "reduction of token losses to a batch's loss")

@@ -81,6 +81,6 @@ class EvalConfig:
     every_steps: int = opt(
         0, "steps between evaluations; 0: only before the first and after the last", at_least=0
     )
-    num_prompts: int = opt(0, "use the first so many held-out rows; 0: all", at_least=0)
+    num_prompts: int = opt(0, "number of held-out rows to use, from the first; 0: all", at_least=0)
     samples: int = opt(1, "completions per prompt", at_least=1)
     sampling: SamplingConfig = sub(SamplingConfig, "sampling of held-out tokens")

@@ -27,7 +27,7 @@ class OptimizerConfig:
     warmup_steps: int = opt(10, "optimizer updates of linear warm-up", at_least=0)
     min_lr_ratio: float = opt(0.0, "final learning rate as a share of lr", at_least=0)
     max_skipped_updates: int = opt(
-        5, "consecutive updates with non-finite gradients that stop the run; 0: none", at_least=0
+        5, "consecutive updates with non-finite gradients that stop the run; 0: never", at_least=0
     )
 
 
@@ -61,7 +61,7 @@ class FSDPConfig:
         0, "ranks that shard one copy of the model; 0: all; fewer: HSDP; 1: DDP", at_least=0
     )
     max_tokens_per_microbatch: int = opt(
-        8192, "tokens of a micro-batch, padding included; a longer row is one alone", at_least=1
+        8192, "tokens of a micro-batch, padding included; a longer row gets its own", at_least=1
     )
     layout: Literal["auto", "padded", "packed"] = opt(
         "auto", "layout of a micro-batch; auto: packed on CUDA, padded on a CPU"

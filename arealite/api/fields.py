@@ -30,15 +30,15 @@ def opt(
     Args:
         default: The default value.
         help: One line of documentation.
-        at_least: Smallest valid number. Any bound also requires a finite number; None is exempt.
-        above: Bound that a valid number exceeds; `-inf` only requires a finite number.
-        at_most: Largest valid number.
-        below: Bound that exceeds every valid number.
+        at_least: Inclusive lower bound. Any bound also requires a finite number; None is valid.
+        above: Exclusive lower bound; `-inf` only requires a finite number.
+        at_most: Inclusive upper bound.
+        below: Exclusive upper bound.
         renamed: Former values of a choice and their new names, for the error message.
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    given = {word: at for word, at in bounds.items() if at is not None}
-    metadata = {"help": help, "bounds": given, "renamed": renamed or {}}
+    limits = {word: at for word, at in bounds.items() if at is not None}
+    metadata = {"help": help, "bounds": limits, "renamed": renamed or {}}
     return field(default=default, metadata=metadata)
 
 

@@ -52,7 +52,7 @@ class SGLangServerConfig:
     silence_s: float = opt(30.0, "kill and restart a server that is silent this long", above=0)
     drain_timeout_s: float = opt(10.0, "time for open requests to end after SIGTERM", at_least=0)
     max_restarts: int = opt(
-        10, "consecutive starts that fail within a minute before it gives up", at_least=0
+        10, "consecutive starts that fail within a minute; then the server is given up", at_least=0
     )
 
 

@@ -42,8 +42,8 @@ def observe(observation: object) -> Observation:
     Raises:
         TypeError: The observation is neither a text nor chat messages.
     """
-    given = cast("str | list[ChatMessage]", observation)
-    result = observation if isinstance(observation, Observation) else Observation(given)
+    plain = cast("str | list[ChatMessage]", observation)
+    result = observation if isinstance(observation, Observation) else Observation(plain)
     content = cast("object", result.content)
     is_chat = isinstance(content, list) and all(map(_is_message, cast(list[object], content)))
     if not (isinstance(content, str) or is_chat):

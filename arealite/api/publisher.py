@@ -39,7 +39,7 @@ class PublishReport:
 class WeightPublisher(ABC):
     """Publishes from trainer rank 0. The other ranks only take part in gathering the weights."""
 
-    wants_device = False
+    takes_device_tensors = False
     """Whether `stage` takes tensors on the engine's device instead of CPU copies."""
 
     @abstractmethod

@@ -46,7 +46,7 @@ class PublisherConfig:
     )
     timeout_s: float = opt(60.0, "time to update a server; then it is quarantined", above=0)
     continue_paused: bool = opt(
-        True, "continue a server that another client paused; false: if it is shared on purpose"
+        True, "continue a server that another client paused; false: only report the pause"
     )
     bucket_mb: int = opt(256, "size of the buckets in which weights are sent, in MB", at_least=1)
     disk: DiskPublisherConfig = sub(DiskPublisherConfig, "options of type=disk")

@@ -19,7 +19,7 @@ class EnvServersConfig:
     max_message_kb: int = opt(1024, "longest message, in both directions", at_least=1)
     answer_s: float = opt(300.0, "timeout of the answer to a step", above=0)
     wait_s: float = opt(60.0, "longest wait of an episode for a server with capacity", above=0)
-    silence_s: float = opt(10.0, "a server is lost if /health is silent this long", above=0)
+    silence_s: float = opt(10.0, "time without a reply of /health until a server is lost", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,10 @@ class RuntimeConfig(EnvServersConfig):
     )
     processes: int = opt(1, "subprocess: number of children of a worker", at_least=1)
     recycle_episodes: int = opt(
-        0, "subprocess: restart a child after so many episodes; 0: never", at_least=0
+        0, "subprocess: episodes after which a child is restarted; 0: never", at_least=0
     )
     max_memory_mb: int = opt(
-        0, "subprocess: restart a child that uses more memory; 0: never", at_least=0
+        0, "subprocess: memory above which a child is restarted; 0: never", at_least=0
     )
     max_restarts: int = opt(
         10, "subprocess: consecutive crashes without an episode in between", at_least=0

@@ -14,7 +14,7 @@ class SamplingRunConfig(ExperimentConfig):
     """An experiment that samples tasks and trains nothing."""
 
     n: int = opt(1, "samples per task", at_least=1)
-    tasks: int = opt(0, "use the first so many tasks of the data; 0: all", at_least=0)
+    tasks: int = opt(0, "number of tasks to use, from the first; 0: all", at_least=0)
     name: str = opt("samples", "folder of the samples, inside the trial's folder")
     out: str | None = opt(None, "file of the result")
 
@@ -42,4 +42,4 @@ class CollectConfig(SamplingRunConfig):
     out: str | None = opt(None, "file.parquet or file.jsonl of the result; required")
     min_reward: float | None = opt(None, "skip samples with a lower reward")
     max_reward: float | None = opt(None, "skip samples with a higher reward")
-    best_of: int = opt(0, "keep the so many best samples of each task and seat; 0: all", at_least=0)
+    best_of: int = opt(0, "best samples to keep of each task and seat; 0: all", at_least=0)

@@ -23,7 +23,7 @@ class SandboxConfig:
     timeout_s: float = opt(10.0, "wall time of a program", above=0)
     memory_mb: int = opt(512, "memory of a program, and of each of its processes", at_least=64)
     processes: int = opt(32, "processes and threads of a program", at_least=4)
-    output_kb: int = opt(256, "limit of stdout and of stderr; more output kills it", at_least=1)
+    output_kb: int = opt(256, "limit of stdout and stderr; more kills the program", at_least=1)
     disk_mb: int = opt(16, "files of a program, stored in memory", at_least=1)
     packages: str | None = opt(None, "folder (site-packages) from which programs can import")
 

@@ -212,14 +212,14 @@ def extend(schema: type, parts: Parts) -> type:
     fields: list[tuple[str, object, object]] = []
     hints = _hints(schema)
     for item in dataclasses.fields(schema):
-        held = hints[item.name]
-        inner = element(held)
+        annotation = hints[item.name]
+        inner = element(annotation)
         if inner is not None and (grown := extend(inner, parts)) is not inner:
             values = dataclasses.field(default_factory=dict[str, object], metadata=item.metadata)
             fields.append((item.name, dict[str, grown], values))
-        if isinstance(held, type) and dataclasses.is_dataclass(held):
-            grown = extend(held, parts)
-            if grown is not held:
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            grown = extend(annotation, parts)
+            if grown is not annotation:
                 new = dataclasses.field(default_factory=grown, metadata=item.metadata)
                 fields.append((item.name, grown, new))
     for name, config in parts.get(schema, {}).items():
@@ -232,9 +232,9 @@ def extend(schema: type, parts: Parts) -> type:
     )
 
 
-def element(held: object) -> type | None:
+def element(annotation: object) -> type | None:
     """Return the config class of the values of a dict field; None for other fields."""
-    value = get_args(held)[1] if get_origin(held) is dict else None
+    value = get_args(annotation)[1] if get_origin(annotation) is dict else None
     return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
 
 
@@ -251,11 +251,11 @@ def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
     """Yield (dotted key, field, type) of every option of a config class."""
     hints = _hints(schema)
     for item in dataclasses.fields(schema):
-        held, path = hints[item.name], f"{prefix}{item.name}"
-        if isinstance(held, type) and dataclasses.is_dataclass(held):
-            yield from leaves(held, f"{path}.")
+        annotation, path = hints[item.name], f"{prefix}{item.name}"
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            yield from leaves(annotation, f"{path}.")
         else:
-            yield path, item, held
+            yield path, item, annotation
 
 
 def explain(error: OmegaConfBaseException, schema: type) -> str:

@@ -56,7 +56,7 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def check_shapes(sent: Shapes, held: Shapes, *, where: str | Path, whole: bool = True) -> None:
+def check_shapes(sent: Shapes, expected: Shapes, *, where: str | Path, whole: bool = True) -> None:
     """Check the names and shapes of tensors before they are sent to a server.
 
     SGLang answers 200 to a tensor with a wrong shape or an unknown name, and then generates from
@@ -64,27 +64,27 @@ def check_shapes(sent: Shapes, held: Shapes, *, where: str | Path, whole: bool =
 
     Args:
         sent: Shapes of the trainer's tensors.
-        held: Shapes of the tensors to be replaced; {} if unknown.
-        where: The owner of `held`, for the error.
-        whole: Whether a tensor that is held but not sent is an error. The output head may be tied
+        expected: Shapes of the tensors to be replaced; {} if unknown.
+        where: The owner of `expected`, for the error.
+        whole: Whether an expected tensor that is not sent is an error. The output head may be tied
             to the embedding.
 
     Raises:
         RoleError: A tensor does not match. The message has its name and both shapes.
     """
-    if not held:
+    if not expected:
         return
     for name, shape in sent.items():
-        if name not in held:
+        if name not in expected:
             raise RoleError(f"tensor '{name}' {list(shape)} of the trainer is not in {where}")
-        if list(shape) != list(held[name]):
+        if list(shape) != list(expected[name]):
             raise RoleError(
-                f"tensor '{name}' has shape {list(shape)} in the trainer, but {held[name]} in "
+                f"tensor '{name}' has shape {list(shape)} in the trainer, but {expected[name]} in "
                 f"{where}"
             )
-    for name in held.keys() - sent.keys() if whole else ():
+    for name in expected.keys() - sent.keys() if whole else ():
         if not name.endswith(("lm_head.weight", ".inv_freq")):
-            raise RoleError(f"tensor '{name}' {held[name]} of {where} is not in the trainer")
+            raise RoleError(f"tensor '{name}' {expected[name]} of {where} is not in the trainer")
 
 
 def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict[str, list[int]]]:

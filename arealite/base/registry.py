@@ -50,8 +50,8 @@ class Registry(Generic[T]):
         """
 
         def add(cls: C) -> C:
-            held = self._table.get(name)
-            if held is not None and getattr(held, "__qualname__", held) != cls.__qualname__:
+            known = self._table.get(name)
+            if known is not None and getattr(known, "__qualname__", known) != cls.__qualname__:
                 raise UserError(
                     f"{self.kind} '{name}' is already registered; "
                     f"choose another name for {cls.__name__}."

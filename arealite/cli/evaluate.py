@@ -81,7 +81,7 @@ def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> S
             {"source": source, "seat": seat, **score(config, [*by_task.values()])}
             for (source, seat), by_task in sorted(found.items())
         ],
-        "failures": {name: {"attempts": n, "first": said} for name, (n, said) in failures.items()},
+        "failures": {name: {"attempts": n, "first": text} for name, (n, text) in failures.items()},
     }
 
 

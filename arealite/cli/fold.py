@@ -14,7 +14,7 @@ from typing import TextIO
 from arealite.base.printable import unguarded
 
 ROOM, INDENT = 24, 4
-"""Characters that the last column needs to be wrapped below itself; the indent if it has fewer."""
+"""Least width at which the last column is wrapped below itself; the indent of a narrower one."""
 GAP = re.compile(r"^\s+|(?<![\s.!?:])\s{2,}")
 COMMAND = re.compile(r"=\S+ [\w.]+=")
 """Matches a row with a shell command. It is not wrapped, so that it can be copied and run."""

@@ -297,8 +297,8 @@ def _server_hint(config: ExperimentConfig) -> str:
     if is_self_served(config):
         return "started with the run" if config.launcher.llm_servers else "the trainer itself"
     words = [f"{key}={getattr(config, key)}" for key in ("experiment_name", "trial_name")]
-    given, usual = asdict(config.cluster), asdict(ClusterConfig())  # the server must use the same
-    words += [f"cluster.{key}={given[key]}" for key in given if given[key] != usual[key]]
+    own, default = asdict(config.cluster), asdict(ClusterConfig())  # the server must use the same
+    words += [f"cluster.{key}={own[key]}" for key in own if own[key] != default[key]]
     if config.cluster.bound != ServerConfig().llm_server.host:
         words.append(f"llm_server.host={config.cluster.bound}")
     words.append(f"model.path={config.model.path}")

@@ -137,12 +137,12 @@ def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) 
 
     die_with_parent()
     log.setup("replay", "error")
-    told = time.monotonic()
+    printed_at = time.monotonic()
 
     def on_step(step: int) -> None:
-        nonlocal told
-        if (now := time.monotonic()) - told > PROGRESS_S:
-            told = now
+        nonlocal printed_at
+        if (now := time.monotonic()) - printed_at > PROGRESS_S:
+            printed_at = now
             print(f"equal up to step {step + 1}", flush=True)
 
     try:

@@ -39,46 +39,46 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
     good = [path.name for path in checkpoint.list_good(paths.checkpoints)]
     if wanted == "never":
         return
-    anew = f"resume=never starts a new run and renames {paths.root}"
+    hint = f"resume=never starts a new run and renames {paths.root}"
     listed = f"Valid checkpoints in {paths.checkpoints}: {', '.join(good) or 'none'}."
     if wanted not in ("auto", "must", *good):
-        raise UserError(f"resume={wanted} is no valid checkpoint. {listed} {anew}.")
+        raise UserError(f"resume={wanted} is no valid checkpoint. {listed} {hint}.")
     if wanted == "must" and not good:
         raise UserError(f"resume=must, but {paths.root} has no run to resume. {listed}")
     is_offline, newest = config.trainer.is_offline, paths.checkpoints / (good or [""])[-1]
-    held, named = read_identity(newest) if is_offline else read_facts(paths.ledger)
-    if not held:
+    stored, named = read_identity(newest) if is_offline else read_facts(paths.ledger)
+    if not stored:
         if good:
-            raise UserError(f"{paths.ledger} is missing. {listed} Restore the ledger; or {anew}.")
+            raise UserError(f"{paths.ledger} is missing. {listed} Restore the ledger; or {hint}.")
         return
-    _check_identity(held, identity, paths.root, wanted if wanted in good else "", anew)
+    _check_identity(stored, identity, paths.root, wanted if wanted in good else "", hint)
     if wanted in ("auto", "must") and named and named > max(map(step_of, good), default=0):
         back = f"resume={good[-1]} goes back to that checkpoint; " if good else ""
         raise UserError(
             f"the run's newest checkpoint, of step {named}, is missing or broken. {listed} Restore "
-            f"it; or {back}{anew}."
+            f"it; or {back}{hint}."
         )
 
 
 def _check_identity(
-    held: Mapping[str, str], identity: Mapping[str, str], root: Path, named: str, anew: str
+    stored: Mapping[str, str], identity: Mapping[str, str], root: Path, named: str, hint: str
 ) -> None:
-    """Raise UserError if format or identity differ, or if payloads for checkpoint `named` lack."""
-    if (before := held.get("schema")) != SCHEMA_VERSION:
+    """Raise UserError if format or identity differ, or if payloads after `named` were dropped."""
+    if (before := stored.get("schema")) != SCHEMA_VERSION:
         raise UserError(
             f"{root} was written by another version of AReaLite (format {before}, now "
-            f"{SCHEMA_VERSION}): use that version, choose another trial_name; or {anew}."
+            f"{SCHEMA_VERSION}): use that version, choose another trial_name; or {hint}."
         )
-    if named and step_of(named) < (dropped := int(held.get("dropped", 0))):
+    if named and step_of(named) < (dropped := int(stored.get("dropped", 0))):
         raise UserError(
             f"resume={named}: payloads of steps 1 to {dropped} were dropped (datapipe."
-            f"keep_payloads). Name a checkpoint from step-{dropped:06d} on; or {anew}."
+            f"keep_payloads). Name a checkpoint from step-{dropped:06d} on; or {hint}."
         )
     for key, now in identity.items():
-        if (before := held.get(key)) != now:
+        if (before := stored.get(key)) != now:
             raise UserError(
                 f"{root} was started with {key}={before}, now it is {now}. Use {before}, choose "
-                f"another trial_name; or {anew}."
+                f"another trial_name; or {hint}."
             )
 
 
@@ -89,13 +89,13 @@ def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
     with open_read_only(ledger) as db:
         if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
             return {}, 0  # the datapipe was killed before its first transaction
-        held = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
         newest = f"SELECT MAX(step) FROM checkpoints WHERE {VALID_CHECKPOINT}"
-        return held, db.execute(newest).fetchone()[0] or 0
+        return stored, db.execute(newest).fetchone()[0] or 0
 
 
 def read_identity(path: Path) -> tuple[dict[str, str], int]:
-    """Return the same for an offline trial, from a checkpoint; ({}, 0) without one."""
+    """Return (identity, step) of an offline trial from its checkpoint; ({}, 0) without one."""
     if not (path / "extra.json").exists():
         return {}, 0
     extra = json.loads((path / "extra.json").read_text())["extra"]
@@ -107,7 +107,7 @@ def move_old_run(config: ExperimentConfig) -> None:
     """Rename the folder of an old run if `resume=never`."""
     paths = run_paths(config)
     if config.resume == "never" and (paths.ledger.exists() or paths.checkpoints.exists()):
-        print(f"the old run is now in {paths.root.rename(_aside(paths))}")
+        print(f"the old run is now in {paths.root.rename(_backup_folder(paths))}")
 
 
 def prepare_folder(config: ExperimentConfig) -> ExperimentConfig:
@@ -142,7 +142,7 @@ def _go_back(paths: RunPaths, step: int) -> None:
     """Rename checkpoints after `step`; the start of the trainer rolls the ledger back."""
     every = paths.checkpoints.glob("step-*")
     if newer := [path for path in every if step_of(path.name) > step]:
-        aside = _aside(paths)
+        aside = _backup_folder(paths)
         for path in newer:
             target = aside / path.relative_to(paths.root)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,5 +154,5 @@ def _go_back(paths: RunPaths, step: int) -> None:
         db.execute("DELETE FROM checkpoints WHERE step > ?", (step,))
 
 
-def _aside(paths: RunPaths) -> Path:
+def _backup_folder(paths: RunPaths) -> Path:
     return paths.root.with_name(f"{paths.root.name}.before-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -16,7 +16,7 @@ from arealite.base.model_folder import read_model
 from arealite.base.places import check_address
 from arealite.cli import configs
 from arealite.impl.launcher.processes import die_with_parent
-from arealite.impl.launcher.server import IS_KEPT, keep
+from arealite.impl.launcher.server import IS_KEPT, supervise
 from arealite.system.health import vitals
 from arealite.system.names.registry import NameRegistry
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
         read_model(config.model.path or "")
     if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):
-        return keep(config, [sys.executable, str(SCRIPT), *argv])
+        return supervise(config, [sys.executable, str(SCRIPT), *argv])
     log.setup("llm_server", config.llm_server.log_level)
     vitals.start(f"llm_server-{socket.gethostname()}-{os.getpid()}", name_dir(config) / "vitals")
     server = servers.get(config.llm_server.type)(config)

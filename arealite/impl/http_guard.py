@@ -34,12 +34,12 @@ def guard(token: str, *hosts: str) -> Middleware:
         hosts: Host names of this server, besides localhost and the machine's name. An IP address
             as `Host` is always accepted.
     """
-    names, told = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}, set[str]()
+    names, logged = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}, set[str]()
 
     def refuse(request: web.Request, status: int, why: str) -> web.Response:
         peer = str(request.remote)
-        if peer not in told and len(told) < 100:
-            told.add(peer)
+        if peer not in logged and len(logged) < 100:
+            logged.add(peer)
             logger.warning("request refused", peer=peer, path=request.path, why=why)
         return web.json_response({"error": {"message": why, "code": status}}, status=status)
 

@@ -199,7 +199,7 @@ async def test_control_characters_are_escaped_in_role_logs_and_death_reasons(
     assert await child.process.wait() == 1
     text = child.log.read_bytes().decode()
     assert text.replace("\\\\", "\\").count(SHOWN) >= 6 and not controls_in(text)
-    Progress(tmp_path / "metrics.jsonl", 3).say(child.obituary + HOSTILE)
+    Progress(tmp_path / "metrics.jsonl", 3).say(child.exit_report + HOSTILE)
     out = capsys.readouterr().out
     assert "rollout-0 died" in out and SHOWN in out and not controls_in(out)
 

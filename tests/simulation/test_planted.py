@@ -26,7 +26,7 @@ def acknowledged_before_the_write(patch: pytest.MonkeyPatch) -> None:
     def at_once(writer: LedgerWriter, callback: Any, *, hurry: bool = False) -> None:
         if any(isinstance(arg, Ack) for arg in getattr(callback, "args", ())):
             callback()
-            writer.want_commit()
+            writer.request_commit()
         else:
             after_commit(writer, callback, hurry=hurry)
 

@@ -23,7 +23,7 @@ from arealite.system.health.waits import Wait
 MAX_BYTES = 8 << 20
 """Maximum size of one answer."""
 MAX_BACKOFF_S = 20.0
-TRY_AGAIN = frozenset((408, 409, 425, 429))
+RETRIED_STATUSES = frozenset((408, 409, 425, 429))
 
 
 class FixedPolicyFailed(EpisodeError):
@@ -163,7 +163,7 @@ class Completions:
         if self._key:  # before `error_message` truncates the text, perhaps inside the key
             raw = raw.replace(self._key.encode(), b"***")
         message = error_message(response.status, bytes(raw))
-        if response.status >= 500 or response.status in TRY_AGAIN:
+        if response.status >= 500 or response.status in RETRIED_STATUSES:
             raise TryAgain(message, _seconds(response.headers.get("Retry-After", "")))
         raise FixedPolicyFailed(f"{self.url}: {message}")
 

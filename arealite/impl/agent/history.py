@@ -58,7 +58,7 @@ class History:
     def ask(self, messages: Sequence[ChatMessage], tools: tuple[object, ...] = ()) -> list[int]:
         """Add messages and return the next prompt: all tokens so far and those of the new text.
 
-        If the template rewrites earlier turns, the prompt is its full rendering, tokenised anew.
+        If the template rewrites earlier turns, the prompt is its full rendering, tokenised again.
 
         Args:
             messages: Chat messages, for instance an observation.

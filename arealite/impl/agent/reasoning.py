@@ -1,7 +1,7 @@
 """A conversation with thoughts: the environment gets the text after a thought.
 
 Later prompts may omit thoughts. A thought is dropped by removing its tokens; the rest is never
-tokenised anew. A prompt without an earlier thought does not extend the prompt before it, so it
+tokenised again. A prompt without an earlier thought does not extend the prompt before it, so it
 starts a new training segment.
 """
 

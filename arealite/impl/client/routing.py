@@ -19,7 +19,7 @@ STICKY_GROUPS = 8192
 
 @dataclass(eq=False)
 class Server:
-    """One server, as this client knows it."""
+    """The state of one server in this client."""
 
     id: str
     address: str
@@ -31,7 +31,7 @@ class Server:
     """None: unknown; prompts are then not checked."""
     context_length: int | None = None
     alive: bool = False
-    """Its entry is fresh, and no request has failed since the entry was renewed."""
+    """Whether its entry is fresh and no request has failed since the entry was renewed."""
     entry_stale_since: float = -math.inf
     """Monotonic time at which a request failed, or found older weights than the entry states. The
     entry is ignored until it is renewed after that time."""

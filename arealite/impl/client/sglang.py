@@ -30,7 +30,7 @@ logger = log.get(__name__)
 MAX_SERVER_ERRORS = 8
 """Server errors (status 5xx, malformed answers) after which a request fails."""
 MAX_BACKOFF_S = 2.0
-TRY_AGAIN = frozenset((408, 425, 429))
+RETRIED_STATUSES = frozenset((408, 425, 429))
 OWN_SERVER_S = 600.0
 """How long a server that the run starts may load its model; its supervisor reports a failure."""
 COUNTERS = (
@@ -127,7 +127,7 @@ class SGLangClient(LLMClient):
         return {**self._stats, "in_flight": float(in_flight)}
 
     async def generate(self, request: LLMRequest) -> LLMResponse:
-        """Return the finished generation, whatever interruptions and failed servers it meets.
+        """Return the finished generation; continue it after interruptions and failures of servers.
 
         Raises:
             ContextOverflow: prompt + budget exceed the server's context.
@@ -204,7 +204,7 @@ class SGLangClient(LLMClient):
                 message = f"not an answer: {error}"
         else:
             message = wire.error_message(status, raw)
-            if 400 <= status < 500 and status not in TRY_AGAIN:
+            if 400 <= status < 500 and status not in RETRIED_STATUSES:
                 raise GenerationRefused(f"{server.address}: {message}")
         generation.errors += 1
         await self._retry(generation, server, "server_errors", message)
@@ -253,7 +253,7 @@ class SGLangClient(LLMClient):
             answer, generation.request.sampling, len(generation.output_ids), self._eos
         )
 
-    # ------------------------------------------------------------ when it fails
+    # ------------------------------------------------------------ failures and retries
 
     async def _retry(self, generation: Generation, server: Server, counter: str, why: str) -> None:
         """Count a failure of the server, and back off; the next attempt prefers another server.

@@ -1,7 +1,7 @@
 """Causal attention over rows packed end to end, as an attention function of transformers.
 
-The function has its own name, because transformers builds masks only for attention functions that
-it knows. So packed rows never need a dense [tokens × tokens] mask.
+The function has its own name, because transformers builds masks only for its own attention
+functions. Packed rows therefore never need a dense [tokens × tokens] mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "arealite_packed"
 LOW = torch.bfloat16, torch.float16
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 KNOWN = inspect.signature(varlen_attn).parameters
-"""torch 2.11 and 2.12 have no enable_gqa."""
+"""Parameters of varlen_attn; torch 2.11 and 2.12 have no enable_gqa."""
 
 
 def choose(layout: str, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> str:

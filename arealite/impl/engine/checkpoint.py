@@ -1,7 +1,7 @@
 """Checkpoint folders that are complete or absent.
 
-A folder is written under a temporary name, described by a manifest, synced and renamed. So a kill
-at any moment leaves the older checkpoints good, and an incomplete one is refused.
+A folder is written under a temporary name, described by a manifest, synced and renamed. A kill at
+any moment therefore leaves older checkpoints valid, and an incomplete checkpoint is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 
 
 def temporary(path: Path) -> Path:
-    """Return where the checkpoint `path` is written before it is renamed."""
+    """Return the folder in which the checkpoint `path` is written before it is renamed."""
     return path.parent / f".{path.name}.tmp"
 
 
@@ -56,9 +56,9 @@ def commit(path: Path, facts: dict[str, object]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a manifest notes."""
-    noted = {name: version(name) for name in ("torch", "transformers")}
-    return noted | {"arealite": arealite.__version__}
+    """Return the package versions that a manifest records."""
+    found = {name: version(name) for name in ("torch", "transformers")}
+    return found | {"arealite": arealite.__version__}
 
 
 def manifest(path: Path) -> dict[str, Any] | None:
@@ -89,7 +89,7 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the `keep` newest whole checkpoints, and what interrupted saves left."""
+    """Delete all but the `keep` newest whole checkpoints, and leftovers of interrupted saves."""
     leftovers = [*root.glob(".*.tmp"), *root.glob(".*.old")]
     for path in [*list_good(root)[: -max(1, keep)], *leftovers]:
         shutil.rmtree(path, ignore_errors=True)

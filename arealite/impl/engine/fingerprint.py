@@ -1,6 +1,6 @@
-"""A number that changes with any bit of any tensor, computed at the speed of memory.
+"""Fingerprint of tensors: a hash that changes with any bit, as fast as reading the memory.
 
-With it every step can be compared with its replay, although the weights are not kept.
+A replay compares it with the run after each step, so the run does not have to store weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GOLDEN, MIXER = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor], device: torch.device) -> str:
-    """Return 16 hex digits of all tensors by name, equal on all ranks; shards count as they lie.
+    """Return 16 hex digits of all tensors by name, equal on all ranks; they depend on the sharding.
 
     A chunk's sum is Σ bits[i] · weight[i] mod 2^64 with odd weights, so one flipped bit always
     changes it; sums, names and ranks are then hashed in order.

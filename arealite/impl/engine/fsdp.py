@@ -194,7 +194,7 @@ class FSDPEngine(TrainEngine):
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""
-        return fingerprint(dict(lora.held_tensors(self.module)), self.device)
+        return fingerprint(dict(lora.state_tensors(self.module)), self.device)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a whole parameter on the engine's device, gathered from all ranks."""

@@ -1,8 +1,8 @@
 """Reads a Hugging Face folder into a sharded model.
 
-A rank holds at most one full parameter beside its shards. The exception are models whose files name
-parameters differently than their modules do, such as some mixtures of experts: every rank reads
-such a model whole.
+A rank has at most one full parameter in memory beside its shards. The exception is a model whose
+files and modules use different parameter names, such as some mixtures of experts: every rank reads
+such a model completely.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from transformers.modeling_utils import PreTrainedModel as Model
 from arealite.api.engine import Head
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_logits, weight_files
-from arealite.impl.engine.lora import ADAPTER, file_name, first_value, held_tensors
+from arealite.impl.engine.lora import ADAPTER, file_name, first_value, state_tensors
 
 SCORE = "score.weight"
-"""The head for values."""
+"""Weight of the value head."""
 FIX = "Weights and config.json are of different models: download the folder again."
 
 
@@ -36,7 +36,7 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
     Head value: the folder's decoder as a sequence classifier of one label.
 
     Raises:
-        UserError: no such folder, or a head whose logits are more than hidden · weightᵀ.
+        UserError: no such folder, or a head that computes more than hidden · weightᵀ.
     """
     if not (path / "config.json").is_file():
         raise UserError(f"No model at '{path}': it must be a Hugging Face folder with config.json.")
@@ -73,10 +73,10 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
 def load_weights(
     model: Model, path: Path, device: torch.device, *, offload: bool = False, seed: int = 0
 ) -> None:
-    """Materialise `model` and fill it from the folder's safetensors: buffers on `device`, its
-    parameters, whole or shards, there too or with `offload` on the CPU.
+    """Materialise `model`, and load its parameters or their shards from the folder's safetensors.
 
-    A head for values that the folder lacks begins as zeros, adapters by `seed`: alike on all ranks.
+    Buffers are on `device`; parameters, too, or with `offload` on the CPU. A value head that the
+    folder lacks is initialised to 0, and adapters from `seed`, equally on all ranks.
 
     Raises:
         UserError: the folder lacks any other tensor of the model, or has a tensor that the model
@@ -92,7 +92,7 @@ def load_weights(
         model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, tensor in held_tensors(model):
+        for name, tensor in state_tensors(model):
             full = read(file_name(name))
             full = first_value(name, tensor.shape, generator) if full is None else full
             if full.shape != tensor.shape:
@@ -123,11 +123,11 @@ def _reader(model: Model, path: Path) -> Callable[[str], torch.Tensor | None]:
     def read(name: str) -> torch.Tensor | None:
         if name not in where:
             return None
-        # Opened for each one: pages of an open file count as this process's memory.
+        # Opened for each tensor: pages of an open file count as this process's memory.
         with safe_open(where[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
-    wanted = {file_name(name) for name, _ in held_tensors(model) if ADAPTER not in name}
+    wanted = {file_name(name) for name, _ in state_tensors(model) if ADAPTER not in name}
     if wanted - {SCORE} <= where.keys():
         tied = {file_name(name) for name in model.state_dict()}
         _check_names(model, path, set(), where.keys() - tied)

@@ -29,7 +29,7 @@ Full = Callable[[torch.Tensor], torch.Tensor]
 def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
     """Freeze `module`, put adapters beside its `targets`, and return peft's config of them.
 
-    They are float32, and on the meta device. Of a head for values, the head is trained as well.
+    The adapters are float32 and on the meta device. A value head is trained as well.
 
     Raises:
         UserError: peft is not installed, no module has one of these names, or a module holds
@@ -68,7 +68,7 @@ def file_name(name: str) -> str:
     return name.replace(BASE, ".")
 
 
-def held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model's files: parameters, tied ones once, and persistent buffers."""
     seen = set[int]()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -90,7 +90,7 @@ def first_value(name: str, shape: torch.Size, generator: torch.Generator) -> tor
 def merged(module: nn.Module, full: Full, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name in files and the full tensor of each parameter, W + alpha/rank · B·A where it
     has an adapter: added in float32, then rounded to `dtype`. Buffers keep their own dtype."""
-    for name, param in held_tensors(module):
+    for name, param in state_tensors(module):
         owner, _, leaf = name.rpartition(BASE)
         if ADAPTER in name:
             continue
@@ -105,7 +105,7 @@ def merged(module: nn.Module, full: Full, dtype: torch.dtype) -> Iterator[tuple[
 
 
 def write(module: nn.Module, full: Full, config: Any, folder: Path | None, *, base: Path) -> None:
-    """Write the trained parameters as an adapter of `base` for peft; None: only gather them."""
+    """Write the trained parameters as an adapter of `base` for peft; folder None: only gather."""
     tensors = {
         f"base_model.model.{name.replace(f'.{NAME}.', '.')}": full(param.detach()).cpu()
         for name, param in module.named_parameters()

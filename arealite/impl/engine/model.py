@@ -31,7 +31,7 @@ from arealite.impl.engine.batch import MicroBatch
 
 
 class LogprobModel(nn.Module):
-    """A causal language model as the root: its head sees the loss tokens only."""
+    """A causal language model as the root; its head computes only the loss tokens."""
 
     def __init__(self, module: Any, *, logits_chunk: int = 2**25) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _recomputed(forward: Callable[..., object], *args: object, **options: Any) -
 
 
 def make_mesh(device: torch.device, shard_size: int) -> DeviceMesh:
-    """Return the mesh of all ranks, or of copies × the shards of one copy."""
+    """Return the mesh of all ranks, or a mesh of (copies, shards of one copy)."""
     size = dist.get_world_size()
     shard_size = shard_size or size
     if size % shard_size:
@@ -139,6 +139,6 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, so that none outlives a change of its shards."""
+    """Free gathered parameters, which would be outdated after a change of their shards."""
     for module in fsdp_modules(model):
         module.reshard()

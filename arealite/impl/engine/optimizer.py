@@ -84,7 +84,7 @@ class Optimizer:
                 f"{self.skipped} updates in a row were skipped, after {self.updates} applied ones: "
                 f"the gradient norm is {norm}, parameters are "
                 f"{'not finite, as ' + name if (name := next(bad, '')) else 'finite'}. "
-                f"Probably the learning rate ({lr:g}) is too high: go on from an older checkpoint "
+                f"Probably the learning rate ({lr:g}) is too high: resume from an older checkpoint "
                 "with a lower one. (optimizer.max_skipped_updates)"
             )
         return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}

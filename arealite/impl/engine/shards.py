@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from arealite.base.errors import UserError
-from arealite.impl.engine.lora import held_tensors
+from arealite.impl.engine.lora import state_tensors
 from arealite.impl.engine.optimizer import Optimizer
 
 
 def save(folder: Path, module: nn.Module, optimizer: Optimizer, extra: dict[str, object]) -> None:
-    """Write what training changes, and `extra`, into `folder`."""
+    """Write the tensors that training changes, and `extra`, into `folder`."""
     save_state(_live_state(module, optimizer), checkpoint_id=folder / "state")
     if dist.get_rank() == 0:
         inside = {"updates": optimizer.updates, "extra": extra}
@@ -46,10 +46,10 @@ def load(folder: Path, module: nn.Module, optimizer: Optimizer) -> dict[str, obj
 
 
 def _live_state(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors that training changes, to be read, or filled in place."""
+    """Return the tensors that training changes, to save them or to load into them."""
     model = {
         name: tensor.detach()
-        for name, tensor in held_tensors(module)
+        for name, tensor in state_tensors(module)
         if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
     }
     return {"model": model, "optimizer": optimizer.state()}

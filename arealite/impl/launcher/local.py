@@ -33,9 +33,9 @@ from arealite.impl.launcher.supervisor import (
     ROLE,
     STOPPING,
     Budget,
-    Died,
     HealthMonitor,
     Role,
+    RoleFailed,
     Supervisor,
 )
 from arealite.system.health import vitals
@@ -111,7 +111,7 @@ class LocalLauncher(Launcher, Supervisor):
             monitor = HealthMonitor(self.vitals, self, options.silent_s, options.blocked_s)
             monitoring = asyncio.ensure_future(monitor.run())
             try:
-                code = await self._keep_all()
+                code = await self._supervise_all()
             finally:
                 monitoring.cancel()
                 grace_s = 0.0 if self._stops > 1 else TERMINATE_GRACE_S
@@ -129,9 +129,9 @@ class LocalLauncher(Launcher, Supervisor):
         """Return the child that a finding is about; None if it may be about a predecessor."""
         if not self.is_remote:
             return super().child_of(finding)
-        begun = time.monotonic() - self.options.silent_s
+        latest = time.monotonic() - self.options.silent_s
         named = [c for c in self.children if c.running and c.name == finding.blocker]
-        return next((child for child in named if child.started < begun), None)
+        return next((child for child in named if child.started < latest), None)
 
     # ------------------------------------------------------------ starting
 
@@ -175,9 +175,9 @@ class LocalLauncher(Launcher, Supervisor):
 
     # ------------------------------------------------------------ watching
 
-    async def keep(self, role: Role) -> None:
-        """Start a role, and again when it dies, until it has ended as planned."""
-        await super().keep(role)
+    async def supervise(self, role: Role) -> None:
+        """Supervise a role until it has ended as planned."""
+        await super().supervise(role)
         if role.leaving:  # its exit does not end the run
             self.roles.remove(role)
             return
@@ -192,19 +192,19 @@ class LocalLauncher(Launcher, Supervisor):
         """Return whether to restart a role that died.
 
         Raises:
-            Died: a restart would fail the same way, or the run is being stopped.
+            RoleFailed: a restart would fail the same way, or the run is being stopped.
         """
         if role.leaving:
             return False
         if dead.code in STOPPING:
-            raise Died(dead.obituary, dead.code)
+            raise RoleFailed(dead.exit_report, dead.code)
         if self.trainer.ended or self.datapipe.ended:  # all steps are trained
             if dead.code != -self.stop:
-                self.say(f"{dead.death}; no longer needed")
+                self.say(f"{dead.exit_summary}; no longer needed")
             return False
         if self._stops and role is self.trainer:
             code = STOPPED if dead.code == -self.stop else max(dead.code, 1)
-            raise Died(f"{dead.death} while the run was being stopped", code)
+            raise RoleFailed(f"{dead.exit_summary} while the run was being stopped", code)
         return True
 
     def mark(self) -> float:
@@ -243,13 +243,13 @@ class LocalLauncher(Launcher, Supervisor):
         self.say(f"{added.names[0]} is started: the other workers are full")
         return [added]
 
-    async def _keep_all(self) -> int:
+    async def _supervise_all(self) -> int:
         """Supervise every role until all have ended or one cannot be restarted.
 
         Returns:
             The exit code of the run.
         """
-        self._keeping = {asyncio.ensure_future(self.keep(role)) for role in self.roles}
+        self._tasks = {asyncio.ensure_future(self.supervise(role)) for role in self.roles}
         try:
             await self._until_ended()
         except ArealiteError as error:
@@ -259,21 +259,21 @@ class LocalLauncher(Launcher, Supervisor):
             self._end = str(error)
             return error.exit_code
         finally:
-            for task in self._keeping:
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._keeping, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         return STOPPED if self._stops else 0
 
     async def _until_ended(self) -> None:
         """Wait until all roles have ended, at most `drain_timeout_s` after the first of them."""
         loop, deadline = asyncio.get_running_loop(), None
-        while self._keeping and self._stops < 2:
+        while self._tasks and self._stops < 2:
             first = asyncio.FIRST_COMPLETED
-            done, _ = await asyncio.wait(self._keeping, timeout=REFRESH_S, return_when=first)
+            done, _ = await asyncio.wait(self._tasks, timeout=REFRESH_S, return_when=first)
             for task in done:
-                self._keeping.remove(task)
+                self._tasks.remove(task)
                 task.result()
-            self._keeping |= {asyncio.ensure_future(self.keep(r)) for r in await self._rescale()}
+            self._tasks |= {asyncio.ensure_future(self.supervise(r)) for r in await self._rescale()}
             self.progress.poll()
             if self.progress.trained:
                 self.trained.set()
@@ -282,10 +282,10 @@ class LocalLauncher(Launcher, Supervisor):
             # After the trainer's last step, any role may end first.
             if deadline is None and (self._stops or any(role.ended for role in self.roles)):
                 deadline = loop.time() + self.options.drain_timeout_s
-            if deadline is not None and loop.time() > deadline and self._keeping:
+            if deadline is not None and loop.time() > deadline and self._tasks:
                 names = ", ".join(child.name for child in self.children if child.running)
                 seconds = self.options.drain_timeout_s
-                raise Died(f"{names} did not exit within {seconds:g} s; killed.", 1)
+                raise RoleFailed(f"{names} did not exit within {seconds:g} s; killed.", 1)
 
     async def _explain(self) -> None:
         """Print the text of `arealite why` before the roles are stopped."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import RoleError, UserError
 from arealite.base.signals import ignore_other_stops
-from arealite.impl.launcher.last_words import ERROR, last_words
+from arealite.impl.launcher.exit_reason import ERROR, exit_reason
 
 PARENT = "AREALITE_PARENT"
 """Environment variable with the id of the parent process that restarts this one."""
@@ -83,28 +83,28 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     @property
-    def death(self) -> str:
-        """One line: the child's name, how it died, and the reason in its output, if any."""
-        return self._death(last_words(self._output(), self.code) if self.code else "")
+    def exit_summary(self) -> str:
+        """One line: the child's name, how it exited, and the reason in its output, if any."""
+        return self._summary(exit_reason(self._output(), self.code) if self.code else "")
 
-    def _death(self, words: str) -> str:
+    def _summary(self, words: str) -> str:
         why = self.reason or words.removeprefix(ERROR)
         return f"{self.name} died ({how_ended(self.code)}{f': {why}' if why else ''})"
 
     @property
-    def obituary(self) -> str:
-        """The line of `death`, followed by the last lines of the log, if there is a log.
+    def exit_report(self) -> str:
+        """The line of `exit_summary`, followed by the last lines of the log, if there is a log.
 
         After a deliberately raised error, only the line with the reason follows.
         """
         if self.log is None:
-            return self.death
-        words = last_words(output := self._output(), self.code)
+            return self.exit_summary
+        words = exit_reason(output := self._output(), self.code)
         lines = [words] if words.startswith(ERROR) else output.splitlines()[-TAIL_LINES:]
         if words not in " ".join("\n".join(lines).split()):
             lines = [words, "...", *lines]
         tail = "\n".join(f"    {line}" for line in lines or ["(empty: is the disk full?)"])
-        return f"{self._death('')}. Its last lines ({self.log}):\n{tail}"
+        return f"{self._summary('')}. Its last lines ({self.log}):\n{tail}"
 
     def _output(self) -> str:
         if self.log is None:
@@ -187,7 +187,7 @@ async def end_all(
 
 
 def die_with_parent() -> bool:
-    """Ask the kernel to kill this process when its supervisor dies.
+    """Make the kernel kill this process when its supervisor dies.
 
     Returns:
         Whether the process has a supervisor.
@@ -317,7 +317,7 @@ def server_gpus(
 
 def server_overrides(config: ExperimentConfig) -> list[str]:
     """Return the command-line arguments with which serve-llm serves this experiment."""
-    given = {
+    values = {
         "experiment_name": config.experiment_name,
         "trial_name": config.trial_name,
         "seed": config.seed,
@@ -326,7 +326,7 @@ def server_overrides(config: ExperimentConfig) -> list[str]:
         "llm_server.host": config.cluster.bound,
         **{f"cluster.{f.name}": getattr(config.cluster, f.name) for f in fields(config.cluster)},
     }
-    words = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     return [*words, *config.launcher.server_args]
 
 
@@ -356,4 +356,4 @@ async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[No
 
 async def _until_dead(child: Child) -> None:
     await child.process.wait()
-    raise RoleError(child.obituary)
+    raise RoleError(child.exit_report)

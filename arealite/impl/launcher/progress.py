@@ -70,10 +70,10 @@ class Progress:
         if any(key.startswith("eval/") for key in metrics):
             self._evaluated = step
             held_out = [n for n in ("reward", "loss", "accuracy") if f"eval/{n}" in metrics]
-            told = ", ".join(f"{name} {metrics[f'eval/{name}']:.3f}" for name in held_out)
-            self.is_unevaluated = not told
-            told = f"held-out {told}" if told else "every sample failed"
-            self.say(f"eval at step {step}: {told}")
+            result = ", ".join(f"{name} {metrics[f'eval/{name}']:.3f}" for name in held_out)
+            self.is_unevaluated = not result
+            result = f"held-out {result}" if result else "every sample failed"
+            self.say(f"eval at step {step}: {result}")
         if not is_step(metrics):
             return
         self.newest = max(self.newest, step)

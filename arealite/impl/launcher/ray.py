@@ -79,8 +79,8 @@ class Process:
         try:
             code = int(await self.actor.wait.remote())
         except Exception as error:  # noqa: BLE001  (the actor was killed, or its node was lost)
-            code, said = LOST, " ".join(str(error).split())
-            await asyncio.to_thread(self._note, f"Ray: {said[:500]}\n")
+            code, reason = LOST, " ".join(str(error).split())
+            await asyncio.to_thread(self._note, f"Ray: {reason[:500]}\n")
         self.returncode = code
         return code
 

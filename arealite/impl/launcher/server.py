@@ -19,9 +19,9 @@ from arealite.impl.launcher.supervisor import (
     ROLE,
     STOPPING,
     Budget,
-    Died,
     HealthMonitor,
     Role,
+    RoleFailed,
     Supervisor,
 )
 from arealite.system.health import diagnosis, vitals
@@ -33,7 +33,7 @@ PLANNED = (0, 130, *STOPPING)
 """Exit codes after which the server is not started again."""
 KIND = "llm_server"
 IS_KEPT = "AREALITE_IS_KEPT"
-"""Environment variable that is set for a server whose parent restarts it."""
+"""Environment variable of a server whose parent restarts it."""
 
 
 class ServerSupervisor(Supervisor):
@@ -60,7 +60,7 @@ class ServerSupervisor(Supervisor):
         loop = asyncio.get_running_loop()
         vitals.start(self._name, self._vitals)
         vitals.watch(loop)
-        keeping = asyncio.ensure_future(self.keep(self._server))
+        keeping = asyncio.ensure_future(self.supervise(self._server))
         for number in (STOP, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number, keeping)
         monitoring = asyncio.ensure_future(HealthMonitor(self._vitals, self).run())
@@ -69,7 +69,7 @@ class ServerSupervisor(Supervisor):
             return max(self.children[0].code, 0)
         except asyncio.CancelledError:  # stopped while there was no server
             return 0
-        except Died as error:
+        except RoleFailed as error:
             self.say(f"error: {error}")
             return error.exit_code
         finally:
@@ -120,6 +120,6 @@ class ServerSupervisor(Supervisor):
         return [entry.id for entry in entries if own.items() <= entry.value.items()]
 
 
-def keep(config: ServerConfig, command: Sequence[str]) -> int:
+def supervise(config: ServerConfig, command: Sequence[str]) -> int:
     """Run `command`, a server, until a signal stops it; return the exit code."""
     return asyncio.run(ServerSupervisor(config, command).run())

@@ -36,7 +36,7 @@ seconds later."""
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes that one part of this job was given."""
+    """The nodes that Slurm allocated to one part of this job."""
 
     group: list[str]
     """Arguments of srun that select the component."""
@@ -150,8 +150,8 @@ class SlurmLauncher(LocalLauncher):
         for mark in marks:
             mark.touch()
         try:
-            asked = [self._ask(nodes, files) for nodes in self.nodes.values()]
-            answers = zip(self.nodes.values(), await asyncio.gather(*asked), strict=True)
+            probes = [self._probe_part(nodes, files) for nodes in self.nodes.values()]
+            answers = zip(self.nodes.values(), await asyncio.gather(*probes), strict=True)
         finally:
             for mark in marks:
                 mark.unlink(missing_ok=True)
@@ -161,15 +161,15 @@ class SlurmLauncher(LocalLauncher):
                 path = Path(rest.removeprefix("lacks "))
                 raise not_shared(marks.get(path, path), self.nodes["head"].hosts[0], host)
             self.devices[nodes.job, host] = [] if rest == "-" else rest.split(",")
-        asked_for = [(nodes.job, host) for nodes in self.nodes.values() for host in nodes.hosts]
-        if silent := [host for job, host in asked_for if (job, host) not in self.devices]:
+        expected = [(nodes.job, host) for nodes in self.nodes.values() for host in nodes.hosts]
+        if silent := [host for job, host in expected if (job, host) not in self.devices]:
             raise UserError(
                 f"no answer from {', '.join(sorted({*silent}))} within "
                 f"launcher.slurm.start_s={self.options.slurm.start_s:g} s. See `scontrol show "
                 f"node {silent[0]}`, exclude it (--exclude={silent[0]}), or increase start_s."
             )
 
-    async def _ask(self, nodes: Nodes, files: Sequence[Path]) -> list[str]:
+    async def _probe_part(self, nodes: Nodes, files: Sequence[Path]) -> list[str]:
         """Run PROBE on the nodes of a part; return the lines printed within `start_s`."""
         size, start_s = str(len(nodes.hosts)), self.options.slurm.start_s
         step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")

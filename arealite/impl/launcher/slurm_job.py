@@ -84,15 +84,15 @@ def check_partitions(config: ExperimentConfig) -> None:
         parser = argparse.ArgumentParser(add_help=False)
         parser.add_argument("-p", "--partition", default=default)
         parser.add_argument("-N", "--nodes", default="1")
-        given, _ = parser.parse_known_args(words)
+        parsed, _ = parser.parse_known_args(words)
         known = f"Partitions that are up: {', '.join(up) or 'none'}."
         key = f"launcher.slurm.{part} (or every)"
-        if given.partition is None:
+        if parsed.partition is None:
             raise UserError(f"no default partition: add --partition=NAME to {key}. {known}")
-        names = given.partition.split(",")
+        names = parsed.partition.split(",")
         if missing := [name for name in names if name not in up]:
             raise UserError(f"{key}: no partition {missing[0]} is up. {known}")
-        wanted[names[0] if len(names) == 1 else ""] += int(given.nodes.partition("-")[0])
+        wanted[names[0] if len(names) == 1 else ""] += int(parsed.nodes.partition("-")[0])
     for name, nodes in wanted.items():
         if name and nodes > up[name]:
             raise UserError(

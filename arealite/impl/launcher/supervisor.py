@@ -24,29 +24,29 @@ from arealite.system.health.diagnosis import Finding, examine
 ROLE = "AREALITE_ROLE"
 """Environment variable with the name that a server's parent has in the run."""
 STOPPING = (UserError.exit_code, InvariantError.exit_code)
-"""Exit codes after which a restart would fail the same way, or do harm."""
+"""Exit codes after which a restart would fail in the same way or cause damage."""
 EARLY_S = 5.0
 """Grace period after an unexpected clean exit."""
-LAST_WORDS_S = 1.0
+EXIT_REASON_S = 1.0
 """Time for other ranks to exit with a better reason, after one rank failed."""
 PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0)
-"""Before the restarts of a role that dies again and again; the last one holds for all others."""
+"""Pauses before the restarts of a role that crashes repeatedly; later restarts use the last one."""
 STEADY_S = 10.0
-"""A role that lived this long is restarted without a pause."""
+"""A role that ran for this long is restarted without a pause."""
 EXAMINE_S = 1.0
-"""How often the vitals of all roles are examined."""
+"""Seconds between two examinations of the vitals of all roles."""
 QUIET_S = 10.0
 """A finding is reported again after an absence of this long."""
 FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
 
-Trouble = tuple[str, str, int]
-"""A role, a cause and a process id; the next process of a role has another id."""
+FindingKey = tuple[str, str, int]
+"""(role, cause, process id); the next process of a role has another id."""
 
 logger = log.get(__name__)
 
 
-class Died(RoleError):
-    """A role is not started again; the message tells the user why."""
+class RoleFailed(RoleError):
+    """A role failed and is not restarted; the message gives the reason."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -55,25 +55,25 @@ class Died(RoleError):
 
 @dataclass
 class Budget:
-    """How often a role may die without progress, and the pauses before its restarts."""
+    """Limit of a role's deaths without progress, and the pauses before its restarts."""
 
     limit: int
     role: str = ""
     """The role that `arealite why` shows as starting or crashing; "": `why` shows no starts."""
     pauses_s: Sequence[float] = field(default_factory=lambda: PAUSES_S)
-    """Before the first restart, the second, and so on; the last one holds for all others."""
+    """Pause before each restart, in order; later restarts use the last one."""
     steady_s: float = STEADY_S
-    """A role that lived this long is restarted without a pause."""
+    """A role that ran for this long is restarted without a pause."""
     deaths: int = 0
     first: str = ""
-    """Description of the first of these deaths."""
+    """Exit report of the first of these deaths."""
     _mark: float = 0.0
-    _hasty: int = 0
-    """Deaths in a row that came soon after the start."""
+    _early: int = 0
+    """Consecutive deaths within `steady_s` of the start."""
     wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.SUPERVISOR))
     """The published wait for the role to be up."""
 
-    def expect(self, what: str, why: str = "") -> None:
+    def mark_down(self, what: str, why: str = "") -> None:
         """Publish that the role is not up.
 
         Args:
@@ -86,27 +86,27 @@ class Budget:
         if self.role:
             waits.table.add(self.wait)
 
-    def forget(self, mark: float = math.inf) -> bool:
+    def mark_up(self, mark: float = math.inf) -> bool:
         """Publish that the role is up, and return True; after a second death, only if `mark` shows
         progress."""
         if is_up := self.deaths < 2 or mark > self._mark:
             waits.table.discard(self.wait)
         return is_up
 
-    def spend(self, said: str, *, mark: float, lived_s: float) -> float | None:
+    def spend(self, report: str, *, mark: float, lived_s: float) -> float | None:
         """Count a death; return the seconds to pause before the next start, None: no more starts.
 
-        The count begins anew if `mark`, a measure of progress, has grown since the last death.
+        The count restarts if `mark`, a measure of progress, has grown since the last death.
         """
         if mark > self._mark or not self.deaths:
-            self.deaths, self.first, self._mark, self._hasty = 0, said, mark, 0
+            self.deaths, self.first, self._mark, self._early = 0, report, mark, 0
         self.deaths += 1
-        self.expect(f"restart {self.deaths} of {self.limit}", said)
-        self._hasty = 0 if lived_s > self.steady_s else self._hasty + 1
+        self.mark_down(f"restart {self.deaths} of {self.limit}", report)
+        self._early = 0 if lived_s > self.steady_s else self._early + 1
         if self.deaths > self.limit:
-            self.expect(f"given up after {self.deaths} deaths", said)
+            self.mark_down(f"given up after {self.deaths} deaths", report)
             return None
-        return self.pauses_s[min(self._hasty, len(self.pauses_s)) - 1] if self._hasty else 0.0
+        return self.pauses_s[min(self._early, len(self.pauses_s)) - 1] if self._early else 0.0
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Role:
     """Whether it was stopped before the end of the run."""
 
     async def end(self) -> Child | None:
-        """Wait until one of its processes died, and return that; None: all ended as planned."""
+        """Wait until one of its processes died, and return it; None: all ended as planned."""
         exits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}
         left: list[Child] = []
         try:
@@ -141,7 +141,7 @@ class Role:
                 if not done and not self.over.is_set():
                     return left[0]
                 if len(exits) > 1 and any(exits[task].code > 0 for task in done):
-                    done, _ = await asyncio.wait(exits, timeout=LAST_WORDS_S)
+                    done, _ = await asyncio.wait(exits, timeout=EXIT_REASON_S)
                 left += [exits.pop(task) for task in done]
                 if dead := [child for child in left if child.code]:
                     return min(dead, key=lambda child: (child.code not in STOPPING, child.code))
@@ -199,7 +199,7 @@ class Supervisor(ABC):
         return False
 
     async def end(self, role: Role) -> Child | None:
-        """Wait until a process of a role died, and return that; None: all ended as planned."""
+        """Wait until a process of a role died, and return it; None: all ended as planned."""
         marking = asyncio.ensure_future(self._mark_up(role))
         try:
             return await role.end()
@@ -208,7 +208,7 @@ class Supervisor(ABC):
 
     async def _mark_up(self, role: Role) -> None:
         """Publish that a role is up, once it is. Waits for: its files. Unblocks: no process."""
-        while not (await asyncio.to_thread(self.is_up, role) and role.budget.forget(self.mark())):  # noqa: ASYNC110  (files have no event)
+        while not (await asyncio.to_thread(self.is_up, role) and role.budget.mark_up(self.mark())):  # noqa: ASYNC110  (files have no event)
             await asyncio.sleep(EXAMINE_S)
 
     async def clear(self, role: Role) -> None:
@@ -219,14 +219,14 @@ class Supervisor(ABC):
         """Wait before the restart of a role."""
         await asyncio.sleep(seconds)
 
-    async def keep(self, role: Role) -> None:
+    async def supervise(self, role: Role) -> None:
         """Start a role, and restart it when it dies, until it ends as planned or is stopped.
 
         Raises:
-            Died: the restart budget is spent.
+            RoleFailed: the restart budget is spent.
         """
         budget, again = role.budget, ""
-        budget.expect("start")
+        budget.mark_down("start")
         while not role.leaving:
             await self.start(role)
             if role.leaving:  # it was stopped before its process could receive a signal
@@ -239,19 +239,19 @@ class Supervisor(ABC):
             if dead is None or not self.is_needed(role, dead):
                 break
             lived_s = time.monotonic() - dead.started
-            pause = budget.spend(dead.obituary, mark=self.mark(), lived_s=lived_s)
-            budget.wait.detail = dead.death
+            pause = budget.spend(dead.exit_report, mark=self.mark(), lived_s=lived_s)
+            budget.wait.detail = dead.exit_summary
             if pause is None:
                 text = budget.first
                 if budget.limit:
-                    text = f"{dead.death}, {budget.deaths} times without {self.milestone}; "
+                    text = f"{dead.exit_summary}, {budget.deaths} times without {self.milestone}; "
                     text += f"{self.option}={budget.limit}. The first: {budget.first}"
-                raise Died(text, max(dead.code, 1))
+                raise RoleFailed(text, max(dead.code, 1))
             await self.pause(role, dead, pause)
             if not self.is_needed(role, dead):
                 break
-            again = f"{dead.death}; started again ({budget.deaths} of {budget.limit})"
-        budget.forget()
+            again = f"{dead.exit_summary}; started again ({budget.deaths} of {budget.limit})"
+        budget.mark_up()
 
     def child_of(self, finding: Finding) -> Child | None:
         """Return the running child that a finding is about; None: it is about another process."""
@@ -266,7 +266,7 @@ class Supervisor(ABC):
 class HealthMonitor:
     """Finds, reports and kills unresponsive children, once a second.
 
-    It only kills: the supervisor of a child starts it again.
+    The monitor only kills; the supervisor of a child restarts it.
     """
 
     folder: Path
@@ -276,13 +276,13 @@ class HealthMonitor:
     silent_s: float = 8.0
     blocked_s: float = 60.0
     """Seconds after which a silent or stopped child (`silent_s`), or a blocked one, is killed."""
-    _seen: dict[Trouble, float] = field(default_factory=dict["Trouble", float])
-    """When each trouble was last found."""
+    _seen: dict[FindingKey, float] = field(default_factory=dict["FindingKey", float])
+    """Monotonic time at which each finding was last made."""
 
     async def run(self) -> None:
         """Examine until cancelled. Waits for: the clock. Unblocks: roles that wait for an
-        unresponsive one."""
-        before = set[Trouble]()
+        unresponsive role."""
+        before = set[FindingKey]()
         while True:
             await asyncio.sleep(EXAMINE_S)
             try:
@@ -291,18 +291,18 @@ class HealthMonitor:
                 logger.warning("no diagnosis", error=repr(error))
                 continue
             for finding in findings:
-                self._tell(finding)
-                if trouble(finding) in before:  # else this process may have been stopped, too
-                    self._heal(finding)
-            before = {trouble(finding) for finding in findings}
+                self._report(finding)
+                if finding_key(finding) in before:  # else this process may have been stopped, too
+                    self._kill_if_due(finding)
+            before = {finding_key(finding) for finding in findings}
 
-    def _tell(self, finding: Finding) -> None:
-        key, now = trouble(finding), time.monotonic()
+    def _report(self, finding: Finding) -> None:
+        key, now = finding_key(finding), time.monotonic()
         if now - self._seen.get(key, -math.inf) > QUIET_S and self.supervisor.is_shown(finding):
             self.supervisor.say(describe(finding))
         self._seen[key] = now
 
-    def _heal(self, finding: Finding) -> None:
+    def _kill_if_due(self, finding: Finding) -> None:
         # The child may be srun, which still runs although the role's process is dead.
         limits: dict[str, float] = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
         limits["blocked"] = self.blocked_s
@@ -312,8 +312,8 @@ class HealthMonitor:
             child.kill()
 
 
-def trouble(finding: Finding) -> Trouble:
-    """Return what distinguishes a finding from others."""
+def finding_key(finding: Finding) -> FindingKey:
+    """Return the key under which repeated findings are the same."""
     return finding.blocker, finding.cause, finding.pid
 
 

@@ -34,9 +34,9 @@ class Sidecar(LocalLauncher):
         self.roles.remove(self.trainer)
         self.local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
 
-    async def _keep_all(self) -> int:
+    async def _supervise_all(self) -> int:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._end_of_training)
-        return await super()._keep_all()
+        return await super()._supervise_all()
 
     def _end_of_training(self) -> None:
         """Allow the other roles to exit: the trainer has sent its last message to the datapipe."""

@@ -16,7 +16,7 @@ from arealite.base.extras import extra_requirement, import_optional
 from arealite.base.names import RunPaths
 
 UPLOAD_S = 20.0
-"""Time limit to start a W&B run and to send its last rows; less than guarded.CLOSE_S."""
+"""Time limit to start a W&B run and to send its last rows; less than isolated.CLOSE_S."""
 CHOICES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "NETRC")
 LOGINS = ("~/.netrc", "~/_netrc", "~/.config/wandb/settings")
 """Files in which W&B looks for a key, besides the environment variables CHOICES."""

@@ -1,6 +1,6 @@
 """Controls one server through SGLang's protocol: pause, update weights, continue, confirm.
 
-Every special case of the protocol is here. The module knows nothing of the run.
+Every special case of the protocol is here. The module does not depend on the run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError, RoleError, ValueError)
 
 @dataclass(eq=False)
 class ServerControl:
-    """One server process: its state, as this publisher knows it, and its routes."""
+    """One server process: its routes, and its state in this publisher."""
 
     id: str
     address: str
@@ -100,8 +100,8 @@ class ServerControl:
         if self.capabilities is not None:
             return self.capabilities
         if Path(self.folder).is_absolute():
-            held = await asyncio.to_thread(read_shapes, Path(self.folder))  # {} if it is elsewhere
-            check_shapes(shapes, held, where=f"{self.address}, which serves {self.folder}")
+            served = await asyncio.to_thread(read_shapes, Path(self.folder))  # {}: on another host
+            check_shapes(shapes, served, where=f"{self.address}, which serves {self.folder}")
         with self.time_limit("the answer to a continue", CONTINUE_S):
             await self.request_ok("/continue_generation", {})
         one_token = {"max_new_tokens": 1, "temperature": 0.0}
@@ -263,7 +263,7 @@ class ServerControl:
             table.discard(self.foreign_pause)
             self.foreign_pause = None
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def time_limit(self, what: str, seconds: float) -> Wait:
         """Return a wait of at most `seconds` for this server; see `Wait`."""

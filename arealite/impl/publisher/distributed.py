@@ -39,7 +39,7 @@ logger = log.get(__name__)
 class DistributedPublisher(ServersPublisher):
     """`stage` updates the servers; `push` only reports."""
 
-    wants_device = True
+    takes_device_tensors = True
 
     def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
         super().__init__(config, engine)

@@ -138,10 +138,10 @@ class ServersPublisher(WeightPublisher):
                 )
             num_bytes += tensor.nbytes
             yield name, tensor
-        held = self.shapes or read_shapes(self.model_path)
+        expected = self.shapes or read_shapes(self.model_path)
         where = "the version before" if self.shapes else self.model_path
         try:
-            check_shapes(shapes, held, where=where)
+            check_shapes(shapes, expected, where=where)
         except RoleError as error:  # a restart would fail in the same way
             raise UserError(f"{error}. The model cannot be published to servers.") from error
         self.shapes, self.num_bytes = shapes, num_bytes
@@ -153,8 +153,8 @@ class ServersPublisher(WeightPublisher):
         """Pause servers, run the body, which sends the weights, then continue and confirm.
 
         The caller holds the servers' locks. The body sends the weights through the function that
-        this yields. The whole update may take `timeout_s`. After a failure quarantined servers, and
-        servers that still have complete old weights, are continued; a server with partial weights
+        this yields. The whole update may take `timeout_s`. After a failure, servers that are
+        quarantined or still have complete old weights are continued. A server with partial weights
         stays paused until the next update.
 
         Raises:
@@ -229,9 +229,9 @@ class ServersPublisher(WeightPublisher):
         give_up = time.monotonic() + self.config.timeout_s
         while True:
             servers = await self._find_servers()
-            asked = [server for server in servers if server.error is None] or servers
-            await asyncio.gather(*(self._update_if_stale(server) for server in asked))
-            confirmed = [server for server in asked if server.confirmed_version == version]
+            candidates = [server for server in servers if server.error is None] or servers
+            await asyncio.gather(*(self._update_if_stale(server) for server in candidates))
+            confirmed = [server for server in candidates if server.confirmed_version == version]
             if confirmed or self.needs_republish:
                 return confirmed, [server.id for server in servers if server.error]
             if time.monotonic() >= give_up:

@@ -92,13 +92,13 @@ class SharedPublisher(WeightPublisher):
     def needs_republish(self) -> bool:
         """Always False; raises if the server crashed, because its requests get no answer."""
         if self._thread.ended.done():
-            raise self._death()
+            raise self._thread_error()
         return False
 
     def close(self) -> None:
         self._thread.stop(partial(self.server.stop, None), self.config.timeout_s)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def _await(self, what: str, done: Future[None]) -> None:
         """Wait for the server's thread.
@@ -111,10 +111,10 @@ class SharedPublisher(WeightPublisher):
         with Wait(what, owner="publisher", on="trainer-0", seconds=seconds):
             ended = wait([done, self._thread.ended], seconds, FIRST_COMPLETED).done
         if done not in ended:
-            raise self._death() if ended else RoleError(f"waited {seconds:g} s for {what}")
+            raise self._thread_error() if ended else RoleError(f"waited {seconds:g} s for {what}")
         done.result()
 
-    def _death(self) -> Exception:
+    def _thread_error(self) -> Exception:
         error = self._thread.ended.exception()
         if isinstance(error, UserError | RoleError):
             return error

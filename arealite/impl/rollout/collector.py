@@ -77,7 +77,7 @@ class Collector:
         self._logged: set[str] = set()
         self._stack = AsyncExitStack()
         self._running = set[Wait]()
-        """One for each running episode."""
+        """The wait of each running episode."""
         self._playing: dict[tuple[str, int], tuple[Lease, dict[str, Agent]]] = {}
         """By lease id and member: running episodes of resumable environments."""
         self.resumed: Counter[str] = Counter()

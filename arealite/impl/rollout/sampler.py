@@ -20,7 +20,7 @@ from arealite.system.health.waits import is_cancelled
 from arealite.system.ledger.group import back_off_s, too_many_failures
 
 Job = tuple[int, Task, int]
-"""Number of the task, the task, which of its samples."""
+"""(number of the task, the task, number of the sample)."""
 
 
 class Sampler:
@@ -40,7 +40,7 @@ class Sampler:
         self.split = split
         """"train" samples as training does, "eval-0" as its evaluations do."""
         self.failed: Counter[str] = Counter()
-        """Samples that failed for good, by source: in no result, and retried by the next run."""
+        """By source: samples that failed `max_attempts` times. The next run retries them."""
         self._ppo, self._share = config.trainer.ppo, config.datapipe.max_failed_share
         # External servers may have no version.
         self._version = -1 if config.llm_server.addresses else 0
@@ -85,7 +85,7 @@ class Sampler:
         """Run an episode and store it; return False if it failed."""
         group = f"{self.split}-{number}"
         lease = Lease(group, group, self.split, task, [member], self._version)
-        # In a task of its own: an environment may leave that cancelled, or have swallowed it.
+        # A separate task, because an environment may leave it cancelled or swallow a cancellation.
         episode, payloads = await asyncio.create_task(self.collector.run(lease, member))
         if is_cancelled():
             raise asyncio.CancelledError

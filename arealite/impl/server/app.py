@@ -2,7 +2,7 @@
 
 The event loop's thread never computes: it parses requests, waits for the engine and answers. New
 weights come from a folder or through a process group. Every name and shape is checked before the
-first byte is written, and generation goes on while a group's bytes are awaited.
+first byte is written. Generation continues while tensors of a group are received.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class App:
         """Serve `model` with `engine`.
 
         Args:
-            engine: Generates.
+            engine: The decode engine.
             model: Describes the model to clients.
-            is_shared: Whether only the engine's owner pauses it and changes the model, no request.
+            is_shared: Whether the trainer owns the model; no request then pauses or changes it.
             check: Middleware that refuses requests.
         """
         self.engine = engine
@@ -84,7 +84,7 @@ class App:
         if not self._is_shared:
             posts |= self._update_routes()
             app.on_cleanup.append(self._leave_groups)
-        app.add_routes([_get(path, tell) for path, tell in gets.items()])
+        app.add_routes([_get(path, handler) for path, handler in gets.items()])
         app.add_routes([_post(path, *post) for path, post in posts.items()])
         return app
 
@@ -162,15 +162,15 @@ class App:
         }
 
     async def _leave_groups(self, app: web.Application) -> None:
-        """Leave the groups, without waiting for what blocks."""
+        """Leave all process groups; do not wait until they are destroyed."""
         for member in self._groups.values():
             member.leave()
 
     async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> dict[str, object]:
         path = body.model_path
-        told = await self._update(body, lambda: stage_weights(self.tensors, path))
+        note = await self._update(body, lambda: stage_weights(self.tensors, path))
         logger.info("weights updated", version=self.engine.version, path=path)
-        return _done("Succeeded to update model weights." + told)
+        return _done("Succeeded to update model weights." + note)
 
     async def _from_distributed(
         self, body: protocol.UpdateWeightsFromDistributedReqInput
@@ -188,8 +188,8 @@ class App:
             named = await member.receive(layout, flat=flat)
         except (RuntimeError, OSError) as error:
             raise Refusal(f"Failed to receive weights: {error}") from error
-        told = await self._update(body, lambda: stage_tensors(self.tensors, named))
-        return _done("Succeeded to update parameter online." + told)
+        note = await self._update(body, lambda: stage_tensors(self.tensors, named))
+        return _done("Succeeded to update parameter online." + note)
 
     async def _update(self, body: protocol.Update, stage: Callable[[], Callable[[], None]]) -> str:
         """Change the weights between requests; return a sentence about the version."""
@@ -280,11 +280,11 @@ class App:
         return {"object": "list", "data": [model]}
 
 
-def _get(path: str, tell: Callable[[], object]) -> web.RouteDef:
-    """Return a GET route whose answer is the result of `tell`."""
+def _get(path: str, handler: Callable[[], object]) -> web.RouteDef:
+    """Return a GET route whose answer is the result of `handler`."""
 
     async def handle(request: web.Request) -> web.Response:
-        return _as_json(tell())
+        return _as_json(handler())
 
     return web.get(path, handle)
 

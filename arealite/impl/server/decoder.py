@@ -4,7 +4,7 @@ transformers' continuous batching is not used, because on a CPU it builds a mask
 requests. Here every request has its own row in the cache.
 
 Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary. In
-the cache: S = rows held, T = positions held, H = key heads, D = head size.
+the cache: S = rows, T = positions, H = key heads, D = head size.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SlotCache(Cache):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
-        self._held_STHD: list[torch.Tensor] = []
+        self._tensors_STHD: list[torch.Tensor] = []
         """Keys and values of layer 0, of layer 1, …"""
         self._shape = (0, 0)
         self._index: Index = (slice(0), slice(0))
@@ -62,49 +62,50 @@ class SlotCache(Cache):
 
     def reserve(self, rows: int, length: int) -> None:
         """Extend the cache to `rows` requests of `length` positions; the contents stay."""
-        held_rows, held_length = self._shape
-        if rows <= held_rows and length <= held_length:
+        old_rows, old_length = self._shape
+        if rows <= old_rows and length <= old_length:
             return
-        block = min(BLOCK, max(held_rows, 8))
-        rows = max(held_rows, -(-rows // block) * block)
-        length = max(held_length, -(-length // BLOCK) * BLOCK)
+        block = min(BLOCK, max(old_rows, 8))
+        rows = max(old_rows, -(-rows // block) * block)
+        length = max(old_length, -(-length // BLOCK) * BLOCK)
         self._shape = (rows, length)
-        for place, old in enumerate(self._held_STHD):
+        for place, old in enumerate(self._tensors_STHD):
             new = old.new_zeros((rows, length, *old.shape[2:]))
-            new[:held_rows, :held_length] = old
-            self._held_STHD[place] = new
+            new[:old_rows, :old_length] = old
+            self._tensors_STHD[place] = new
 
     def start(self, index: Index, *, width: int | None = None) -> None:
         """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
 
-        Attention reads the first `width` positions of the rows; None: only what this pass writes.
+        Attention reads the first `width` positions of the rows; None: only the positions that this
+        pass writes.
         """
         self._index, self._width = index, width
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's new keys and values [rows, H, L, D]; return what attention reads."""
+        """Write a layer's keys and values [rows, H, L, D]; return those that attention reads."""
         read = [key_states, value_states]
         for i, new in enumerate((key_states, value_states)):
             place = 2 * layer_idx + i
-            if place == len(self._held_STHD):
-                self._held_STHD.append(new.new_zeros((*self._shape, new.shape[1], new.shape[3])))
-            held_STHD = self._held_STHD[place]
-            held_STHD[self._index] = new.transpose(1, 2)
+            if place == len(self._tensors_STHD):
+                self._tensors_STHD.append(new.new_zeros((*self._shape, new.shape[1], new.shape[3])))
+            tensor_STHD = self._tensors_STHD[place]
+            tensor_STHD[self._index] = new.transpose(1, 2)
             if self._width is not None:
-                read[i] = held_STHD[: new.shape[0], : self._width].transpose(1, 2)
+                read[i] = tensor_STHD[: new.shape[0], : self._width].transpose(1, 2)
         return read[0], read[1]
 
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """Copy the first `length` positions of rows, all at once; moves: (source, target)."""
         sources, targets = [source for source, _ in moves], [target for _, target in moves]
-        for tensor in self._held_STHD if moves else ():
+        for tensor in self._tensors_STHD if moves else ():
             tensor[targets, :length] = tensor[sources, :length]
 
     def drop(self) -> None:
         """Drop all keys and values and free their memory."""
-        self._held_STHD.clear()
+        self._tensors_STHD.clear()
         self._shape = (0, 0)
 
 
@@ -127,7 +128,10 @@ class Decoder:
         self._longest = 0
 
     def prefill(self, waiting: deque[Generation]) -> None:
-        """Admit the waiting requests that fit; sample their first tokens. Equal prompts share."""
+        """Admit waiting requests that fit, and sample their first tokens.
+
+        Equal prompts are computed once.
+        """
         prompts, generations, sources = self._admit(waiting)
         first, longest = len(self.running), max(map(len, prompts))
         self.running += generations

@@ -1,6 +1,6 @@
 """Serves a transformers model through SGLang's protocol, in one process.
 
-With it the whole system, weight updates and interruptions included, runs where SGLang cannot.
+With this server, the whole system runs on machines without SGLang, weight updates included.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EmbeddedServer(LLMServer):
         self.ready = asyncio.Event()
         self._registry = NameRegistry.of(args)
         self._stopped: asyncio.Future[BaseException | None]
-        """The engine's error, or None for a normal end."""
+        """Resolves at the end: the engine's error, or None after a stop."""
 
     async def serve(self) -> None:
         """Serve until cancelled or terminated; then running requests get the output they have.
@@ -141,22 +141,22 @@ class EmbeddedServer(LLMServer):
             raise RoleError(f"llm_server {self.address}: the engine crashed: {error}")
 
     def _make_engine(self, model: PreTrainedModel, loop: asyncio.AbstractEventLoop) -> Engine:
-        def tell(call: Callable[[Any], None], news: Any) -> None:
+        def post(call: Callable[[Any], None], value: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed: no request is left
-                loop.call_soon_threadsafe(call, news)
+                loop.call_soon_threadsafe(call, value)
 
         options = self.config.llm_server.embedded
         return Engine(
             Decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
             num_threads=options.num_threads,
-            deliver=partial(tell, _notify),
-            on_crash=partial(tell, self.stop),
+            deliver=partial(post, _notify),
+            on_crash=partial(post, self.stop),
         )
 
     def _describe(self, model: PreTrainedModel, tokenizer: Any) -> ServedModel:
         config = model.config.get_text_config()
-        told = config.to_dict()
-        own = exact_length(told) or told.get("max_position_embeddings") or 2**20
+        values = config.to_dict()
+        own = exact_length(values) or values.get("max_position_embeddings") or 2**20
         wanted = self.config.llm_server.context_length
         if wanted is not None and wanted > own:
             raise UserError(f"llm_server.context_length={wanted} is above the model's own {own}.")
@@ -181,14 +181,14 @@ class EmbeddedServer(LLMServer):
 
     def _entry(self, app: App) -> dict[str, object]:
         """Return the server's entry for the name registry."""
-        about = app.describe()
+        info = app.describe()
         names = ("model_type", "architectures", "vocab_size", "context_length", "paused_s")
         return {
             "address": self.address,
             "type": "embedded" if self._shared is None else "shared",
-            "model_path": app.model.folder,  # not the last weights: their folder goes away
-            **{name: about[name] for name in names},
-            "version": about["weight_version"],
+            "model_path": app.model.folder,  # not the folder of the last update, which is removed
+            **{name: info[name] for name in names},
+            "version": info["weight_version"],
             "load": app.load(),
             "host": self.config.cluster.host,
             "pid": os.getpid(),

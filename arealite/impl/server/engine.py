@@ -101,12 +101,12 @@ class Engine:
         for generation in filter(chosen, self.decoder.running):
             generation.abort("Aborted")
         self._release_ended()
-        gone = list(filter(chosen, self.waiting))
+        aborted = list(filter(chosen, self.waiting))
         self.waiting = deque(g for g in self.waiting if not chosen(g))
-        for generation in gone:
+        for generation in aborted:
             generation.abort("Abort in waiting queue")
             generation.close_span(self.version)
-        self._outbox += gone
+        self._outbox += aborted
 
     def pause(self, mode: str) -> None:
         """Stop generating.

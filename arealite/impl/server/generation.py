@@ -44,7 +44,7 @@ class Generation:
     prompt: list[int]
     sampling: SamplingParams
     limit: int
-    """Most tokens that it may generate."""
+    """Maximum number of tokens to generate."""
     stops: frozenset[int]
     """Token ids that end it."""
     stop_strings: tuple[str, ...] = ()

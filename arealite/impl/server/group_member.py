@@ -31,7 +31,7 @@ T = TypeVar("T")
 class GroupMember:
     """One rank of one group. Calls run in order.
 
-    A call that has begun is finished even if its caller was cancelled: other ranks take part in it.
+    A started call runs to its end even if its caller is cancelled: other ranks take part in it.
     """
 
     def __init__(self, name: str, backend: str, device: torch.device) -> None:

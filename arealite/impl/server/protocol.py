@@ -1,4 +1,4 @@
-"""Parses SGLang's request bodies, turns them into generations, and makes answers of these.
+"""Parses SGLang's request bodies into generations, and builds answers from generations.
 
 Refusals have SGLang's texts where SGLang refuses the same. A token outside the vocabulary, which
 crashes SGLang, is refused here.
@@ -40,8 +40,8 @@ class AbortBody(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
-# The bodies below are named as in SGLang's /openapi.json, which a publisher reads to learn what a
-# server can do.
+# The bodies below are named as in SGLang's /openapi.json, from which a publisher reads the
+# capabilities of a server.
 
 
 class PauseGenerationReqInput(msgspec.Struct, frozen=True):
@@ -104,7 +104,7 @@ class Empty(msgspec.Struct, frozen=True):
 
 
 Handler = Callable[[Any], Awaitable[object]]
-"""Takes a parsed body; returns the answer, as a response or as what becomes JSON."""
+"""Takes a parsed body; returns a response, or a value that is encoded as JSON."""
 Post = tuple[type[msgspec.Struct], Handler]
 
 
@@ -137,7 +137,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
 
 @dataclass
 class ServedModel:
-    """Describes the model: to check requests, and for answers about it."""
+    """Description of the served model, for checks of requests and for /model_info."""
 
     folder: str
     model_type: str
@@ -148,8 +148,8 @@ class ServedModel:
     decode: Callable[[list[int], bool], str]
     """(token ids, skip special tokens)"""
     version: str = "default"
-    """The version that /model_info reports: of the last complete update. An update that could not
-    flush changes the engine's version only."""
+    """The version of the last complete update, which /model_info reports. An update that could not
+    flush the cache changes only the engine's version."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the version has changed."""
 
@@ -219,7 +219,7 @@ def _generation(
 
 
 def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str, object]:
-    """Make SGLang's answer from a generation that ended.
+    """Build SGLang's answer from a generation that ended.
 
     Args:
         generation: The generation.

@@ -276,10 +276,10 @@ def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int)
         "--log-level-http": "warning",  # else each health request writes a line
         "--random-seed": config.seed + index,
     }
-    given = {name: str(value) for name, value in values.items() if value is not None}
+    flags = {name: str(value) for name, value in values.items() if value is not None}
     if cpu:
-        given = {name: str(value) for name, value in CPU_ARGUMENTS.items()} | given
-    words = [word for pair in given.items() for word in pair]
+        flags = {name: str(value) for name, value in CPU_ARGUMENTS.items()} | flags
+    words = [word for pair in flags.items() for word in pair]
     switches = CPU_SWITCHES if cpu else []
     start, names = ["-m", "sglang.launch_server"], NameRegistry.of(config)
     if names.secret is not None:

@@ -23,7 +23,7 @@ from arealite.api.config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.launcher.processes import Child, spawn
-from arealite.impl.launcher.supervisor import Budget, Died, Role, Supervisor
+from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
 from arealite.impl.server.sglang_api import (
     Loads,
     ModelInfo,
@@ -83,13 +83,13 @@ class SGLangProcess(Supervisor):
         name = f"llm_server-{self.entry_id}"
         budget = Budget(self.options.max_restarts, name, PAUSES_S, steady_s=math.inf)
         self.roles = [Role((name,), budget, grace_s=0.0)]
-        self._times_held = 0
-        """Number of its processes that were healthy for STEADY_S."""
+        self._steady_runs = 0
+        """Number of processes of this server that were healthy for STEADY_S."""
         self._changed = asyncio.Event()
         self._replied = 0.0
-        """Time of the last reply with its version."""
+        """Monotonic time of the last reply with the server's version."""
         self._served = False
-        """Whether it was ever registered; before, a failure is an error in the config."""
+        """Whether the server was ever registered; an earlier failure is an error in the config."""
 
     @property
     def address(self) -> str:
@@ -109,10 +109,10 @@ class SGLangProcess(Supervisor):
         """
         (role,) = self.roles
         try:
-            await self.keep(role)
-        except Died:
-            about = {"deaths": role.budget.deaths, "first": role.budget.first}
-            logger.error("server given up", server=self.entry_id, **about)
+            await self.supervise(role)
+        except RoleFailed:
+            counts = {"deaths": role.budget.deaths, "first": role.budget.first}
+            logger.error("server given up", server=self.entry_id, **counts)
 
     async def end(self, role: Role) -> Child | None:
         """Register the server while it replies, and wait until it exits."""
@@ -141,13 +141,13 @@ class SGLangProcess(Supervisor):
                 heartbeat_s=self.config.cluster.heartbeat_s,
             ):  # fmt: skip
                 self._served = True
-                self.roles[0].budget.forget()
+                self.roles[0].budget.mark_up()
                 await self._follow()
         except (ArealiteError, OSError) as error:
             child.reason = str(error)
             child.kill()
         finally:
-            self._times_held += time.monotonic() - begin > STEADY_S
+            self._steady_runs += time.monotonic() - begin > STEADY_S
 
     def is_needed(self, role: Role, dead: Child) -> bool:
         """Return True: a server that was healthy once is always restarted.
@@ -156,14 +156,14 @@ class SGLangProcess(Supervisor):
             UserError: the server was never healthy.
         """
         if not self._served:
-            raise UserError(dead.obituary)
+            raise UserError(dead.exit_report)
         return True
 
     def mark(self) -> float:
-        return self._times_held
+        return self._steady_runs
 
     async def pause(self, role: Role, dead: Child, seconds: float) -> None:
-        logger.warning("server lost", error=dead.death, restart_in_s=seconds)
+        logger.warning("server lost", error=dead.exit_summary, restart_in_s=seconds)
         await super().pause(role, dead, seconds)
 
     async def clear(self, role: Role) -> None:

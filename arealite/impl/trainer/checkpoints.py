@@ -56,10 +56,10 @@ def load(path: Path, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
 
 
 def find(config: ExperimentConfig) -> Path | None:
-    """Return the newest good checkpoint, None before there is one.
+    """Return the newest good checkpoint; None if there is none.
 
     Raises:
-        UserError: `resume` names another; only the train.py that starts the ranks can go back.
+        UserError: `resume` names another checkpoint; a rank cannot go back to it.
     """
     folder, wanted = run_paths(config).checkpoints, config.resume
     newest = checkpoint.latest(folder)
@@ -68,6 +68,6 @@ def find(config: ExperimentConfig) -> Path | None:
     if not fits.get(wanted, wanted == name):
         raise UserError(
             f"resume={wanted}, but the newest good checkpoint in {folder} is {name}. Use "
-            "resume=auto; or start once without RANK, which can go back to it or start over."
+            "resume=auto; or run train.py once without RANK to go back or to start over."
         )
     return newest

@@ -14,7 +14,7 @@ from arealite.api.engine import Head, TrainEngine, Training, engines
 from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
-from arealite.impl.logger.guarded import IsolatedLogger
+from arealite.impl.logger.isolated import IsolatedLogger
 from arealite.impl.trainer.world import World
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
@@ -73,8 +73,8 @@ def build_components(
 def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
     """Open the metric loggers of rank 0: metrics.jsonl, and those of the config.
 
-    metrics.jsonl is the run's own record, from which the launcher reads the progress: its failures
-    end the trainer. A failure of any other logger does not reach the trainer.
+    metrics.jsonl is the run's own record, from which the launcher reads the progress: a failure to
+    write it ends the trainer. A failure of any other logger does not reach the trainer.
     """
     root, names = run_paths(config).root, dict.fromkeys(config.logger.types)
     names.pop("jsonl", None)

@@ -23,7 +23,7 @@ class Evaluations:
     on_wait: Callable[[Waiting], bool]
     """Called once a second during a wait; returns whether to stop waiting."""
     is_enabled: bool
-    """Without it every method is a no-op: on ranks other than 0, and without held-out tasks."""
+    """False on ranks other than 0 and without held-out tasks: every method is then a no-op."""
     running: int | None = None
     """Step of the evaluation under way."""
 

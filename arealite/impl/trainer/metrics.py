@@ -35,7 +35,8 @@ ENGINE = ("grad_norm", "lr", "skipped_update", "microbatches", "tokens", "padded
 
 
 FIRST_S, SLOW_S, SLOW = 600.0, 60.0, 5.0
-"""A part is late after FIRST_S the first time; later after SLOW_S and SLOW times its longest."""
+"""A part is late after FIRST_S the first time; later, after SLOW times its longest time, but not
+before SLOW_S."""
 
 
 class Stopwatch:

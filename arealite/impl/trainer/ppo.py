@@ -278,7 +278,7 @@ class PPOTrainer(BaseTrainer):
         return self.while_waiting(waiting)
 
     def end_fetch(self) -> None:
-        """End the running request for a batch; it notices within a second."""
+        """Cancel the running request for a batch; it ends within a second."""
         self.is_closing = True
         self.fetcher.shutdown()
 
@@ -286,7 +286,7 @@ class PPOTrainer(BaseTrainer):
 
     def stage(self, version: int) -> None:
         """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
-        on_device = self.publisher is not None and self.publisher.wants_device
+        on_device = self.publisher is not None and self.publisher.takes_device_tensors
         again = True
         while again:
             weights = self.engine.stream_weights(on_device=on_device)

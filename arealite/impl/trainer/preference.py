@@ -61,7 +61,7 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def _row(example: Example, weight: float) -> Sequence:
-        # A value belongs to the token that comes next: append any token as that one.
+        # The value after token t is read at token t + 1, so append one arbitrary token.
         tokens_T = np.append(example.tokens, example.tokens[-1:])
         mask_T = np.arange(len(tokens_T)) == len(tokens_T) - 1
         fields = {"loss_weight": np.full(len(tokens_T), weight, np.float32)}

@@ -1,7 +1,7 @@
 """Trains steps of a run again from its ledger, and compares the parameters after each of them.
 
-The trainer is the run's own class, with links that read the ledger. It publishes nothing. So any
-effect of the run's asynchrony, interruptions and restarts shows as a different fingerprint.
+The trainer is the run's own class, with links that read the ledger. It publishes nothing. An effect
+of the run's asynchrony, interruptions or restarts would therefore change a fingerprint.
 """
 
 from __future__ import annotations
@@ -82,17 +82,17 @@ class LedgerLink:
         if not isinstance(report, StepReport):
             return
         query = "SELECT fingerprint, metrics FROM steps WHERE step = ?"
-        noted, metrics = self._db.execute(query, (report.step,)).fetchone()
-        held = json.loads(metrics).get("reward/mean")
-        if held not in (None, reward := report.metrics.get("reward/mean")):
+        fingerprint, metrics = self._db.execute(query, (report.step,)).fetchone()
+        expected = json.loads(metrics).get("reward/mean")
+        if expected not in (None, reward := report.metrics.get("reward/mean")):
             raise Differs(
                 f"step {report.step + 1} is the first that differs: its mean reward is "
-                f"{reward} here, {held} in the run."
+                f"{reward} here, {expected} in the run."
             )
-        if report.fingerprint != noted:
+        if report.fingerprint != fingerprint:
             raise Differs(
                 f"step {report.step + 1} is the first that differs: its parameters are "
-                f"{report.fingerprint} here, {noted} in the run."
+                f"{report.fingerprint} here, {fingerprint} in the run."
             )
         self._on_step(report.step)
 
@@ -110,14 +110,14 @@ def replay(
     leave: bool,
     on_step: Callable[[int], None],
 ) -> None:
-    """Train the steps before `stop` as one rank, on from the checkpoint in `scratch` if any.
+    """Train the steps before `stop` as one rank; resume from the checkpoint in `scratch` if any.
 
     Args:
         leave: whether to end with a checkpoint in `scratch`.
         on_step: called on rank 0 with each step that is equal.
 
     Raises:
-        Differs: a step is not.
+        Differs: a step is not equal.
     """
     ppo = config.trainer.ppo
     checkpoint = replace(ppo.checkpoint, every_steps=0, export=False)

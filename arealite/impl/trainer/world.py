@@ -80,7 +80,7 @@ class World:
         return self.max({"flag": float(flag)})["flag"] > 0.0
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank calls this method."""
         self.any(False)
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
@@ -122,10 +122,10 @@ def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
     """Wait for the other ranks of this attempt; return a store that only they share.
 
     torchrun keeps one store for all its attempts, so an early rank finds addresses of ranks that
-    have exited. Each rank therefore writes a fresh id, and goes on once rank 0 has written it back.
+    have exited. Each rank therefore writes a new id, and continues once rank 0 has copied it.
 
     Raises:
-        RoleError: some ranks did not come; the message names them.
+        RoleError: some ranks did not join in time; the message names them.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False)

@@ -64,9 +64,9 @@ def progress(shot: Snapshot) -> Iterator[Row]:
     for name in ("reward", "accuracy", "loss"):
         values = {k: v[f"eval/{name}"] for k, v in metrics.evals.items() if f"eval/{name}" in v}
         ends = dict.fromkeys((max(values), min(values))) if values else {}
-        told = ", ".join(f"{values[step]:.3f} after {step:,} steps" for step in ends)
-        if told:
-            yield 1, "held-out", Text(f"{name} {told}")
+        text = ", ".join(f"{values[step]:.3f} after {step:,} steps" for step in ends)
+        if text:
+            yield 1, "held-out", Text(f"{name} {text}")
     if "staleness/mean" in newest:
         text = f"{newest['staleness/mean']:.1f} versions on average"
         yield 2, "staleness", Text(f"{text}, {newest['staleness/max']:.0f} at most")
@@ -107,8 +107,8 @@ def health(shot: Snapshot) -> Iterator[Row]:
     if shot.servers or "publish/version" in newest:
         yield from servers(shot.servers)
     if failed or "rollout/episodes" in newest:
-        said = ", ".join(f"{name} {count:,}" for name, count in failed)
-        yield 5 - 4 * bool(failed), "failures", Text(said or "none")
+        counts = ", ".join(f"{name} {count:,}" for name, count in failed)
+        yield 5 - 4 * bool(failed), "failures", Text(counts or "none")
     label = "blocked by" if any(each.waiters for each in shot.findings) else "in trouble"
     for number, finding in enumerate(shot.findings[:FINDINGS]):
         yield number, "" if number else label, Text(describe(finding), "bold red")
@@ -117,13 +117,13 @@ def health(shot: Snapshot) -> Iterator[Row]:
 def servers(entries: Sequence[Entry]) -> Iterator[Row]:
     """Yield a row on all live servers, and one per server."""
     if len(entries) != 1:
-        yield 2, "servers", Text(f"{len(entries)} live{told(entries)}")
+        yield 2, "servers", Text(f"{len(entries)} live{describe_servers(entries)}")
     for number, entry in enumerate(entries[:SERVERS]):
         label, order = ("servers", 2) if len(entries) == 1 else ("", 10 + number)
-        yield order, label, Text(f"{entry.id}{told([entry])}  beat {entry.age_s:.1f} s")
+        yield order, label, Text(f"{entry.id}{describe_servers([entry])}  beat {entry.age_s:.1f} s")
 
 
-def told(entries: Sequence[Entry]) -> str:
+def describe_servers(entries: Sequence[Entry]) -> str:
     """Return the servers' versions, pauses, and numbers of running and waiting requests."""
     versions = sorted({str(entry.value.get("version")) for entry in entries})
     loads = [load for entry in entries if (load := entry.value.get("load"))]

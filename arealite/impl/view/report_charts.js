@@ -13,8 +13,8 @@ const CARD_SIZES = new ResizeObserver((entries) => { // of width 0 in a closed g
 DARK.addEventListener("change", () => cards.forEach((plot) => plot.redraw?.(false)));
 
 /** Return a line of a chart: a metric over steps. */
-const lineOf = ({ metrics, told }, label, name) =>
-  ({ label, y: metrics[name], about: told[name] ?? "", write: SECONDS.test(name) ? duration : format });
+const lineOf = ({ metrics, descriptions }, label, name) =>
+  ({ label, y: metrics[name], about: descriptions[name] ?? "", write: SECONDS.test(name) ? duration : format });
 
 /**
  * Return a card with lines over x, or null if there is no number. A line is {label, y} and may have

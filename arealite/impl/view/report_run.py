@@ -33,12 +33,12 @@ def describe(paths: RunPaths) -> dict[str, Any]:
     steps = [line for line in lines if is_step(line)]
     stride = max(1, -(-len(steps) // POINTS))
     evals = [line for line in lines if not is_step(line)]
-    told = {name: names.describe(name) for name in set[str]().union(*lines)}
+    descriptions = {name: names.describe(name) for name in set[str]().union(*lines)}
     return {
         "name": "/".join(paths.root.absolute().parts[-2:]),
         "metrics": columns([*evals, *steps[:-1:stride], *steps[-1:]]),
         "stride": stride,
-        "told": {name: text for name, text in told.items() if text},
+        "descriptions": {name: text for name, text in descriptions.items() if text},
         "waits": {role: parts for role, parts in roles(steps).items() if any(parts.values())},
         "configs": read_configs(paths),
         "ledger": read_ledger(paths.ledger) if paths.ledger.exists() else None,

@@ -50,13 +50,13 @@ def split(
 
     A larger tensor gets its own part. At most one part is held in memory at a time.
     """
-    part, held = dict[str, torch.Tensor](), 0
+    part, size = dict[str, torch.Tensor](), 0
     for name, tensor in weights:
-        if part and held + tensor.nbytes > max_bytes:
+        if part and size + tensor.nbytes > max_bytes:
             yield part
-            part, held = {}, 0
+            part, size = {}, 0
         part[name] = tensor.detach().contiguous()
-        held += tensor.nbytes
+        size += tensor.nbytes
     if part:
         yield part
 

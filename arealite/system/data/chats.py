@@ -247,15 +247,15 @@ def make_encoder(
 
     def supervised(row: Row) -> list[Example]:
         where, columns = row
-        held = {name for name, value in columns.items() if value is not None}
-        if "tokens" in held:
+        present = {name for name, value in columns.items() if value is not None}
+        if "tokens" in present:
             return [_collected_example(columns, where, limit)]
-        if "messages" in held:
+        if "messages" in present:
             if isinstance(messages := check_prompt(columns["messages"], where, "messages"), str):
                 what = '`messages` must be a list of {"role": …, "content": …}.'
                 raise UserError(f"{where}: {what}")
             return [_chat(tokenizer, messages, where, limit, only_last=only_last)]
-        if {"prompt", "completion"} <= held:
+        if {"prompt", "completion"} <= present:
             return [_answer(tokenizer, columns, where, "completion", limit)]
         raise _unknown(row, "`messages`, `prompt` and `completion`, or `tokens` and `loss_mask`")
 

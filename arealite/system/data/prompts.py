@@ -16,7 +16,7 @@ from arealite.system.data.chats import tokenize
 from arealite.system.data.tasks import FIRST_ROWS
 
 SHOWN = {"math", "code", "tools", "debate", "reasoning_gym"}
-"""Environments that send a row's prompt to the agent; others may use it to name a task."""
+"""Environments that send a row's prompt to the agent; others may use the prompt as a task name."""
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 

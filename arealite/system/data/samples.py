@@ -46,9 +46,9 @@ class Samples:
         Raises:
             UserError: the file has samples of another model, config or dataset.
         """
-        held = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
+        stored = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
         for key, now in identity.items():
-            before = held.get(key, now)
+            before = stored.get(key, now)
             if before != now:
                 short = max(len(before), len(now)) <= SHOWN
                 what = f"with {key}={before}, now it is {now}" if short else f"with another {key}"

@@ -52,7 +52,7 @@ REFUSAL_S = 5.0
 DRAIN_S = 15.0
 """Time for which workers may send their remaining results after a Finish."""
 SAVE_S = 600.0
-"""Time in which a trainer that was stopped while it waited has to save and send its Finish."""
+"""Time for a trainer that was stopped during a wait to save and to send its last Finish."""
 FINAL_CHECKPOINT_S = 5.0
 """After a Finish, time to wait for the checkpoint of the last steps."""
 LINGER_MS = 1000
@@ -117,7 +117,7 @@ class Datapipe:
         """Connections refused because of another secret."""
         self._done = asyncio.Event()
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ lifecycle
 
     async def run(self) -> None:
         """Serve until the run is finished and the workers have sent their remaining results.
@@ -219,7 +219,7 @@ class Datapipe:
                     self._take_state(route, message)
                 case Progress():
                     self.intake.take_progress(message, frames[2:])
-                    self.writer.want_commit()
+                    self.writer.request_commit()
                 case _:
                     self._take_request(route, message)
             self._lease_and_batch()
@@ -229,8 +229,8 @@ class Datapipe:
             self._stop(InvariantError(f"{type(message).__name__} could not be handled: {error!r}"))
 
     def _take_state(self, route: bytes, state: WorkerState) -> None:
-        gone, to_resend = self.workers.update(route, state)
-        self._release(gone, is_lost=state.capacity > 0)
+        ended, to_resend = self.workers.update(route, state)
+        self._release(ended, is_lost=state.capacity > 0)
         for active in to_resend:
             logger.warning("lease sent again", worker=state.worker_id, lease=active.lease.lease_id)
             self._send_lease(self.workers.by_id[state.worker_id], active)
@@ -278,10 +278,10 @@ class Datapipe:
     # ------------------------------------------------------------ leases and batches
 
     def _lease_and_batch(self) -> None:
-        """Give leases, compose the next batch, and answer the requests that can be answered."""
+        """Grant leases, compose the next batch, and answer the requests that can be answered."""
         if self._fatal is not None:
             return
-        self.requests.begin_pending_start()
+        self.requests.accept_pending_start()
         if self.requests.finish is None:
             self._send_leases()
         self.requests.answer_evals()
@@ -342,7 +342,7 @@ class Datapipe:
         """End leases that workers will not finish; if `is_lost`, count a failed attempt."""
         for lease in leases:
             self.evals.release(lease, is_lost=is_lost)
-            (self.store.lose_lease if is_lost else self.store.end_lease)(lease)
+            (self.store.fail_lease if is_lost else self.store.end_lease)(lease)
             self.requests.changed = True
 
     # ------------------------------------------------------------ the clock

@@ -83,7 +83,7 @@ class EvalScheduler:
     def is_running(self, group_id: str, lease_id: str, member: int) -> bool:
         """Return whether a sample of an evaluation is leased and unfinished.
 
-        False for a lease that was lost or answered, or that an earlier datapipe process gave.
+        False for a lease that was lost or answered, or that an earlier datapipe process granted.
         """
         group = self.groups.get(group_id)
         lease = group and group.leases.get(lease_id)
@@ -106,7 +106,7 @@ class EvalScheduler:
         return True
 
     def samples_left(self, group: Group) -> int:
-        """Return the number of samples of a task that are neither finished nor failed for good."""
+        """Return the number of samples of a task that are neither finished nor exhausted."""
         return group.size - len(group.finished) - len(group.exhausted(self.max_attempts))
 
     def _close_if_finished(self, group: Group) -> None:
@@ -126,9 +126,9 @@ class EvalScheduler:
         return [(eval_id, self.results[eval_id]) for eval_id in done]
 
     def forget(self, *, after: int) -> None:
-        """Drop running evaluations, and results of steps later than `after`: a roll-back."""
-        for under_way in (self.runs, self.groups, self._leasable):
-            under_way.clear()
+        """Roll back: drop running evaluations, and results of steps later than `after`."""
+        for running in (self.runs, self.groups, self._leasable):
+            running.clear()
         self.results = {k: v for k, v in self.results.items() if k <= after}
 
 

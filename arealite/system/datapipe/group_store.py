@@ -36,7 +36,7 @@ class GroupStore:
         self.first_failure: Failure | None = None
         self.late_results = 0
         """Number of results that arrived too late to be trained within the staleness bound."""
-        self.leases_given = 0
+        self.num_leases = 0
         self.dropped_lengths: Counter[int] = Counter()
         """Number of stale trajectories, by the next power of two above their length in tokens."""
         self._load()
@@ -77,8 +77,8 @@ class GroupStore:
     def lease(self, group: Group, *, worker_id: str, credit: int) -> Lease:
         """Lease up to `credit` missing members of a group to a worker."""
         assert self.version is not None
-        self.leases_given += 1
-        lease_id = f"{group.group_id}.{self.ledger.boot}.{self.leases_given}"
+        self.num_leases += 1
+        lease_id = f"{group.group_id}.{self.ledger.boot}.{self.num_leases}"
         members = group.leasable(self.ppo.max_attempts, time.monotonic())[:credit]
         turns = self._resumable_turns(group, members)
         version = min([self.version, *(turn.oldest_version for turn in turns)])
@@ -113,8 +113,8 @@ class GroupStore:
         if group.turns.pop(member, None):
             self.ledger.delete_turns(group.group_id, member)
 
-    def lose_lease(self, lease: Lease) -> None:
-        """End a lease whose worker died; each of its unfinished members has failed once more."""
+    def fail_lease(self, lease: Lease) -> None:
+        """End a lease whose worker is lost; count a failed attempt for each unfinished member."""
         group = self.groups.get(lease.group_id)
         if group is None or lease.lease_id not in group.leases:
             return
@@ -220,7 +220,7 @@ class GroupStore:
         return True
 
     def _close_if_finished(self, group: Group) -> None:
-        """Complete or filter a group once each member has finished or failed for good."""
+        """Complete or filter a group once each member has finished or has no attempt left."""
         if group.state != "leased":
             return
         if found := group.outcome(self.ppo):
@@ -323,7 +323,7 @@ class GroupStore:
         self._load()
         return sum(len(groups) for groups in self._planned.values()) if rolled else 0
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def _create_group(self) -> Group:
         seq = self.offered
@@ -375,12 +375,12 @@ class GroupStore:
         """Number of groups created so far: the position in the dataset."""
         sql = "SELECT 'filtered:' || reason, COUNT(*) FROM groups WHERE reason NOTNULL GROUP BY 1"
         self.counts.update(dict(db.execute(sql)))
-        top = "SELECT MAX(step) FROM groups WHERE state IN ('batched', 'trained', 'durable')"
-        (last,) = db.execute(top).fetchone()
+        sql = "SELECT MAX(step) FROM groups WHERE state IN ('batched', 'trained', 'durable')"
+        (last,) = db.execute(sql).fetchone()
         self.next_step: int = 0 if last is None else last + 1
         """Number of the batch that is composed next."""
-        held = db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
-        self.version = int(held[0]) if held else None
+        stored = db.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
+        self.version = int(stored[0]) if stored else None
         """The newest version that every server has confirmed; None before the first."""
         self._newest = meta_number(db, "newest")
         trained = "SELECT step, COUNT(*) FROM groups WHERE state = 'trained' GROUP BY step"
@@ -390,8 +390,8 @@ class GroupStore:
             if group.state != "batched":
                 self.groups[group.group_id] = self._leasable[group.seq] = group
             if group.step is not None:
-                among = self.batches if group.state == "batched" else self._planned
-                among.setdefault(group.step, []).append(group)
+                plans = self.batches if group.state == "batched" else self._planned
+                plans.setdefault(group.step, []).append(group)
         if not all(can_recompose(step, plan, self.ppo) for step, plan in self._planned.items()):
             self._planned = {}  # the batch size or η was changed
             self.ledger.clear_planned_steps()

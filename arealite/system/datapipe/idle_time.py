@@ -56,7 +56,7 @@ def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
         return []
     now = time.monotonic()
     runs = {
-        lease_id: f"on {worker.worker_id} since {now - active.given_at:.1f} s"
+        lease_id: f"on {worker.worker_id} since {now - active.assigned_at:.1f} s"
         for worker in workers.by_id.values()
         for lease_id, active in worker.leases.items()
     }

@@ -1,8 +1,8 @@
 """Adapts the number of episodes of each worker, and requests more or fewer workers.
 
-The datapipe does this because it gives the leases. After a reduction it gives fewer leases, and the
-number of running episodes falls as episodes end. The load of each server is read from its entry in
-the name registry. The launcher reads the desired number of workers from the datapipe's entry.
+The datapipe does this because it grants the leases. After a reduction it grants fewer leases, and
+the number of running episodes falls as episodes end. The load of each server is read from its entry
+in the name registry. The launcher reads the desired number of workers from the datapipe's entry.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Scaling:
         self._readings: list[Reading] = []
         self._step = store.next_step
         self._spare_periods = 0
-        """Consecutive periods in which one worker less is enough."""
+        """Consecutive periods in which one worker fewer would be enough."""
         self._silent_periods = 0
         """Consecutive periods without a load of any server."""
         self._leaving = ""
@@ -67,12 +67,12 @@ class Scaling:
         """Return {"workers": desired number}; {} before the first decision."""
         return {"workers": self.num_workers} if self.num_workers else {}
 
-    async def run(self, over: asyncio.Event) -> None:
-        """Read server loads and adapt the numbers until `over` is set. Waits for: the clock."""
+    async def run(self, stopped: asyncio.Event) -> None:
+        """Read server loads and adapt the numbers until `stopped` is set. Waits for: the clock."""
         decided = time.monotonic()
-        while not over.is_set():
+        while not stopped.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), self._sample_s)
+                await asyncio.wait_for(stopped.wait(), self._sample_s)
             found = await asyncio.to_thread(self._registry.list, "llm_server")
             self._sample([entry.value.get("load") for entry in found])
             if time.monotonic() - decided >= self.options.period_s:
@@ -147,10 +147,10 @@ class Scaling:
                 self._leaving = ""
         elif not is_spare:
             self._leaving = ""
-            most, are_here = self.max_concurrency * self.num_workers, len(names) >= self.num_workers
+            most, are_up = self.max_concurrency * self.num_workers, len(names) >= self.num_workers
             # If workers are not full, the staleness bound limits the number of episodes.
             are_full = self._in_flight >= SPARE * most
-            if target > most and are_full and are_here and self.num_workers < self.max_workers:
+            if target > most and are_full and are_up and self.num_workers < self.max_workers:
                 self.num_workers += 1
         elif self._leaving:
             leaver = self._workers.by_id.get(self._leaving)

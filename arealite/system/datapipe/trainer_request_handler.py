@@ -37,7 +37,7 @@ logger = log.get(__name__)
 TRAINER_ALIVE_S = 7.0
 """A trainer is alive if it sent a request within this time; it repeats a pending one every 5 s."""
 TRAINER_GONE_S = 15.0
-"""A trainer without a request for this long has stopped waiting; its pending start is dropped."""
+"""A trainer that sent no request for this long does not wait; its pending start is dropped."""
 
 
 class OutOfStep(InvariantError):
@@ -50,7 +50,7 @@ class TrainerRequestHandler:
     The newest ticket wins. Each trainer begins with a TrainerStart and gets a ticket, which all its
     later requests carry; requests with an older ticket are refused. A start waits while the
     previous trainer is alive, so it cannot roll back a running trainer. A start that contradicts
-    the ledger is refused; it stops the datapipe if no trainer has begun.
+    the ledger is refused; if it is the first start, it also stops the datapipe.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TrainerRequestHandler:
         self._ticket = meta_number(store.ledger.connection, "ticket")
         """Ticket of the current trainer."""
         self._issued = max(store.ledger.boot << 20, self._ticket)
-        """The newest ticket given to any trainer."""
+        """The newest ticket issued to any trainer."""
         self._config = config
         self._send = send
         self._workers = workers
@@ -94,8 +94,8 @@ class TrainerRequestHandler:
     @property
     def is_waiting(self) -> bool:
         """Whether the trainer waits for episodes."""
-        asks = self.finish is None and bool(self._batch_requests or self._eval_requests)
-        return asks and time.monotonic() - self.last_request < TRAINER_GONE_S
+        is_pending = self.finish is None and bool(self._batch_requests or self._eval_requests)
+        return is_pending and time.monotonic() - self.last_request < TRAINER_GONE_S
 
     def take(self, route: bytes, request: FromTrainer) -> bool:
         """Handle a request. Its answer is sent once its changes are durable.
@@ -105,7 +105,7 @@ class TrainerRequestHandler:
             request: The request.
 
         Returns:
-            False if the request was ignored, because its ticket was never given.
+            False if the request was ignored, because its ticket was never issued.
 
         Raises:
             OutOfStep: it does not match the ledger, or its sender was replaced.
@@ -143,9 +143,9 @@ class TrainerRequestHandler:
             self._send(route, messages.TrainerReady(start.step, 0))
         elif pending <= start.ticket <= self._issued:
             self._start, self._start_received = (route, start), time.monotonic()
-            self.begin_pending_start()
+            self.accept_pending_start()
 
-    def begin_pending_start(self) -> None:
+    def accept_pending_start(self) -> None:
         """Accept the pending start once the previous trainer has finished or is silent.
 
         A trainer that was stopped while it waited for a batch still saves its last steps, so it
@@ -302,12 +302,12 @@ class TrainerRequestHandler:
         self._eval_requests[request.eval_id] = (route, request)
 
     def _begin(self) -> None:
-        """Roll the ledger back and answer a start; called between two commits of the ledger."""
+        """Roll the ledger back and answer the start; called between two commits of the ledger."""
         if self._start is None:
             return
         route, start = self._start
         if why := self._start_error(start.step):
-            if self.last_request < 0:  # no trainer has begun
+            if self.last_request < 0:  # no trainer has started
                 raise InvariantError(why)
             self._start = None
             self._send(route, messages.Refused(request_name(start), why))
@@ -323,7 +323,7 @@ class TrainerRequestHandler:
         self._send(route, messages.TrainerReady(start.step, rolled))
 
     def _start_error(self, step: int) -> str:
-        """Return the reason why no trainer can begin at `step`; "" if it can."""
+        """Return the reason why no trainer can start at `step`; "" if a trainer can."""
         known = self.store.num_trained_steps()
         if step > known:
             return (

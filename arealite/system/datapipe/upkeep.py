@@ -24,14 +24,14 @@ class RunEnded(Exception):
 class Upkeep:
     """Audits and prunes one ledger; at most one audit runs at a time."""
 
-    def __init__(self, writer: LedgerWriter, over: asyncio.Event, *, keep_payloads: str) -> None:
-        self.writer, self.ledger, self.over = writer, writer.ledger, over
+    def __init__(self, writer: LedgerWriter, stopped: asyncio.Event, *, keep_payloads: str) -> None:
+        self.writer, self.ledger, self.stopped = writer, writer.ledger, stopped
         self.kept = 0 if keep_payloads == "all" else int(keep_payloads)
         self._is_busy = False
 
     async def run(self) -> None:
         """Audit the records since the last audit. Waits for: a thread that reads the ledger."""
-        if self._is_busy or self.over.is_set():
+        if self._is_busy or self.stopped.is_set():
             return
         self._is_busy = True
         with suppress(RunEnded):
@@ -50,7 +50,7 @@ class Upkeep:
             self.writer.after_commit(self._drop)
 
     def _go_on(self, *_: int) -> None:
-        if self.over.is_set():
+        if self.stopped.is_set():
             raise RunEnded
 
     def _drop(self) -> None:

@@ -1,7 +1,7 @@
 """Tracks the rollout workers: the route to each, its leases, and its free capacity (credit).
 
 Each state message of a worker lists all its leases. A lease that is missing from the list was lost
-with a message or a restart; it is sent again or leased anew, so no episode is lost.
+with a message or a restart. It is sent again, or its members are leased again. No episode is lost.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ActiveLease:
     lease: Lease
     unfinished: set[int]
     """Members that the worker has not finished."""
-    given_at: float
-    """Monotonic time at which the worker was chosen."""
+    assigned_at: float
+    """Monotonic time at which the lease was assigned to the worker."""
     sent_at: float = math.inf
     """Monotonic time at which the lease was last sent; inf before the first time."""
 
@@ -158,17 +158,17 @@ class Workers:
 
     def describe(self) -> str:
         """Return a text with the number of episodes of each worker and the oldest episode."""
-        running = [(a.given_at, a.lease, w) for w in self.by_id.values() for a in w.leases.values()]
-        if not running:
+        runs = [(a.assigned_at, a.lease, w) for w in self.by_id.values() for a in w.leases.values()]
+        if not runs:
             names = ", ".join(sorted(self.by_id))
             return "nothing in flight, " + (f"workers: {names}" if names else "no rollout worker")
         busy = [w for w in self.by_id.values() if w.leases]
         shares = ", ".join(f"{w.in_flight} on {w.worker_id}" for w in busy)
-        given, lease, owner = min(running, key=lambda each: each[0])
+        assigned, lease, owner = min(runs, key=lambda each: each[0])
         return (
             f"{sum(w.in_flight for w in busy)} episodes in flight ({shares}), oldest "
             f"{lease.group_id} ({lease.task.task_id}) on {owner.worker_id} "
-            f"since {time.monotonic() - given:.1f} s"
+            f"since {time.monotonic() - assigned:.1f} s"
         )
 
     def metrics(self) -> dict[str, float]:

@@ -28,12 +28,12 @@ from arealite.system.health.waits import ITSELF, OTHER_RANKS, PAUSE_OBSERVER, SU
 Cause = Literal[
     "stopped", "dead", "crashing", "silent", "blocked", "starved", "paused", "overdue", "starting"
 ]
-"""stopped: the kernel holds the process (SIGSTOP, a debugger). dead: the process is gone. crashing:
-the process died and its parent restarts it. silent: the process runs, but shows no sign of life.
-blocked: the event loop runs nothing. starved: the process would be neither if it got a CPU.
-paused: a client that is not this trial's publisher paused the server. overdue: the process lives,
-but others wait for it beyond their deadline. starting: the parent started the process, which has
-shown no vitals yet."""
+"""stopped: SIGSTOP or a debugger stopped the process. dead: the process has exited. crashing: the
+process crashed, and its parent restarts it. silent: the process exists, but writes no vitals.
+blocked: the event loop runs no task. starved: silent or blocked, because the process gets no CPU.
+paused: a client that is not this trial's publisher paused the server. overdue: the process runs,
+but its reply to another role is late. starting: the parent has started the process, which has not
+written vitals yet."""
 ORDER: tuple[Cause, ...] = get_args(Cause)
 
 SILENT_S, REMOTE_SILENT_S, BLOCKED_S, OVERDUE_S = 4.0, 15.0, 3.0, 5.0
@@ -51,7 +51,7 @@ ROLE = re.compile(r"\b(?:datapipe|rollout|trainer)-\d+\b")
 
 @dataclass(frozen=True)
 class Finding:
-    """One role that blocks others, or is in trouble itself."""
+    """One role that blocks other roles or is unhealthy."""
 
     blocker: str
     """The role, as in "rollout-1"."""
@@ -82,7 +82,7 @@ class RoleStatus:
         return self.vitals.name
 
     def finding(self, *, silent_s: float, blocked_s: float) -> Finding | None:
-        """Return the trouble of the role itself, without regard to other roles."""
+        """Return the finding about this role alone; None if the role is healthy."""
         vitals, age_s, pid = self.vitals, self.age_s, self.vitals.pid
         blocked = vitals.blocked_s + age_s if vitals.blocked_s else 0.0
         if self.state and self.state in "Tt":
@@ -110,8 +110,8 @@ class RoleStatus:
         """Return the share of `late_s` in which the process waited for a CPU, from 0 to 1.
 
         The main thread, which may hold the GIL, and the thread that writes the vitals are examined;
-        the larger share counts. The kernel does not count a wait that has not ended. A runnable
-        thread that hardly ever ran since its vitals were written is therefore taken to have waited.
+        the larger share counts. The kernel does not count a wait that has not ended. Therefore, a
+        runnable thread with at most FEW_TIMESLICES since its vitals were written counts as waiting.
 
         Returns:
             None if the kernel has no scheduler statistics of the process.
@@ -180,7 +180,7 @@ def examine(
     except UserError as error:  # then a silent role may be healthy
         found = {name: each for name, each in found.items() if name not in silent}
         found[str(folder)] = Finding(str(folder), "overdue", 0.0, f"no role can write: {error}")
-    graph = WaitGraph(roles, troubled=found)
+    graph = WaitGraph(roles, unhealthy=found)
     crashing = {each.blocker: each for each in graph.restarted()}
     found |= {n: each for n, each in crashing.items() if n not in found or found[n].cause == "dead"}
     late_findings = graph.paused(), graph.absent(), graph.overdue(overdue_s), graph.slow()
@@ -192,14 +192,14 @@ def examine(
 
 
 class WaitGraph:
-    """The waits of all roles. The waits of a role that is in trouble itself are left out."""
+    """The waits of all roles, except those of unhealthy roles."""
 
-    def __init__(self, roles: dict[str, RoleStatus], *, troubled: Container[str] = ()) -> None:
-        self.roles, self.troubled = roles, troubled
+    def __init__(self, roles: dict[str, RoleStatus], *, unhealthy: Container[str] = ()) -> None:
+        self.roles, self.unhealthy = roles, unhealthy
         self.all = [
             (role, wait, self.targets(role, wait))
             for role in roles.values()
-            if role.name not in troubled
+            if role.name not in unhealthy
             for wait in sorted(role.vitals.waits, key=lambda wait: -wait.waited_s)
         ]
 
@@ -227,7 +227,7 @@ class WaitGraph:
                     yield Finding(name, "dead", wait.waited_s, what)
 
     def overdue(self, overdue_s: float) -> Iterator[Finding]:
-        """Find roles that owe a reply and wait for no other role themselves."""
+        """Find roles whose reply is overdue, and that wait for no other role."""
         for role, wait, _ in self.all:
             name = self._last_in_chain(wait.on)
             # A process that was stopped or blocked needs time to read its messages and to reply.
@@ -243,7 +243,7 @@ class WaitGraph:
             )
 
     def slow(self) -> Iterator[Finding]:
-        """Find ranks whose computation takes longer than ever before.
+        """Find ranks whose computation takes longer than any before.
 
         Ranks that wait in a collective are left out, unless all late ranks do.
         """
@@ -287,7 +287,7 @@ class WaitGraph:
         }
 
     def _last_in_chain(self, name: str) -> str:
-        """Follow the waits from a role to a role that waits for no other or is in trouble."""
+        """Follow the waits from a role to a role that waits for no other role or is unhealthy."""
         seen: set[str] = set()
         while name not in seen:
             seen.add(name)

@@ -71,11 +71,11 @@ def collect_stacks(folder: Path, roles: Sequence[RoleStatus]) -> dict[str, list[
     found: dict[str, list[str]] = {}
     with suppress(OSError):
         (folder / STACKS_REQUEST).touch()
-        asked = (folder / STACKS_REQUEST).stat().st_mtime_ns
+        since_ns = (folder / STACKS_REQUEST).stat().st_mtime_ns
         dumps = {name: folder / f"{name}.dump" for name in living}
-        _wait_until(lambda: all(modified_ns(dump) >= asked for dump in dumps.values()), ANSWER_S)
-        told = {name: dump for name, dump in dumps.items() if modified_ns(dump) >= asked}
-        found = {name: _shorten(dump.read_text()) for name, dump in told.items()}
+        _wait_until(lambda: all(modified_ns(dump) >= since_ns for dump in dumps.values()), ANSWER_S)
+        replied = {name: dump for name, dump in dumps.items() if modified_ns(dump) >= since_ns}
+        found = {name: _shorten(dump.read_text()) for name, dump in replied.items()}
     blocked = [name for name in files if name not in found and files[name].exists()]
     for name in blocked:
         vitals = living[name].vitals

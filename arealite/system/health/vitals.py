@@ -154,10 +154,10 @@ class Recorder(threading.Thread):
         for each in _loops:
             each.lag_s = 0.0
         frame = _frames().get(threading.main_thread().ident or 0)
-        met = frame is not None and COLLECTIVES in frame.f_code.co_filename
+        in_collective = frame is not None and COLLECTIVES in frame.f_code.co_filename
         vitals.waits, vitals.counters = (
             _grouped_waits(),
-            waits.counters | {"in_collective": float(met)},
+            waits.counters | {"in_collective": float(in_collective)},
         )
         has_slept = vitals.clock - before > 2 * BEAT_S  # the whole process was stopped or blocked
         vitals.blocked_s, vitals.blocked_stack = 0.0, ""

@@ -21,7 +21,7 @@ OTHER_RANKS = "the other ranks"
 """Value of `on`: the trainer ranks whose counter "collectives" is less than the waiter's."""
 SUPERVISOR = "supervisor"
 """Value of `owner`: a parent process that is starting role `on`. `detail` is the reason of the
-role's last death; "" if there was none."""
+role's last crash; "" if there was none."""
 PAUSE_OBSERVER = "pause observer"
 """Value of `owner`: a publisher that found server `on` paused by another client. `detail` is a
 sentence about it."""
@@ -142,7 +142,7 @@ class Wait:
                 step, value = work.send, (yield awaited)
             except BaseException as error:
                 if self.abandoned:
-                    with suppress(Exception):  # it may swallow that, too
+                    with suppress(Exception):  # `work` may swallow GeneratorExit, too
                         work.close()
                     raise
                 step, value = work.throw, error

@@ -1,8 +1,8 @@
 """Audits a ledger: no sample is lost, none is repeated, no trained token is too old.
 
-The audit reads only the file, and the configs beside it if they exist. So it works on a run that is
-active, ended, or was copied. It reads all rows and payloads, or only those after the *mark*. The
-datapipe stores the mark in the ledger: all records before it passed an audit.
+The audit reads only the file, and the configs beside it if they exist. The run may be active, ended
+or copied. The audit reads all rows and payloads, or only those after the *mark*. The datapipe
+stores the mark in the ledger: all records before it passed an audit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CHECKS = {
         "trajectories without a group": """
             SELECT trajectory_id FROM trajectories
             WHERE group_id NOT IN (SELECT group_id FROM groups)""",
-        # a member has neither finished nor failed for good
+        # a member has neither finished nor used all attempts
         "groups with missing members": """
             SELECT g.group_id FROM groups g
             WHERE g.state IN ('complete', 'batched', 'trained', 'durable') AND (
@@ -182,12 +182,12 @@ class Audit:
 
     def __init__(self, db: sqlite3.Connection, new_only: bool) -> None:
         self.db, self.is_whole, self.mark = db, not new_only, Mark()
-        held = dict(db.execute("SELECT key, value FROM meta"))
-        self.has_sums = held.get("schema") == schema.SCHEMA_VERSION
+        meta = dict(db.execute("SELECT key, value FROM meta"))
+        self.has_sums = meta.get("schema") == schema.SCHEMA_VERSION
         if new_only:
             with suppress(msgspec.MsgspecError):  # none yet
-                self.mark = msgspec.json.decode(held.get("audited", ""), type=Mark)
-        self.dropped = int(held.get("dropped", 0))
+                self.mark = msgspec.json.decode(meta.get("audited", ""), type=Mark)
+        self.dropped = int(meta.get("dropped", 0))
         self.found = Counter[str](), Counter(self.mark.tally)
         """Counts of open records, and of final records (only a roll-back changes those)."""
         self.problems = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
@@ -234,16 +234,16 @@ class Audit:
                     self._check(state, row, step, *kept)
                     if on_row and n % 64 == 0:
                         on_row(n, last)
-        given = vars(guarantees) | {"seq": self.mark.seq, "row": self.mark.row}
+        values = vars(guarantees) | {"seq": self.mark.seq, "row": self.mark.row}
         for kind, checks in CHECKS.items():
             for what, sql in checks.items():
-                if names := [str(name) for (name,) in self.db.execute(sql, given)]:
-                    self.problems[kind][what.format(**given)] = names
+                if names := [str(name) for (name,) in self.db.execute(sql, values)]:
+                    self.problems[kind][what.format(**values)] = names
         tally = {name: number & schema.CHECKSUM_MASK for name, number in self.found[True].items()}
         self.now = self.found[False] + self.found[True]
         self._check_file(saved)
-        still = self.db.execute(f"SELECT seq FROM groups WHERE state NOT IN {CLOSED}")
-        mark = Mark(last, seq, durable, [seq for (seq,) in still], tally)
+        unclosed = self.db.execute(f"SELECT seq FROM groups WHERE state NOT IN {CLOSED}")
+        mark = Mark(last, seq, durable, [seq for (seq,) in unclosed], tally)
         return self._report(msgspec.json.encode(mark).decode())
 
     def _count(self, table: str, is_closed: bool, state: str, found: int, row: Row) -> None:

@@ -25,10 +25,10 @@ class Balance:
     in_flight: int
 
     @classmethod
-    def of(cls, held: Mapping[str, int]) -> Balance:
+    def of(cls, counts: Mapping[str, int]) -> Balance:
         """Build a balance from counts by state of the group."""
-        sums = {k: sum(held.get(state, 0) for state in states) for k, states in IN_STATE.items()}
-        return cls(sum(held.values()), **sums)
+        sums = {k: sum(counts.get(state, 0) for state in states) for k, states in IN_STATE.items()}
+        return cls(sum(counts.values()), **sums)
 
     @property
     def is_even(self) -> bool:

@@ -95,15 +95,15 @@ class Ledger:
         db.create_function("checksum", -1, schema.checksum, deterministic=True)
         for table in schema.COVERED:
             db.executescript(schema.triggers(table))
-        held = dict(db.execute("SELECT key, value FROM meta").fetchall())
+        stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
         for key, value in expected.items():
-            if held.get(key) != value:
+            if stored.get(key) != value:
                 raise UserError(
-                    f"The ledger {self.path} was started with {key}={held.get(key)}, now it is "
+                    f"The ledger {self.path} was started with {key}={stored.get(key)}, now it is "
                     f"{value}. Restore the value, or choose another trial_name."
                 )
         db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")
-        self.boot = int(held.get("boot", "0")) + 1
+        self.boot = int(stored.get("boot", "0")) + 1
         self.set_meta("boot", str(self.boot))
         self.commit()
 
@@ -220,8 +220,8 @@ class Ledger:
 
     def mark_audited(self, mark: str) -> None:
         """Write the mark of an audit, unless its newest checkpoint was rolled back meanwhile."""
-        is_held = "json_extract(?1, '$.step') <= (SELECT IFNULL(MAX(step), 0) FROM checkpoints)"
-        self._put(f"INSERT OR REPLACE INTO meta SELECT 'audited', ?1 WHERE {is_held}", mark)
+        is_valid = "json_extract(?1, '$.step') <= (SELECT IFNULL(MAX(step), 0) FROM checkpoints)"
+        self._put(f"INSERT OR REPLACE INTO meta SELECT 'audited', ?1 WHERE {is_valid}", mark)
 
     def clear_planned_steps(self) -> None:
         """Clear step and place of rolled-back groups, because the batch size was changed."""
@@ -279,14 +279,14 @@ class Ledger:
         size = os.stat(f"{self.path}-wal").st_size
         if size < self._log_limit:
             return
-        patience_ms = min(READERS_MS * size // LOG_BYTES, MAX_READERS_MS)
-        is_held = True
-        self.connection.execute(f"PRAGMA busy_timeout = {patience_ms}")
+        timeout_ms = min(READERS_MS * size // LOG_BYTES, MAX_READERS_MS)
+        is_blocked = True
+        self.connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")
         with suppress(sqlite3.Error):  # committed data is safe in any case
-            is_held = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            is_blocked = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         self.connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
-        self._log_limit = 2 * size if is_held else LOG_BYTES
-        if is_held:
+        self._log_limit = 2 * size if is_blocked else LOG_BYTES
+        if is_blocked:
             logger.warning("a reader blocks truncation of the ledger's log", megabytes=size >> 20)
 
     def commit(self) -> None:
@@ -315,9 +315,9 @@ def _row(group: Group) -> tuple[object, ...]:
 
 def _many(sql: str, rows: Sequence[tuple[object, ...]]) -> Iterator[Statement]:
     for first in range(0, len(rows), ROWS):
-        some = rows[first : first + ROWS]
-        row = f"({', '.join('?' * len(some[0]))})"
-        yield sql.format(", ".join([row] * len(some))), tuple(chain.from_iterable(some))
+        chunk = rows[first : first + ROWS]
+        row = f"({', '.join('?' * len(chunk[0]))})"
+        yield sql.format(", ".join([row] * len(chunk))), tuple(chain.from_iterable(chunk))
 
 
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:

@@ -114,8 +114,8 @@ def triggers(table: str) -> str:
     """Return SQL for temporary triggers that update the row of `heads` for a table."""
     change = f"UPDATE heads SET rows = rows {{}} 1, sum = (sum {{}} {{}}.sum) & {CHECKSUM_MASK} "
     change += f"WHERE name = '{table}';"
-    added, gone = change.format("+", "+", "NEW"), change.format("-", "-", "OLD")
-    events = {"INSERT": added, "DELETE": gone, "UPDATE OF sum": gone + added}
+    added, removed = change.format("+", "+", "NEW"), change.format("-", "-", "OLD")
+    events = {"INSERT": added, "DELETE": removed, "UPDATE OF sum": removed + added}
     return "".join(
         f"CREATE TEMP TRIGGER {table}_{event[:6]} AFTER {event} ON main.{table} BEGIN {body} END;"
         for event, body in events.items()

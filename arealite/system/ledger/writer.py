@@ -22,15 +22,15 @@ class LedgerWriter:
         self.ledger = ledger
         self.interval_s = interval_s
         self._callbacks: list[Callable[[], None]] = []
-        self._wanted = asyncio.Event()
+        self._requested = asyncio.Event()
         self._hurry = asyncio.Event()
         self._is_closing = False
         self._busy_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
 
-    def want_commit(self) -> None:
+    def request_commit(self) -> None:
         """Request a commit of all queued writes."""
-        self._wanted.set()
+        self._requested.set()
 
     def after_commit(self, callback: Callable[[], None], *, hurry: bool = False) -> None:
         """Call `callback` in the event loop once all writes queued so far are durable.
@@ -40,7 +40,7 @@ class LedgerWriter:
             hurry: Commit now, in a transaction of its own: a process is blocked until then.
         """
         self._callbacks.append(callback)
-        self.want_commit()
+        self.request_commit()
         if hurry:
             self._hurry.set()
 
@@ -53,13 +53,13 @@ class LedgerWriter:
         loop = asyncio.get_running_loop()
         due = loop.time()
         try:
-            while self._wanted.is_set() or not self._is_closing:
-                await self._wanted.wait()
+            while self._requested.is_set() or not self._is_closing:
+                await self._requested.wait()
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(due):  # more writes may join
                         await self._hurry.wait()
                 due = loop.time() + self.interval_s
-                self._wanted.clear()
+                self._requested.clear()
                 if not self._is_closing:
                     self._hurry.clear()
                 callbacks, self._callbacks = self._callbacks, []
@@ -84,5 +84,5 @@ class LedgerWriter:
     def close(self) -> None:
         """Make `run` commit the queued writes and return."""
         self._is_closing = True
-        self._wanted.set()
+        self._requested.set()
         self._hurry.set()

@@ -28,7 +28,7 @@ SILENT_S = 2.0
 
 The datapipe sends a message each second while a request is pending."""
 REPEAT_S = 5.0
-"""Interval at which a pending request is resent; the datapipe drops requests that are not."""
+"""Interval at which a pending request is resent; the datapipe drops a start that is not resent."""
 POLL_MS = 250
 
 Answer = tuple[ToTrainer, list[bytes]]
@@ -135,7 +135,7 @@ class TrainerLink:
             wire.close(self._socket, linger_ms=linger_ms)
             self._socket = None
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def _request(
         self,

@@ -82,7 +82,7 @@ class WorkerLink:
         self._max_frame_mb = max_frame_mb
         self._channel: wire.Channel | None = None
         self._address = ""
-        self._heard = self._connected = time.monotonic()
+        self._received_at = self._connected_at = time.monotonic()
         self._leases: asyncio.Queue[Lease | None] = asyncio.Queue()
         self._members: dict[str, set[int]] = {}
         self._turns: dict[str, list[bytes]] = {}
@@ -164,11 +164,11 @@ class WorkerLink:
 
     async def _tick(self) -> None:
         now = time.monotonic()
-        if now - self._heard > self._silence_s:
-            silent = now - self._heard
+        if now - self._received_at > self._silence_s:
+            silent = now - self._received_at
             raise RoleError(f"{self.worker_id}: no message of a datapipe for {silent:.0f} s")
         is_new_connection = (
-            self._channel is None or now - max(self._heard, self._connected) > SILENT_S
+            self._channel is None or now - max(self._received_at, self._connected_at) > SILENT_S
         )
         if is_new_connection:
             await self._connect()
@@ -192,7 +192,7 @@ class WorkerLink:
         socket = wire.open_socket(self._context, zmq.DEALER, secret, max_mb=limit)
         socket.connect(address)
         self._address = address
-        self._connected = time.monotonic()
+        self._connected_at = time.monotonic()
         self._channel = wire.Channel(socket, self._receive)
         self._resend(older_than_s=0.0)
 
@@ -204,7 +204,7 @@ class WorkerLink:
     def _send_state(self) -> None:
         capacity = 0 if self._is_draining else self.capacity
         metrics, process = self.metrics(), self._process
-        state = WorkerState(self.worker_id, capacity, self._held_leases(), metrics, process)
+        state = WorkerState(self.worker_id, capacity, self._lease_ids(), metrics, process)
         if self._channel is not None:
             self._channel.send([wire.encode(state)])
 
@@ -214,12 +214,12 @@ class WorkerLink:
                 progress = Progress(self.worker_id, lease.lease_id, lease.group_id, turns)
                 self._channel.send([wire.encode(progress), *payloads])
 
-    def _held_leases(self) -> list[str]:
-        held = set(self._members)
-        held.update(episode.lease_id for episode, _ in self._outbox)
+    def _lease_ids(self) -> list[str]:
+        ids = set(self._members)
+        ids.update(episode.lease_id for episode, _ in self._outbox)
         for entry in self._unacknowledged.values():
-            held.update(episode.lease_id for episode in entry.episodes)
-        return sorted(held)
+            ids.update(episode.lease_id for episode in entry.episodes)
+        return sorted(ids)
 
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
@@ -241,9 +241,9 @@ class WorkerLink:
     # ------------------------------------------------------------ receiving
 
     def _receive(self, frames: list[bytes]) -> None:
-        self._heard = time.monotonic()
+        self._received_at = time.monotonic()
         if self._wait is not None:
-            self._wait.last_sign = self._heard
+            self._wait.last_sign = self._received_at
         match wire.decode_to_worker(frames[0]):
             case Ack(checksum=checksum):
                 self._unacknowledged.pop(checksum, None)

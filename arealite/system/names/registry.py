@@ -44,7 +44,7 @@ class Entry:
     """Seconds since its last heartbeat."""
 
 
-class _Look(NamedTuple):
+class _Reading(NamedTuple):
     """The last reading of a name's file."""
 
     written: float
@@ -72,7 +72,7 @@ class NameRegistry:
         self.root = root
         self.ttl_s = ttl_s
         self.is_secured, self.key_env = is_secured, key_env
-        self._looks = dict[Path, _Look]()
+        self._readings = dict[Path, _Reading]()
 
     @classmethod
     def of(
@@ -167,14 +167,14 @@ class NameRegistry:
         If the file has changed since a recent reading, its age is 0. If the last reading is older
         than `ttl_s`, the age is computed by the folder's clock.
         """
-        now, last = time.monotonic(), self._looks.get(path)
+        now, last = time.monotonic(), self._readings.get(path)
         if last is not None and last.written == written:
             changed = last.changed
         elif last is not None and now - last.at <= self.ttl_s:
             changed = now
         else:
             changed = now - max(0.0, folder_now() - written)
-        self._looks[path] = _Look(written, changed, now)
+        self._readings[path] = _Reading(written, changed, now)
         return now - changed
 
     def everywhere(self, role: str, entry_id: str) -> list[tuple[Path, Entry]]:
@@ -206,7 +206,7 @@ class NameRegistry:
         Raises:
             UserError: the folder cannot be written.
         """
-        over, wake = False, changed or asyncio.Event()
+        stopping, wake = False, changed or asyncio.Event()
 
         async def put() -> None:
             if (now := value()) is not None:
@@ -217,7 +217,7 @@ class NameRegistry:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(wake.wait(), heartbeat_s)
                 wake.clear()
-                if over:
+                if stopping:
                     return
                 try:
                     await put()
@@ -230,7 +230,7 @@ class NameRegistry:
             await asyncio.shield(first)
             yield
         finally:
-            over = True
+            stopping = True
             wake.set()  # no cancel: a write in a thread would continue and undo the removal
             await asyncio.gather(first, beating, return_exceptions=True)
             await asyncio.to_thread(self.remove, role, entry_id)

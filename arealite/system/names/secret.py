@@ -48,12 +48,12 @@ def read_secret(folder: Path) -> Secret | None:
     path = folder / FILE
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
-            about, text = os.fstat(file.fileno()), file.read(1024)
+            status, text = os.fstat(file.fileno()), file.read(1024)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the secret {path} cannot be read: {error}. Use another user.") from error
-    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise UserError(
             f"{path} must be yours and of mode 0600. Run chmod 600, then arealite secret --rotate."
         )

@@ -321,7 +321,7 @@ def test_wrong_input_and_invariant_errors_are_not_retried(tmp_path: Path, code: 
 def test_failing_rank_with_the_best_reason_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(supervisor, "LAST_WORDS_S", 60.0)  # until both have ended
+    monkeypatch.setattr(supervisor, "EXIT_REASON_S", 60.0)  # until both have ended
     trainer = """
 import os, sys, time
 time.sleep(0.4 * int(os.environ["RANK"]))

@@ -21,7 +21,7 @@ from arealite.impl.launcher import server, supervisor
 supervisor.PAUSES_S = (0.0, 0.02)
 server.TERMINATE_S = float(sys.argv[3])
 config = ServerConfig(cluster=ClusterConfig(name_root=sys.argv[1]))
-sys.exit(server.keep(config, [sys.executable, "-c", sys.argv[2], sys.argv[1]]))
+sys.exit(server.supervise(config, [sys.executable, "-c", sys.argv[2], sys.argv[1]]))
 """
 BEGIN = """
 import os, signal, sys, threading

@@ -50,7 +50,7 @@ from arealite.impl.launcher import server, supervisor
 supervisor.PAUSES_S = (0.0, 600.0)
 names = {"name_root": os.environ["NAMES"]}
 config = ServerConfig(experiment_name="e", trial_name="t", cluster=ClusterConfig(**names))
-sys.exit(server.keep(config, [sys.executable, "-c", CHILD]))
+sys.exit(server.supervise(config, [sys.executable, "-c", CHILD]))
 """
 KINDS = ("datapipe", "rollout", "trainer")
 LONG_S = 600.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arealite.impl.launcher.processes import Child, spawn
-from arealite.impl.launcher.supervisor import Budget, Died, Role, Supervisor
+from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
 from tests.waiting import has_exited
 
 
@@ -36,7 +36,7 @@ class Exits(Supervisor):
 
 async def test_role_is_restarted_until_it_is_not_needed() -> None:
     supervisor = Exits(4, 5, 0, 6)
-    await supervisor.keep(supervisor.role)
+    await supervisor.supervise(supervisor.role)
     assert supervisor.said == [
         "x died (exit code 4); started again (1 of 5)",
         "x died (exit code 5); started again (2 of 5)",
@@ -46,8 +46,8 @@ async def test_role_is_restarted_until_it_is_not_needed() -> None:
 
 async def test_spent_budget_names_option_and_first_death() -> None:
     supervisor = Exits(4, 5, 6, limit=1)
-    with pytest.raises(Died) as caught:
-        await supervisor.keep(supervisor.role)
+    with pytest.raises(RoleFailed) as caught:
+        await supervisor.supervise(supervisor.role)
     assert caught.value.exit_code == 5
     assert str(caught.value) == (
         "x died (exit code 5), 2 times without a further trained step; launcher.max_restarts=1. "
@@ -58,7 +58,7 @@ async def test_spent_budget_names_option_and_first_death() -> None:
 async def test_role_that_is_not_needed_after_its_pause_is_not_restarted() -> None:
     supervisor = Exits(4, 5)
     supervisor.most = 2  # needed when it dies, no longer needed at its restart
-    await supervisor.keep(supervisor.role)
+    await supervisor.supervise(supervisor.role)
     assert (supervisor.said, supervisor.codes) == ([], [5])
 
 
@@ -68,8 +68,8 @@ async def test_death_names_the_reason_of_a_kill(tmp_path: Path) -> None:
     child.reason = "it gave no answer"
     child.kill()
     await child.process.wait()
-    assert child.death == "x died (killed by SIGKILL: it gave no answer)"
-    assert child.obituary.startswith(
+    assert child.exit_summary == "x died (killed by SIGKILL: it gave no answer)"
+    assert child.exit_report.startswith(
         "x died (killed by SIGKILL: it gave no answer). Its last lines"
     )
 

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 from arealite.api.logger import loggers
-from arealite.impl.logger import guarded, services
-from arealite.impl.logger.guarded import IsolatedLogger
+from arealite.impl.logger import isolated, services
+from arealite.impl.logger.isolated import IsolatedLogger
 
 
 def main() -> None:
     name, root = sys.argv[1], Path(sys.argv[2])
     services.UPLOAD_S = float(sys.argv[3])
-    guarded.CLOSE_S = 120.0
+    isolated.CLOSE_S = 120.0
     for begin in (0, 1):
         second = int(time.time())
         sink = IsolatedLogger(root, loggers.get(name))

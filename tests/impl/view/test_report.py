@@ -229,7 +229,7 @@ def test_invalid_ledger_is_a_user_error(paths: RunPaths) -> None:
 def test_report_has_balance_and_failures(paths: RunPaths) -> None:
     add_failure(paths, "g2", "KeyError: x")
     about = report_run.describe(paths)
-    assert about["told"]["reward/mean"].startswith("rewards of the batch's trajectories")
+    assert about["descriptions"]["reward/mean"].startswith("rewards of the batch's trajectories")
     ledger = about["ledger"]
     assert ledger["groups"] == {
         "offered": 3,

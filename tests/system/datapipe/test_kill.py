@@ -70,7 +70,7 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
 
     def is_back(worker: FakeWorker) -> bool:
         link = worker.link
-        return link._address == resolve() and link._heard > link._connected
+        return link._address == resolve() and link._received_at > link._connected_at
 
     process = await start(config, tmp_path)
     link = TrainerLink(resolve, rank=0, world_size=1, silence_s=60.0)

@@ -124,7 +124,7 @@ class Chaos(Trial):
     def lose(self, run: Running) -> None:
         """Lose a lease; its results may still arrive."""
         self.happened["lost"] = self.happened.get("lost", 0) + 1
-        self.store.lose_lease(run.lease)
+        self.store.fail_lease(run.lease)
         for other in self.running[run.lease.lease_id]:
             self.free += not (other.is_lost or other.is_over)
             other.is_lost = True

@@ -229,7 +229,7 @@ def test_start_waits_while_the_previous_trainer_is_alive(handler: TrainerRequest
     (said,) = [m for m in sent(handler) if isinstance(m, Waiting)]
     assert said.request == "TrainerStart 1" and "the previous trainer, last request" in said.detail
     handler.last_request -= trainer_request_handler.TRAINER_ALIVE_S
-    handler.begin_pending_start()
+    handler.accept_pending_start()
     assert handler.store.num_trained_steps() == 1
     assert sent(handler)[-1] == TrainerReady(1, 1)
 
@@ -239,9 +239,9 @@ def test_start_that_is_not_resent_is_dropped(handler: TrainerRequestHandler) -> 
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
     handler._start_received -= trainer_request_handler.TRAINER_GONE_S
-    handler.begin_pending_start()
+    handler.accept_pending_start()
     handler.last_request -= trainer_request_handler.TRAINER_ALIVE_S
-    handler.begin_pending_start()
+    handler.accept_pending_start()
     assert handler.store.num_trained_steps() == 2
     assert not [m for m in sent(handler)[1:] if isinstance(m, TrainerReady)]
 
@@ -252,7 +252,7 @@ def test_start_does_not_overtake_a_trainer_that_saves_its_last_steps(
     tell(handler, Published(2))
     handler.take(ROUTE, TrainerStart(1, 1, 2))
     tell(handler, Finish(STOP_WAITING))
-    handler.begin_pending_start()
+    handler.accept_pending_start()
     save(handler, 2)
     assert handler.store.num_trained_steps() == 2
 

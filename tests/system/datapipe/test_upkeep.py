@@ -190,7 +190,7 @@ async def test_audit_stops_when_the_run_ends(tmp_path: Path) -> None:
     assert mark(run.paths.ledger) == {}
     upkeep = Upkeep(LedgerWriter(run.ledger, interval_s=0.0), asyncio.Event(), keep_payloads="all")
     upkeep._go_on = lambda *_: (over.set(), Upkeep._go_on(upkeep))[0]  # type: ignore[method-assign]
-    upkeep.over = asyncio.Event()
+    upkeep.stopped = asyncio.Event()
     await upkeep.run()
     run.ledger.close()
 

@@ -55,7 +55,7 @@ async def test_first_and_hurried_writes_are_committed_at_once(ledger: Ledger) ->
         await durable(writer, hurry=True)
         assert kept(ledger, key)
     ledger.set_meta("last", "1")
-    writer.want_commit()
+    writer.request_commit()
     writer.close()
     async with asyncio.timeout(60):
         await running
@@ -93,7 +93,7 @@ async def test_queued_writes_are_committed_before_the_end(ledger: Ledger) -> Non
     writer = LedgerWriter(ledger, interval_s=INTERVAL_S)
     running = asyncio.create_task(writer.run())
     ledger.set_meta("quiet", "1")
-    writer.want_commit()
+    writer.request_commit()
     writer.close()
     await running
     assert kept(ledger, "quiet")

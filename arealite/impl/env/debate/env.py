@@ -50,7 +50,7 @@ class DebateEnv(Env):
 
     @classmethod
     def rows(cls, config: DebateConfig, *, split: str, seed: int) -> Iterator[Row]:
-        """Yield the built-in claims without end, shuffled anew each time."""
+        """Yield the built-in claims without end, shuffled again each time."""
         is_train, every = split == "train", enumerate(WORDS["topics"])
         topics = [topic for i, topic in every if (i % HELD_OUT != 0) is is_train]
         rng = random.Random(f"debate/{split}/{seed}")

@@ -63,7 +63,7 @@ class WebArenaEnv(Env):
 
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
-        """Yield the playable tasks of the file without end, shuffled anew each time."""
+        """Yield the playable tasks of the file without end, shuffled again each time."""
         tasks, rng = load_tasks(config), random.Random(f"{split}-{seed}")
         if config.held_out:
             is_train, every = split == "train", config.held_out

@@ -1,4 +1,4 @@
-"""Finds the line in a dead process's output that gives the reason for its death."""
+"""Finds the line in the output of a failed process that gives the reason of its exit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABORTS = re.compile(r"^\s*((?:Fatal Python error:|what\(\):|\w+\(\): |.*Assertio
 """Lines that C and C++ code write before they abort the process."""
 
 
-def last_words(output: str, code: int) -> str:
+def exit_reason(output: str, code: int) -> str:
     """Return the line of `output` that gives the reason for an end with `code`, "" for none.
 
     For a traceback, this is the line of the last exception, without its notes and the further lines

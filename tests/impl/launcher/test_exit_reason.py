@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.impl.launcher.last_words import last_words
+from arealite.impl.launcher.exit_reason import exit_reason
 from arealite.impl.launcher.processes import spawn
 
 GROUP = """
@@ -145,13 +145,13 @@ def output(script: str, *options: str) -> tuple[str, int]:
 )
 def test_reason_is_the_line_of_the_last_real_exception(script: str, reason: str) -> None:
     text, code = output(script)
-    assert last_words(text, code) == reason, text
+    assert exit_reason(text, code) == reason, text
 
 
 def test_reason_is_found_before_output_of_other_processes() -> None:
     text, code = output(GROUP)
     text += "[W] destroy_process_group() was not called\nresource_tracker: 1 leaked semaphore\n"
-    assert last_words(text, code) == "RuntimeError: task 2 failed"
+    assert exit_reason(text, code) == "RuntimeError: task 2 failed"
 
 
 @pytest.mark.parametrize(
@@ -181,18 +181,18 @@ def test_reason_of_a_death_by_signal_is_a_line_of_c_code(
 ) -> None:
     text, code = output(script, *options)
     assert code < 0
-    found = last_words(text, code)
+    found = exit_reason(text, code)
     assert found.startswith(reason) and bool(found) == bool(reason), text
 
 
 def test_reason_of_a_kill_is_no_exception_that_was_logged_before() -> None:
     text, _ = output(LOGGED)
-    assert last_words(text, -signal.SIGKILL) == ""
+    assert exit_reason(text, -signal.SIGKILL) == ""
 
 
 def test_long_reason_is_cut() -> None:
     text, code = output("raise ValueError('x' * 100_000)")
-    assert len(last_words(text, code)) == 500
+    assert len(exit_reason(text, code)) == 500
 
 
 async def test_death_names_the_exception_and_no_border(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ async def test_death_names_the_exception_and_no_border(tmp_path: Path) -> None:
     child = await spawn("rollout-0", command, log=log, environment={})
     await child.process.wait()
     reason = "FileNotFoundError: [Errno 2] is gone"
-    assert child.death == f"rollout-0 died (exit code 1: {reason})"
-    assert "+----" not in child.death and reason in child.obituary
+    assert child.exit_summary == f"rollout-0 died (exit code 1: {reason})"
+    assert "+----" not in child.exit_summary and reason in child.exit_report
 
 
 async def test_obituary_has_a_reason_far_above_the_last_lines(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ async def test_obituary_has_a_reason_far_above_the_last_lines(tmp_path: Path) ->
         "rollout-0", [sys.executable, "-c", script], log=tmp_path / "log", environment={}
     )
     await child.process.wait()
-    assert re.search(r"\n    ValueError: why\n    \.\.\.\n(    bye\n?)+$", child.obituary)
+    assert re.search(r"\n    ValueError: why\n    \.\.\.\n(    bye\n?)+$", child.exit_report)
 
 
 async def test_death_is_read_from_the_end_of_a_long_log(tmp_path: Path) -> None:
@@ -220,4 +220,4 @@ async def test_death_is_read_from_the_end_of_a_long_log(tmp_path: Path) -> None:
         "rollout-0", [sys.executable, "-c", script], log=tmp_path / "log", environment={}
     )
     await child.process.wait()
-    assert child.death == "rollout-0 died (exit code 1: ValueError: why)"
+    assert child.exit_summary == "rollout-0 died (exit code 1: ValueError: why)"

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 from arealite.api.config import ExperimentConfig, LoggerConfig
 from arealite.api.logger import MetricLogger
 from arealite.api.trial import ClusterConfig
-from arealite.impl.logger import guarded
-from arealite.impl.logger.guarded import IsolatedLogger, without_secrets
+from arealite.impl.logger import isolated
+from arealite.impl.logger.isolated import IsolatedLogger, without_secrets
 from arealite.impl.logger.jsonl import JSONLLogger
 from arealite.impl.trainer.components import open_loggers
 
@@ -51,7 +51,7 @@ class Kept(MetricLogger):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     global happened
-    monkeypatch.setattr(guarded, "CLOSE_S", 120.0)
+    monkeypatch.setattr(isolated, "CLOSE_S", 120.0)
     happened = []
     does.clear()
     yield
@@ -105,7 +105,7 @@ def test_logger_that_raises_is_reported_once_and_disabled(call: str, tmp_path: P
 def test_hanging_logger_does_not_block_the_trainer(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarded, "CLOSE_S", 0.05)
+    monkeypatch.setattr(isolated, "CLOSE_S", 0.05)
     does[call] = hangs()
     assert run(tmp_path) == ["it did not close within 0.05 s"]
     assert call not in happened, "it hangs still"
@@ -114,8 +114,8 @@ def test_hanging_logger_does_not_block_the_trainer(
 def test_logger_with_too_many_queued_lines_is_disabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarded, "CLOSE_S", 0.01)
-    monkeypatch.setattr(guarded, "MAX_QUEUED_LINES", 5)
+    monkeypatch.setattr(isolated, "CLOSE_S", 0.01)
+    monkeypatch.setattr(isolated, "MAX_QUEUED_LINES", 5)
     does["log 0"] = hangs()
     assert run(tmp_path, steps=20) == ["it is 5 lines late"]
 
