@@ -89,11 +89,11 @@ def test_plugin_file_is_imported_with_modules_of_its_folder(
 
 
 def test_part_without_options_inherits_those_of_its_base_class():
-    table: Registry[object] = Registry("agent", {"path": "pathlib:Path"})
-    table.register("mine")(type("Mine", (table.get("path"),), {}))
+    table: Registry[object] = Registry("agent", {"fraction": "fractions:Fraction"})
+    table.register("mine")(type("Mine", (table.get("fraction"),), {}))
     table.register("other")(type("Other", (), {}))
-    config = SimpleNamespace(type="mine", path="options of path")
-    assert table.options(config) == "options of path"
+    config = SimpleNamespace(type="mine", fraction="options of fraction")
+    assert table.options(config) == "options of fraction"
     assert table.options(SimpleNamespace(type="path", path=1)) == 1
     assert table.options(SimpleNamespace(type="other", path=1)) is None
     assert table.options(SimpleNamespace(type="mine", mine=2, path=1)) == 2
