@@ -77,9 +77,9 @@ async def test_malformed_json_is_refused_and_the_session_continues(raw: str) -> 
 @pytest.mark.parametrize(
     ("raw", "code"),
     [
-        (b'{"type": "reset", "data": ' + b"[" * 5_000, "INVALID_JSON"),
+        (b'{"type": "reset", "data": ' + b"[" * 40_000, "INVALID_JSON"),
         (
-            b'{"type": "reset", "data": {"task": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_002,
+            b'{"type": "reset", "data": {"task": ' + b'{"a":' * 40_000 + b"1" + b"}" * 40_002,
             "INVALID_JSON",
         ),
         (b'{"type": "reset", "data": {"task": {"prompt": "\xff"}}}', "INVALID_JSON"),

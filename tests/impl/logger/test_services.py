@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def test_trackio_resumes_the_same_run(root: Path) -> None:
     said = start("trackio", root, TRACKIO_DIR=str(root / "trackio"))
     assert "left out" not in said
     shutil.copy(root / "trackio" / "exp.db", root / "copy.db")
-    with sqlite3.connect(root / "copy.db") as db:
+    with closing(sqlite3.connect(root / "copy.db")) as db, db:
         found = db.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
         (config,) = db.execute("SELECT DISTINCT config FROM configs").fetchone()
     assert {name for name, _, _ in found} == {run_id(root)}

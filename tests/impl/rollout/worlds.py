@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ class World(Env):
         agent.reward(float(len(action.text)), length=1.0)
 
     async def _in_group(self, agent: Agent, *, is_caught: bool) -> None:
-        with suppress(BaseExceptionGroup if is_caught else ()):
+        with suppress(BaseExceptionGroup) if is_caught else nullcontext():
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(agent.act("a"))
                 tasks.create_task(self._fail())

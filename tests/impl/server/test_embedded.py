@@ -142,7 +142,7 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         (b"\xff\xfe", ""),
         (b"[1, 2]", "Expected `object`"),
         (b"", "Either text, input_ids"),
-        (b'{"x": ' + b"[" * 5_000, "recursion"),
+        (b'{"x": ' + b"[" * 40_000, "recursion"),
         (b'{"input_ids": [' + b"1" * 4_000 + b"]}", "Expected `int` <= 2147483647"),
         (b'{"input_ids": [5], "sampling_params": {"top_k": 9999999999}}', "Expected `int` <="),
         (b'{"input_ids": [5], "sampling_params": {"temperature": NaN}}', "malformed"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -287,11 +288,10 @@ async def test_invalid_result_is_a_failed_attempt_and_is_acknowledged(peer: Peer
             peer.say(Result("bad", [made]), *frames)
     await peer.rejected(4)
     await eventually(lambda: peer.acknowledged() == 4)
-    with connect(peer.pipe.ledger.path, read_only=True) as db:
+    with closing(connect(peer.pipe.ledger.path, read_only=True)) as db:
         assert db.execute("SELECT DISTINCT class FROM failures").fetchall() == [("rejected",)]
         assert db.execute("SELECT COUNT(*) FROM failures").fetchone() == (4,)
         assert db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
-    db.close()
 
 
 async def test_unreadable_result_is_acknowledged_and_leased_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_intact_ledger_passes_the_audit(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_damage_is_detected(path: Path, harm: str, line: str) -> None:
-    with sqlite3.connect(path) as db:
+    with closing(sqlite3.connect(path)) as db, db:
         db.execute(harm)
     db.close()
     report = audit(path)
@@ -100,7 +101,7 @@ def test_damage_is_detected(path: Path, harm: str, line: str) -> None:
 
 
 def test_turns_of_a_running_episode_are_no_problem(path: Path) -> None:
-    with sqlite3.connect(path) as db:
+    with closing(sqlite3.connect(path)) as db, db:
         db.execute("INSERT INTO turns VALUES ('g6', 0, 'agent', 0, x'', x'')")
     db.close()
     assert audit(path).ok
