@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ class SearchTool(Tool):
 
     def __init__(self, config: SearchToolConfig) -> None:
         super().__init__(config)
-        self.slots = asyncio.Semaphore(1)  # the database connection allows one thread at a time
+        self.slots = asyncio.Semaphore(1)
+        self._lock = threading.Lock()
+        """Held by the thread that uses the connection, which allows one thread at a time. A call
+        that timed out has left its slot, but its thread may still run."""
 
     async def setup(self) -> None:
         """Read and index the knowledge base."""
@@ -58,16 +62,20 @@ class SearchTool(Tool):
             raise ToolError("name the words to look for in `query`")
         match = " OR ".join(f'"{word}"' for word in words)
         parameters = self.config.excerpt_words, match, self.config.top_k
-        found = self.index.execute(FIND, parameters).fetchall()
+        found = self._rows(FIND, parameters)
         texts = [f"[{name}] {title}\n{excerpt}" for name, title, excerpt in found]
         return "\n\n".join(texts) or f"no document has any of these words: {' '.join(words)}"
 
     def _read(self, name: str) -> str:
         select = "SELECT title, text FROM texts WHERE id = ?"
-        found = self.index.execute(select, (name,)).fetchone()
-        if found is None:
+        found = self._rows(select, (name,))
+        if not found:
             raise ToolError(f"no document has the id '{name}'")
-        return "\n".join(filter(None, found))
+        return "\n".join(filter(None, found[0]))
+
+    def _rows(self, statement: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self.index.execute(statement, values).fetchall()
 
 
 def build(source: str) -> sqlite3.Connection:
