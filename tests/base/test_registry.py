@@ -94,6 +94,6 @@ def test_part_without_options_inherits_those_of_its_base_class():
     table.register("other")(type("Other", (), {}))
     config = SimpleNamespace(type="mine", fraction="options of fraction")
     assert table.options(config) == "options of fraction"
-    assert table.options(SimpleNamespace(type="path", path=1)) == 1
-    assert table.options(SimpleNamespace(type="other", path=1)) is None
-    assert table.options(SimpleNamespace(type="mine", mine=2, path=1)) == 2
+    assert table.options(SimpleNamespace(type="fraction", fraction=1)) == 1
+    assert table.options(SimpleNamespace(type="other", fraction=1)) is None
+    assert table.options(SimpleNamespace(type="mine", mine=2, fraction=1)) == 2

@@ -97,7 +97,7 @@ def test_trackio_resumes_the_same_run(root: Path) -> None:
     said = start("trackio", root, TRACKIO_DIR=str(root / "trackio"))
     assert "left out" not in said
     shutil.copy(root / "trackio" / "exp.db", root / "copy.db")
-    with closing(sqlite3.connect(root / "copy.db")) as db, db:
+    with closing(sqlite3.connect(root / "copy.db")) as db:
         found = db.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
         (config,) = db.execute("SELECT DISTINCT config FROM configs").fetchone()
     assert {name for name, _, _ in found} == {run_id(root)}

@@ -92,6 +92,10 @@ class Site:
         return sorted(p.name for folder in self.staged.iterdir() for p in folder.glob("v*"))
 
 
+def paths(server: FakeSGLang) -> list[str]:
+    return [path for path, _ in server.calls]
+
+
 @asynccontextmanager
 async def servers(site: Site, count: int) -> AsyncIterator[list[FakeSGLang]]:
     async with AsyncExitStack() as stack:

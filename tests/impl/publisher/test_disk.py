@@ -17,16 +17,12 @@ from arealite.base.names import TMPFS
 from arealite.impl.engine import hf_folder
 from arealite.impl.publisher.disk import DiskPublisher, DiskSender
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.publisher.sites import Site, publishing, servers
+from tests.impl.publisher.sites import Site, paths, publishing, servers
 from tests.waiting import eventually
 
 
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def paths(server: FakeSGLang) -> list[str]:
-    return [path for path, _ in server.calls]
 
 
 async def test_two_servers_are_updated_and_continued(site: Site) -> None:

@@ -12,7 +12,7 @@ import pytest
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
-from tests.impl.publisher.sites import Site, servers
+from tests.impl.publisher.sites import Site, paths, servers
 from tests.waiting import eventually
 
 PATH = "/update_weights_from_distributed"
@@ -42,18 +42,13 @@ def bodies(server: FakeSGLang) -> list[dict[str, Any]]:
     return [body for path, body in server.calls if path == PATH]
 
 
-def paths(server: FakeSGLang) -> list[str]:
-    return [path for path, _ in server.calls]
-
-
 async def test_version_and_flush_are_sent_with_the_last_part(site: Site) -> None:
     async with servers(site, 1) as (server,):
         server.weights.groups.append(GROUP)
         await site.publish(1)
         told = [(body["weight_version"], body["flush_cache"]) for body in bodies(server)]
         assert told == [(None, False), ("1", True)]
-        order = [path for path, _ in server.calls]
-        assert order[-7:] == [
+        assert paths(server)[-7:] == [
             *("/pause_generation", "/end_weight_update", "/begin_weight_update", PATH, PATH),
             *("/end_weight_update", "/continue_generation"),
         ]
@@ -65,7 +60,7 @@ async def test_old_server_is_updated_without_sessions(site: Site) -> None:
         server.sessions = False
         await site.publish(1)
         assert server.version == "1"
-        assert not [path for path, _ in server.calls if "begin" in path]
+        assert not [path for path in paths(server) if "begin" in path]
 
 
 async def test_unfinished_session_is_ended_before_the_next_update(site: Site) -> None:

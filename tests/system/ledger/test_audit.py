@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -92,7 +91,7 @@ def test_intact_ledger_passes_the_audit(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_damage_is_detected(path: Path, harm: str, line: str) -> None:
-    with closing(sqlite3.connect(path)) as db, db:
+    with sqlite3.connect(path) as db:
         db.execute(harm)
     db.close()
     report = audit(path)
@@ -101,7 +100,7 @@ def test_damage_is_detected(path: Path, harm: str, line: str) -> None:
 
 
 def test_turns_of_a_running_episode_are_no_problem(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db, db:
+    with sqlite3.connect(path) as db:
         db.execute("INSERT INTO turns VALUES ('g6', 0, 'agent', 0, x'', x'')")
     db.close()
     assert audit(path).ok

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def test_missing_member_is_lost_unless_it_failed_for_good(
     text = text.replace("max_attempts: 2", f"max_attempts: {attempts}")
     (tmp_path / "config.yaml").write_text(text)
     assert audit(path).ok, audit(path).table()
-    with closing(sqlite3.connect(path)) as db, db:
+    with sqlite3.connect(path) as db:
         db.execute("DELETE FROM trajectories WHERE trajectory_id = 'g0/0/agent'")
     db.close()
     found = "missing members: g0" in audit(path).table()
