@@ -67,8 +67,7 @@ class SearchTool(Tool):
         return "\n\n".join(texts) or f"no document has any of these words: {' '.join(words)}"
 
     def _read(self, name: str) -> str:
-        select = "SELECT title, text FROM texts WHERE id = ?"
-        found = self._rows(select, (name,))
+        found = self._rows("SELECT title, text FROM texts WHERE id = ?", (name,))
         if not found:
             raise ToolError(f"no document has the id '{name}'")
         return "\n".join(filter(None, found[0]))
@@ -89,16 +88,16 @@ def build(source: str) -> sqlite3.Connection:
             "env.tools.search.path is not set. Set a JSONL file, or a folder of .txt and .md files."
         )
     path = Path(source).expanduser()
-    index = sqlite3.connect(":memory:", check_same_thread=False)
-    columns = "id UNINDEXED, title, text, tokenize = 'porter unicode61'"
-    index.execute(f"CREATE VIRTUAL TABLE texts USING fts5({columns})")
-    read = _folder if path.is_dir() else _jsonl
-    count = index.executemany("INSERT INTO texts VALUES (?, ?, ?)", read(path)).rowcount
-    if count < 1:
+    documents = list(_folder(path) if path.is_dir() else _jsonl(path))
+    if not documents:
         raise UserError(
             f"env.tools.search.path={path} has no documents. Name a JSONL file with rows, or a "
             "folder of .txt and .md files."
         )
+    index = sqlite3.connect(":memory:", check_same_thread=False)
+    columns = "id UNINDEXED, title, text, tokenize = 'porter unicode61'"
+    index.execute(f"CREATE VIRTUAL TABLE texts USING fts5({columns})")
+    index.executemany("INSERT INTO texts VALUES (?, ?, ?)", documents)
     return index
 
 

@@ -19,7 +19,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ BUSY_MS = 10_000
 """Time for which a connection waits for a lock."""
 ROWS = 32
 """Maximum number of rows in one statement."""
+PRAGMAS = "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192", "secure_delete=OFF"
+"""NORMAL is safe against kill without fsync. Some builds overwrite deleted data by default."""
 _encode = msgspec.msgpack.Encoder().encode
 decode_header = msgspec.msgpack.Decoder(TrajectoryHeader).decode
 decode_turn = msgspec.msgpack.Decoder(TurnHeader).decode
@@ -75,8 +77,11 @@ class Ledger:
         self._log_limit, self._transactions = LOG_BYTES, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.connection = connect(path)
-            self._prepare(fingerprint)
+            with ExitStack() as on_error:
+                self.connection = connect(path)
+                on_error.callback(self.connection.close)
+                self._prepare(fingerprint)
+                on_error.pop_all()
         except (OSError, sqlite3.Error) as error:
             raise UserError(
                 f"Cannot use the ledger {path}: {error}. Make the folder writable or free the disk."
@@ -331,12 +336,11 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_MS / 1000,
         cached_statements=128,
     )  # fmt: skip
-    if not read_only:  # NORMAL: safe against kill; a commit costs no fsync
-        for pragma in (
-            *("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192"),
-            "secure_delete=OFF",  # some builds overwrite deleted data with zeros
-        ):
+    with ExitStack() as on_error:
+        on_error.callback(db.close)
+        for pragma in () if read_only else PRAGMAS:
             db.execute(f"PRAGMA {pragma}")
+        on_error.pop_all()
     return db
 
 

@@ -194,11 +194,13 @@ def test_random_histories_survive_reopening(
         folder = Path(name)
         ppo = experiment(folder, partial_group=policy, filter_zero_variance=zero).trainer.ppo
         history = Random(folder, replace(ppo, max_staleness=eta, max_attempts=2), data)
-        for _ in range(data.draw(st.integers(5, 40))):
-            history.step()
-        history.reopen()
-        history.go_on()
-        history.store.ledger.close()
+        try:
+            for _ in range(data.draw(st.integers(5, 40))):
+                history.step()
+            history.reopen()
+            history.go_on()
+        finally:  # Hypothesis ends some examples early, by an exception
+            history.store.ledger.close()
         report = audit(folder / "ledger.sqlite")
         assert report.ok, report.table()
         assert report.max_staleness <= eta
