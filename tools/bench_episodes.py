@@ -34,9 +34,9 @@ from arealite.api.llm import LLMClient, LLMRequest, LLMResponse, SamplingConfig 
 from arealite.api.rollout_messages import Lease  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.api.trainer import PPOConfig, TrainerConfig  # noqa: E402
+from arealite.impl.demo.tiny_model import PRINTABLE, make_tokenizer  # noqa: E402
 from arealite.impl.rollout.collector import Collector  # noqa: E402
 from tools import figures  # noqa: E402
-from tools.make_tiny_model import PRINTABLE, make_tokenizer  # noqa: E402
 
 LANES, GROUP, WARM = 64, 8, 4000
 BOARD = 18

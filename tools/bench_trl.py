@@ -39,8 +39,8 @@ from arealite.api.agent import Agent, agents  # noqa: E402
 from arealite.api.env import Env, envs  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
+from arealite.impl.demo.sorting import draw, question  # noqa: E402
 from tools import figures  # noqa: E402
-from tools.demo_task import draw, question  # noqa: E402
 
 PROMPTS, SAMPLES, MOST, LR = 32, 8, 128, 1e-5
 BATCH = PROMPTS * SAMPLES

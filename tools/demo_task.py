@@ -1,135 +1,15 @@
-"""The demo's task, sorting six digits, its data files, and a supervised warm-up of a tiny model.
-
-Reinforcement learning needs a model that is sometimes right; this one is right in 30 % of cases.
-"""
+"""Write the demo's kit: a tiny model, right in 30 % of cases, and the data of its task."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import random
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tools.make_tiny_model import TinyModel, make_tiny_model
-
-NUM_DIGITS = 6
-TRAIN_ROWS, EVAL_ROWS = 8192, 512
-SHAPE = TinyModel(hidden=64, layers=2, heads=4, alphabet="123456789=", context=64)
-WARM_UP_ACCURACY = 0.3
-
-
-def question(digits: str) -> str:
-    """Return the prompt for some digits: `531426=`."""
-    return f"{digits}="
-
-
-def answer(digits: str) -> str:
-    """Return the digits in order: `123456`, a plain integer."""
-    return "".join(sorted(digits))
-
-
-def draw(rng: random.Random, count: int, *, without: Iterable[str] = ()) -> list[str]:
-    """Draw `count` different strings of six digits 1-9, none of them in `without`."""
-    taken = set(without)
-    drawn: list[str] = []
-    while len(drawn) < count:
-        digits = "".join(rng.choices("123456789", k=NUM_DIGITS))
-        if digits not in taken:
-            taken.add(digits)
-            drawn.append(digits)
-    return drawn
-
-
-def held_out(seed: int) -> list[str]:
-    """Return the held-out digit strings of a seed; training and warm-up do not use them."""
-    return draw(random.Random(f"held-out-{seed}"), EVAL_ROWS)
-
-
-def write_data(folder: Path, seed: int) -> tuple[Path, Path]:
-    """Write train.jsonl and eval.jsonl, disjoint, and return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = held_out(seed)
-    train = draw(random.Random(f"train-{seed}"), TRAIN_ROWS, without=kept)
-    paths = folder / "train.jsonl", folder / "eval.jsonl"
-    for path, rows in zip(paths, (train, kept), strict=True):
-        tasks = [{"prompt": question(digits), "ground_truth": answer(digits)} for digits in rows]
-        path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    return paths
-
-
-def warm_up(
-    folder: Path,
-    seed: int,
-    *,
-    accuracy: float = WARM_UP_ACCURACY,
-    max_steps: int = 1000,
-    batch_size: int = 256,
-    lr: float = 2e-3,
-) -> float:
-    """Train the model in `folder` until its answers are right with probability `accuracy`; save it.
-
-    The probability of the exact answer at temperature 1 is measured, not sampled: the mean over
-    fresh rows of the product of the answer's token probabilities, EOS included. Return the last
-    measurement.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.manual_seed(seed)
-    rng = random.Random(f"warm-up-{seed}")
-    kept = held_out(seed)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    measured = 0.0
-    for step in range(max_steps):
-        rows = draw(rng, batch_size, without=kept)
-        logprobs_BT = _answer_logprobs(model, tokenizer, rows)
-        measured = logprobs_BT.sum(-1).exp().mean().item()
-        if measured >= accuracy:
-            break
-        optimizer.zero_grad()
-        (-logprobs_BT.mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 10) * (0.2 if measured > accuracy / 2 else 1.0)
-        optimizer.step()
-    model.save_pretrained(folder)
-    return measured
-
-
-def _answer_logprobs(model: Any, tokenizer: Any, rows: list[str]) -> Any:
-    """Return log-probabilities [B, T] of the answers' tokens and EOS; rows have one length."""
-    import torch
-
-    texts = [question(digits) + answer(digits) for digits in rows]
-    ids_BT = torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])
-    answers_BT = ids_BT[:, NUM_DIGITS + 1 :]
-    logits_BTV = model(input_ids=ids_BT).logits[:, NUM_DIGITS:-1].float()
-    return logits_BTV.log_softmax(-1).gather(-1, answers_BT[..., None])[..., 0]
-
-
-def make_kit(folder: Path, seed: int) -> Path:
-    """Write a trained model to `folder`/model and the data beside it; keep complete files."""
-    if (folder / "done").exists():
-        return folder
-    import torch
-    from transformers.utils import logging
-
-    torch.set_num_threads(1)  # more of them wait for each other, on a model as small as this
-    logging.disable_progress_bar()
-    write_data(folder, seed)
-    make_tiny_model(folder / "model", dataclasses.replace(SHAPE, seed=seed))
-    accuracy = warm_up(folder / "model", seed)
-    (folder / "done").write_text(f"{accuracy:.3f}\n")
-    return folder
+from arealite.impl.demo.sorting import make_kit
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.make_tiny_model import TinyModel, make_tiny_model
+from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
 
 Example = tuple[str | list[dict[str, Any]], str]
 """A prompt, as text or as chat messages for the model's template, and the demonstrated answer."""

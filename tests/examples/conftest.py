@@ -16,9 +16,10 @@ import pytest
 from transformers.utils import logging
 
 from arealite.base.names import RunPaths
+from arealite.impl.demo import sorting
+from arealite.impl.demo.tiny_model import make_tiny_model
 from tests.e2e.conftest import ENVIRONMENT, ROOT, Finished, all_gone
-from tools import demo_task, lesson
-from tools.make_tiny_model import make_tiny_model
+from tools import lesson
 
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 600.0
@@ -36,9 +37,9 @@ def make_kit(folder: Path, name: str) -> None:
         steps = min(STEPS.get(name, 60), found.max_steps)
         lesson.make_kit(folder, dataclasses.replace(found, max_steps=steps), 1)
     elif not (folder / "done").exists():
-        demo_task.write_data(folder, 1)
-        make_tiny_model(folder / "model", demo_task.SHAPE)
-        demo_task.warm_up(folder / "model", 1, accuracy=0.15)
+        sorting.write_data(folder, 1)
+        make_tiny_model(folder / "model", sorting.SHAPE)
+        sorting.warm_up(folder / "model", 1, accuracy=0.15)
         (folder / "done").touch()
 
 

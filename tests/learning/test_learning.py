@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from arealite.cli.configs import CONFIG_DIR
+from arealite.impl.demo.sorting import make_kit
 from arealite.impl.trainer.batch import LocalTrajectory
 from tests.learning.loop import learn
-from tools.demo_task import make_kit
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(300)]
 

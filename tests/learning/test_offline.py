@@ -22,9 +22,9 @@ from arealite.api.engine_config import OptimizerConfig
 from arealite.api.offline import OfflineConfig
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.api.trial import ClusterConfig
+from arealite.impl.demo.sorting import SHAPE, answer, draw, held_out, question
+from arealite.impl.demo.tiny_model import make_tiny_model
 from tests.system.data.test_dataset import jsonl
-from tools.demo_task import SHAPE, answer, draw, held_out, question
-from tools.make_tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(300)]
 

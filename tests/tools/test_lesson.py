@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from arealite.impl.demo.tiny_model import TinyModel, make_tokenizer
 from tools.lesson import Lesson, encode, make_kit, pad
-from tools.make_tiny_model import TinyModel, make_tokenizer
 
 SHAPE = TinyModel(hidden=32, layers=1, alphabet="ab=", context=16)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from arealite.impl.agent.calls import hermes
+from arealite.impl.demo.tiny_model import make_tokenizer
 from arealite.impl.tool.calculator import evaluate
 from tools.lesson import encode
 from tools.lessons.calculator import LESSON
-from tools.make_tiny_model import make_tokenizer
 
 
 def test_examples_have_valid_calls_and_correct_answers() -> None:

@@ -12,9 +12,9 @@ from itertools import islice
 from typing import Any
 
 from arealite.api.tool_config import ArithmeticConfig
+from arealite.impl.demo.tiny_model import TinyModel
 from arealite.impl.env.tools import arithmetic
 from tools.lesson import Example, Lesson
-from tools.make_tiny_model import TinyModel
 
 OPEN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CLOSE = '"}}</tool_call>'

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
+from arealite.impl.demo.tiny_model import TinyModel
 from tools.lesson import Example, Lesson
-from tools.make_tiny_model import TinyModel
 
 WORDS = ("Goal: Click ", "the button", "button ", '"Click Me!"', '"ONE"', '"TWO"', " ONE", "click ")
 ENV = "trainer.ppo.collector.env"

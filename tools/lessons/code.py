@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 
+from arealite.impl.demo.tiny_model import TinyModel
 from arealite.impl.env.code.tasks import one_line
 from tools.lesson import Example, Lesson
-from tools.make_tiny_model import TinyModel
 
 SIGNS = "+-*%"
 WORDS = [" plus ", " minus ", " times ", " by ", " and "]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
+from arealite.impl.demo.tiny_model import TinyModel
 from tools.lesson import Example, Lesson
-from tools.make_tiny_model import TinyModel
 
 COUNT = "because therefore thus study data survey first next finally however"
 OTHERS = "cities schools people money water music paper green never maybe quite rather table window"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 
 from arealite.api.game_config import TicTacToeConfig
+from arealite.impl.demo.tiny_model import TinyModel
 from arealite.impl.env.games.tic_tac_toe import SQUARES, TicTacToeEnv
 from tools.lesson import Example, Lesson
-from tools.make_tiny_model import TinyModel
 
 GAME = TicTacToeEnv(None, TicTacToeConfig(rules="{seat}"))
 PART = "trainer.ppo.collector.envs"

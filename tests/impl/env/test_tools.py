@@ -18,6 +18,7 @@ from arealite.api.reward import Reward, RewardConfig, rewards
 from arealite.api.task import Task
 from arealite.api.tool_config import ArithmeticConfig, ToolsEnvConfig, ToolsRewardConfig
 from arealite.base.errors import EpisodeError, UserError
+from arealite.impl.demo.tiny_model import PRINTABLE, make_tokenizer
 from arealite.impl.env.tools import ToolsEnv
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import Collector
@@ -26,7 +27,6 @@ from arealite.impl.tool.toolbox import ToolCrash
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.tool import test_toolbox  # registers the tool `odd`
-from tools.make_tiny_model import PRINTABLE, make_tokenizer
 
 assert test_toolbox
 Script = list[Any]

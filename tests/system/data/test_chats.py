@@ -18,12 +18,12 @@ from arealite.api.trainer import TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
+from arealite.impl.demo.tiny_model import make_tokenizer
 from arealite.impl.rollout.collector import make_segments
 from arealite.system.data import chats
 from arealite.system.ledger.ledger import Ledger
 from tests.models import tiny_tokenizer
 from tests.system.data.test_dataset import jsonl, parquet
-from tools.make_tiny_model import make_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 AGAIN, SECOND = {"role": "user", "content": "+1?"}, {"role": "assistant", "content": "3"}

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from arealite.impl.demo import sorting
+from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
 from arealite.impl.reward.math_verify import equal_integers
 from arealite.system.data.dataset import load_tasks
-from tools import demo_task
-from tools.make_tiny_model import TinyModel, make_tiny_model
 
 
 def test_rows_are_correct_disjoint_and_seeded(tmp_path):
-    train_file, eval_file = demo_task.write_data(tmp_path / "a", seed=1)
+    train_file, eval_file = sorting.write_data(tmp_path / "a", seed=1)
     train, held_out = load_tasks(str(train_file), "train"), load_tasks(str(eval_file), "eval")
-    assert (len(train), len(held_out)) == (demo_task.TRAIN_ROWS, demo_task.EVAL_ROWS)
+    assert (len(train), len(held_out)) == (sorting.TRAIN_ROWS, sorting.EVAL_ROWS)
     prompts = {task.prompt for task in train}
     assert len(prompts) == len(train)
     assert not prompts & {task.prompt for task in held_out}
@@ -24,36 +24,36 @@ def test_rows_are_correct_disjoint_and_seeded(tmp_path):
         assert len(digits) == 6
         assert "0" not in digits
         assert task.ground_truth == "".join(sorted(digits))
-    again, _ = demo_task.write_data(tmp_path / "b", seed=1)
-    other, _ = demo_task.write_data(tmp_path / "c", seed=2)
+    again, _ = sorting.write_data(tmp_path / "b", seed=1)
+    other, _ = sorting.write_data(tmp_path / "c", seed=2)
     assert again.read_bytes() == train_file.read_bytes() != other.read_bytes()
 
 
 def test_answers_are_compared_as_integers():
-    assert equal_integers(demo_task.answer("531426"), "123456") is True
-    assert equal_integers("123465", demo_task.answer("531426")) is False
+    assert equal_integers(sorting.answer("531426"), "123456") is True
+    assert equal_integers("123465", sorting.answer("531426")) is False
 
 
 @pytest.fixture
 def model_folder(tmp_path):
-    shape = TinyModel(hidden=32, layers=1, heads=2, alphabet=demo_task.SHAPE.alphabet, context=64)
+    shape = TinyModel(hidden=32, layers=1, heads=2, alphabet=sorting.SHAPE.alphabet, context=64)
     return make_tiny_model(tmp_path / "model", shape)
 
 
 def test_warm_up_stops_at_the_accuracy_and_saves_the_model(model_folder):
     before = AutoModelForCausalLM.from_pretrained(model_folder)
-    measured = demo_task.warm_up(model_folder, 1, accuracy=1e-4, batch_size=64)
+    measured = sorting.warm_up(model_folder, 1, accuracy=1e-4, batch_size=64)
     assert 1e-4 <= measured < 0.1
     after = AutoModelForCausalLM.from_pretrained(model_folder)
     pairs = zip(before.parameters(), after.parameters(), strict=True)
     assert any(not torch.equal(a, b) for a, b in pairs)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    logprobs_BT = demo_task._answer_logprobs(after, tokenizer, ["531426", "999111"])
+    logprobs_BT = sorting._answer_logprobs(after, tokenizer, ["531426", "999111"])
     assert logprobs_BT.shape == (2, 7)
 
 
 def test_warm_up_stops_at_max_steps(model_folder):
-    assert demo_task.warm_up(model_folder, 1, max_steps=2, batch_size=8) < 0.3
+    assert sorting.warm_up(model_folder, 1, max_steps=2, batch_size=8) < 0.3
 
 
 def test_answer_logprobs_are_those_of_the_right_tokens(model_folder):
@@ -61,15 +61,15 @@ def test_answer_logprobs_are_those_of_the_right_tokens(model_folder):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     ids = [*tokenizer("531426=123456")["input_ids"], tokenizer.eos_token_id]
     loss = model(input_ids=torch.tensor([ids]), labels=torch.tensor([[-100] * 7 + ids[7:]])).loss
-    logprobs_BT = demo_task._answer_logprobs(model, tokenizer, ["531426"])
+    logprobs_BT = sorting._answer_logprobs(model, tokenizer, ["531426"])
     assert torch.allclose(-logprobs_BT.mean(), loss, atol=1e-5)
 
 
 def test_existing_kit_is_reused(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(demo_task, "warm_up", lambda folder, seed: made.append(seed) or 0.3)
+    monkeypatch.setattr(sorting, "warm_up", lambda folder, seed: made.append(seed) or 0.3)
     for _ in range(2):
-        demo_task.make_kit(tmp_path / "kit", 7)
+        sorting.make_kit(tmp_path / "kit", 7)
     assert made == [7]
     assert (tmp_path / "kit" / "model" / "model.safetensors").exists()
     assert (tmp_path / "kit" / "done").read_text() == "0.300\n"

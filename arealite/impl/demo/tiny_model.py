@@ -1,13 +1,11 @@
 """Make a tiny, randomly initialised Qwen2 model with a character-level tokenizer.
 
-Tests, benchmarks and the demo use it: they need a Hugging Face folder without a network.
+Demo, tests and benchmarks use it: they need a Hugging Face folder without a network.
 """
 
 from __future__ import annotations
 
-import argparse
 import string
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,23 +96,3 @@ def make_tokenizer(alphabet: str, *, context: int = 512, words: Sequence[str] = 
     tokenizer.add_tokens([*words])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Read the shape from the command line and write the folder."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    default = TinyModel()
-    parser.add_argument("folder", type=Path)
-    for name in ("hidden", "layers", "heads", "context", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(default, name))
-    parser.add_argument("--kv-heads", type=int)
-    parser.add_argument("--vocab-size", type=int)
-    parser.add_argument("--alphabet", default=default.alphabet)
-    options = vars(parser.parse_args(argv))
-    folder = options.pop("folder")
-    print(make_tiny_model(folder, TinyModel(**options)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.make_tiny_model import PRINTABLE, TinyModel, main, make_tiny_model, make_tokenizer
+from arealite.impl.demo.tiny_model import PRINTABLE, TinyModel, make_tiny_model, make_tokenizer
 
 SMALL = TinyModel(hidden=16, layers=1, heads=2, context=32)
 
@@ -73,12 +73,9 @@ def test_longer_chat_extends_the_shorter_one(tokenizer):
     assert whole[len(question) : len(question) + 2] == [*tokenizer("2")["input_ids"], 1]
 
 
-def test_command_line_and_wide_vocabulary(tmp_path, capsys):
-    path = tmp_path / "model"
-    options = ["--hidden", "8", "--layers", "1", "--heads", "2", "--kv-heads", "1"]
-    assert main([str(path), *options, "--vocab-size", "64", "--alphabet", "01"]) == 0
-    assert capsys.readouterr().out.strip().endswith(str(path))
-    model = AutoModelForCausalLM.from_pretrained(path)
+def test_shape_can_have_unused_ids_and_fewer_kv_heads(tmp_path):
+    shape = TinyModel(hidden=8, layers=1, heads=2, kv_heads=1, vocab_size=64, alphabet="01")
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "model", shape))
     assert model.config.vocab_size == 64
     assert model.config.num_key_value_heads == 1
 
