@@ -24,6 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from arealite.base.names import RunPaths  # noqa: E402
+from arealite.impl.demo.sorting import make_kit  # noqa: E402
 
 OUT = Path("runs/demo")
 SERVER_GRACE_S = 10.0
@@ -85,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
 def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
     """Run the demo while no other run uses this folder and these names."""
     begin, trial = time.perf_counter(), paths.root.name
-    kit = make_kit(options.seed)
+    kit = OUT / f"kit-seed{options.seed}"
+    print(f"model and data: {kit}; the model is taught until 30 % of its answers are right")
+    make_kit(kit, options.seed)
     clear(paths.root, keep=options.keep)
     names = ["experiment_name=demo", f"trial_name={trial}", f"seed={options.seed}"]
     overrides = [f"model.path={kit / 'model'}", *names]
@@ -104,20 +107,6 @@ def run_locked(paths: RunPaths, options: argparse.Namespace) -> int:
     more = {"seed": options.seed, "backend": options.backend}
     report(paths, more | {"seconds": round(time.perf_counter() - begin, 1)})
     return 0
-
-
-def make_kit(seed: int) -> Path:
-    """Return the folder with the model and the data; create it in a separate process."""
-    kit = OUT / f"kit-seed{seed}"
-    if (kit / "done").exists():
-        print(f"model and data: {kit} (made earlier)")
-        return kit
-    print(f"model and data: making {kit}: a tiny model, taught until 30 % of its answers are right")
-    command = [sys.executable, "tools/demo_task.py", str(kit), "--seed", str(seed)]
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode != 0:
-        sys.exit(f"{made.stderr}making {kit} failed with code {made.returncode}: see above")
-    return kit
 
 
 def clear(root: Path, *, keep: bool) -> None:

@@ -284,10 +284,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mean-s", type=float, default=MEAN_S, help="seconds between two kills")
     options = parser.parse_args(argv)
     os.chdir(ROOT)
-    from tools.demo import make_kit
+    from arealite.impl.demo.sorting import make_kit
 
     Path("runs/demo").mkdir(parents=True, exist_ok=True)
-    kit, steps = make_kit(1), 80
+    kit, steps = make_kit(Path("runs/demo/kit-seed1"), 1), 80
     kills: list[Kill] = []
     runs: list[dict[str, float]] = []
     begin = time.monotonic()

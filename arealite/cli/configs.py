@@ -28,13 +28,12 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
+from arealite.cli.presets import CONFIG_DIR
 from arealite.impl.launcher.processes import own_address, server_overrides
 
 C = TypeVar("C")
 Root = TypeVar("Root", bound=ExperimentConfig | ServerConfig)
 
-CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
-"""Folder of the YAML files; a link in a checkout, a folder in an installed wheel."""
 TABLES: dict[type, Registry[Any]] = {
     TrainerConfig: trainers,
     TrainEngineConfig: engines,

@@ -18,7 +18,9 @@ from arealite.base.registry import unknown
 from arealite.cli.fold import fold
 
 COMMANDS = {
+    "quickstart": ("arealite.cli.quickstart", "make and train a tiny model: a first run"),
     "train": ("arealite.cli.train", "train a model (same as train.py)"),
+    "presets": ("arealite.cli.presets", "list the configs that --config NAME finds"),
     "serve-llm": ("arealite.cli.serve_llm", "start a language-model server"),
     "serve": ("arealite.cli.serve", "serve an environment to other processes (OpenEnv format)"),
     "envs": ("arealite.cli.envs", "list the environments and their required packages"),
@@ -83,7 +85,7 @@ def _piped(call: Callable[..., int], *words: object) -> int:
     except (BrokenPipeError, SystemExit):
         out = select.poll()
         out.register(1, 0)
-        if not any(event & select.POLLERR for _, event in out.poll(0)):
+        if not any(event & (select.POLLERR | select.POLLHUP) for _, event in out.poll(0)):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit would raise
         return 128 + signal.SIGPIPE

@@ -10,17 +10,23 @@ from itertools import pairwise
 from pathlib import Path
 
 from arealite.base import config as base_config
+from arealite.base.errors import UserError
+from arealite.cli import presets
 from arealite.cli.fold import fold
 
 THEN = """\
-stages: train.py --config config/sft.yaml model.path=M dataset.train=chats.jsonl \\
-            --then config/async_ppo.yaml dataset.train=tasks.jsonl
+stages: --config sft model.path=M dataset.train=chats.jsonl \\
+            --then async_ppo dataset.train=tasks.jsonl
   Each --then begins a stage. A stage runs after the stage before has succeeded,
   and starts from the newest exported policy unless it sets model.path.
   Overrides before the first --then apply to every stage, others to their own.
   The last stage has the trial's name; earlier ones add -stage1, -stage2, …
   After a stop, the same command resumes.
 """
+
+
+SHORT = {"model": "model.path", "dataset": "dataset.train"}
+"""Keys of words that other programs use as flags."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,9 @@ def parse(
     )
     parser.add_argument(
         "--config",
-        type=Path,
         action="append",
-        metavar="FILE",
-        help=f"YAML file (default: {default.name}); may be repeated, later files win",
+        metavar="NAME",
+        help=f"YAML file or preset (default: {default.stem}); may be repeated, later ones win",
     )
     parser.add_argument(
         "words",
@@ -61,11 +66,25 @@ def parse(
         metavar="key=value",
         help="dotted overrides; FILE.yaml is the same as --config FILE.yaml",
     )
+    check_flags(argv, schema)
     options = parser.parse_intermixed_args(argv)
     is_file = [word.endswith((".yaml", ".yml")) and "=" not in word for word in options.words]
-    files = [Path(word) for word, yes in zip(options.words, is_file, strict=True) if yes]
+    files = [word for word, yes in zip(options.words, is_file, strict=True) if yes]
     overrides = [word for word, yes in zip(options.words, is_file, strict=True) if not yes]
-    return Layers([*(options.config or []), *files] or [default], overrides)
+    return Layers([*map(presets.find, [*(options.config or []), *files])] or [default], overrides)
+
+
+def check_flags(argv: Sequence[str], schema: type) -> None:
+    """Raise UserError for the first `--key value`, with the override to write instead."""
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        name, _, value = word.removeprefix("--").replace("-", "_").partition("=")
+        end = f".{SHORT.get(name, name)}"
+        keys = [key for key, *_ in base_config.keys(schema) if word.startswith("--")]
+        found = [key for key in keys if f".{key}".endswith(end)]
+        depth = min((key.count(".") for key in found), default=0)
+        if near := [key for key in found if key.count(".") == depth][:2]:
+            written = [f"{key}={value or after or 'VALUE'}" for key in near]
+            raise UserError(f"{word} is no option of the command. Write {' or '.join(written)}.")
 
 
 def run_parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ DESCRIPTION = """\
 Play an environment in this terminal. You play its first seat, or those of
 --seat. Each line that you type is an answer. The end of the input (Ctrl-D) ends
 the game. Options are those of the environment (opening_moves=2,
-runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or of train.py
+runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or of `arealite train`
 (imports=[my_env]). `arealite envs` lists the environments.
 """
 CALL = 'to call a tool: <tool_call>{"name": …, "arguments": {…}}</tool_call>'
@@ -161,7 +161,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def full_key(word: str, env: str) -> str:
-    """Return an override with the full key of train.py."""
+    """Return an override with the full key of `arealite train`."""
     head, dot, _ = word.split("=", 1)[0].partition(".")
     if dot and head in (env, *names_of(EnvConfig)):
         return f"{COLLECTOR}env.{word}"

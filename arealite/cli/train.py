@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         words.append("resume=must")
     stages = configs.parse_stages(
         words,
-        command="train.py",
+        command="train.py" if sys.argv[0].endswith("train.py") else "arealite train",
         description="Train an agent: datapipe, rollout workers and trainer ranks on this machine.\n"
         "--resume is resume=must; --dry-run checks everything and starts nothing.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,13 @@ def test_broken_pipe_of_a_child_is_raised(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("arealite.cli.audit.main", breaks)
     with pytest.raises(BrokenPipeError, match="a child's"):
         cli.run("arealite.cli.audit", [])
+
+
+def test_closed_socket_causes_no_traceback():
+    """Some programs give their children a socket as stdout; its reader has exited."""
+    read, write = socket.socketpair()
+    read.close()
+    with write:
+        command = [sys.executable, "-m", "arealite.cli.main", "info"]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

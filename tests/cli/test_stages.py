@@ -37,13 +37,13 @@ def load(*argv: str | Path) -> list[ExperimentConfig]:
 
 def test_then_splits_the_command_line_into_stages() -> None:
     assert parse("a=1") == [options.Layers([Path("default.yaml")], ["a=1"])]
-    assert parse("a=1", "--config", "x", "b=2", "--config=y") == [
-        options.Layers([Path("x"), Path("y")], ["a=1", "b=2"])
+    assert parse("a=1", "--config", "x.yaml", "b=2", "--config=y.yaml") == [
+        options.Layers([Path("x.yaml"), Path("y.yaml")], ["a=1", "b=2"])
     ]
-    assert parse("a=1", "--then", "x", "--config", "y", "b=2", "--then=z") == [
+    assert parse("a=1", "--then", "x.yaml", "--config", "y.yaml", "b=2", "--then=z.yaml") == [
         options.Layers([Path("default.yaml")], ["a=1"]),
-        options.Layers([Path("x"), Path("y")], ["b=2"]),
-        options.Layers([Path("z")], []),
+        options.Layers([Path("x.yaml"), Path("y.yaml")], ["b=2"]),
+        options.Layers([Path("z.yaml")], []),
     ]
 
 

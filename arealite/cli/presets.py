@@ -1,0 +1,56 @@
+"""`arealite presets`, and configs by name: `--config demo` reads the package's config/demo.yaml."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from arealite.base.errors import UserError
+from arealite.base.registry import unknown
+from arealite.cli.fold import fold
+
+CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
+"""Folder of the YAML files; a link in a checkout, a folder in an installed wheel."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a line for each preset, or the content of one preset."""
+    parser = argparse.ArgumentParser(
+        prog="arealite presets", description="List the configs that --config NAME finds."
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print this preset's YAML")
+    if name := parser.parse_args(argv).name:
+        print(find(name).read_text(), end="")
+        return 0
+    for name in names():
+        about = find(name).read_text().partition("\n")[0].removeprefix("# ")
+        print(fold(f"{name:<18} {about}"))
+    return 0
+
+
+def names() -> list[str]:
+    """Return the names of all presets: first those that are complete, then parts of a config."""
+    found = [file.relative_to(CONFIG_DIR) for file in CONFIG_DIR.rglob("*.yaml")]
+    return [str(file.with_suffix("")) for file in sorted(found, key=lambda f: (len(f.parts), f))]
+
+
+def find(name: str) -> Path:
+    """Return the file of a config: `name` if it is a file, else the preset of this name.
+
+    A preset's last part is enough, and the path in a checkout works, too: gspo and
+    config/algo/gspo.yaml are algo/gspo.
+
+    Raises:
+        UserError: There is no such file and no such preset.
+    """
+    file, short = Path(name).expanduser(), name.removeprefix("config/").removesuffix(".yaml")
+    found = [known for known in names() if f"/{known}".endswith(f"/{short}")]
+    if found and not file.is_file():
+        return CONFIG_DIR / f"{found[0]}.yaml"
+    if file.exists() or file.suffix in (".yaml", ".yml"):  # reading it reports a missing file
+        return file
+    raise UserError(
+        f"{unknown('preset', name, names())} `arealite presets` describes them. A file of your own "
+        "ends with .yaml."
+    )
