@@ -14,6 +14,9 @@ class MathCodeSingleStepConfig:
     """An agent with one prompt and one completion."""
 
     system_prompt: str | None = opt(None, "system message before the task's messages")
+    use_chat_template: bool | None = opt(
+        None, "send a text as a user message in the model's chat template; null: if it has one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

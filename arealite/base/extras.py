@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
 from arealite.base.errors import UserError
 
 
 def extra_requirement(name: str) -> str:
-    """Return the argument of `pip install` that installs an extra of this package."""
-    return f"-e '.[{name}]'"
+    """Return the argument of `pip install` that installs an extra, from a checkout or by name."""
+    is_checkout = (Path(__file__).parents[2] / "pyproject.toml").is_file()
+    return f"-e '.[{name}]'" if is_checkout else f"'arealite[{name}]'"
 
 
 def import_optional(module: str, fix: str) -> ModuleType:

@@ -27,6 +27,12 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     return {}
 
 
+def has_chat_template(folder: Path | str) -> bool:
+    """Return whether the tokenizer in a folder has a chat template."""
+    is_file = (Path(folder).expanduser() / "chat_template.jinja").is_file()
+    return is_file or bool(read_json(folder, "tokenizer_config.json").get("chat_template"))
+
+
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files that transformers loads from a folder."""
     if (whole := folder / "model.safetensors").is_file():

@@ -64,8 +64,8 @@ def versions(sglang_python: str | None) -> Iterator[Line]:
         found = output_of([str(Path(sglang_python).expanduser()), "-c", ask])
         yield "sglang", f"{found or 'missing'} ({sglang_python})"
     else:
-        more = ", or set llm_server.sglang.python=PATH to a Python that has it"
-        yield "sglang", package("sglang") or f"missing: pip install sglang{more}"
+        fix = f"pip install {extra_requirement('sglang')}, or set llm_server.sglang.python=PATH"
+        yield "sglang", package("sglang") or f"missing: {fix} to a Python that has it"
     why = "missing: apt-get install slurm-wlm"
     if shutil.which("sinfo"):
         why = "installed, but `sinfo --version` fails"

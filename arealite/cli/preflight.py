@@ -37,7 +37,7 @@ from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
 from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
-from arealite.system.data.prompts import check_prompts
+from arealite.system.data.prompts import check_prompts, template_line
 from arealite.system.data.tasks import check_first_rows, load_split, shares
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
@@ -145,6 +145,8 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     is_served = has_servers and not is_self_served(config)
     found = find_servers(config, model) if is_served else []
     check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
+    if line := template_line(config, [*tasks, *held_out]):
+        print(fold(f"{'prompts':<10} {line}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
     return Facts(model, shapes, free, (len(tasks), len(held_out)), addresses)
 

@@ -51,7 +51,7 @@ def test_missing_packages_are_shown_with_their_install_command(
     assert shown["arealite"] == __version__
     assert shown["transformers"] == there("transformers")
     assert shown["sglang"].startswith(
-        "missing: pip install sglang, or set llm_server.sglang.python=PATH"
+        "missing: pip install -e '.[sglang]', or set llm_server.sglang.python=PATH"
     )
     assert shown["slurm"] == "missing: apt-get install slurm-wlm"
     assert shown["bubblewrap"] == "missing: apt-get install bubblewrap"

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from arealite.api.agent import AgentConfig
+from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.env_config import EnvConfig
@@ -13,6 +14,9 @@ from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Lease
 from arealite.api.task import Task
 from arealite.api.trainer import EvalConfig, PPOConfig, TrainerConfig
+
+PLAIN = MathCodeSingleStepConfig(use_chat_template=False)
+"""Sends texts as they are: an observation can be the tokens so far."""
 
 
 @cache
@@ -29,7 +33,7 @@ def experiment(
     """Return a config with one environment and one agent; greedy in evaluation."""
     own = CollectorConfig(
         env=EnvConfig(type=env),
-        agent=AgentConfig(type=agent),
+        agent=AgentConfig(type=agent, math_code_single_step=PLAIN),
         **{"concurrency": 8, "sampling": SamplingConfig(max_new_tokens=8)} | collector,
     )
     evaluation = EvalConfig(sampling=SamplingConfig(temperature=0.0, max_new_tokens=8))

@@ -7,6 +7,7 @@ differently.
 from __future__ import annotations
 
 from arealite.api.agent import Agent
+from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage, messages, observe
@@ -23,10 +24,18 @@ class MathCodeSingleStepAgent(Agent):
         return Action(self.parse(response), response)
 
     def build_prompt(self, observation: object) -> str | list[ChatMessage]:
-        """Return the text to continue, or the chat messages to answer."""
-        if self.config is None or self.config.system_prompt is None:
+        """Return the chat messages to answer, or the text to continue.
+
+        A text is sent as it is. Without a chat template, a text observation is returned as text.
+        """
+        config = self.config or MathCodeSingleStepConfig()
+        wanted, has_template = (
+            config.use_chat_template,
+            getattr(self.tokenizer, "chat_template", None),
+        )
+        if config.system_prompt is None and not (has_template if wanted is None else wanted):
             return observe(observation).content
-        return messages(observation, system=self.config.system_prompt)
+        return messages(observation, system=config.system_prompt)
 
     def parse(self, response: LLMResponse) -> str:
         """Return the action's text: the completion without special tokens."""

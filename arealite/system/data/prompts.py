@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arealite.api.agent import load_tokenizer
+from arealite.api.agent import agents, load_tokenizer
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.base.model_folder import read_json, vocab_size
+from arealite.base.model_folder import has_chat_template, read_json, vocab_size
 from arealite.system.data.chats import tokenize
 from arealite.system.data.tasks import FIRST_ROWS
 
@@ -56,6 +56,25 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
                 f"that is over the server's context of {context}. Remove the row, lower {ANSWER} "
                 "or raise llm_server.context_length."
             )
+
+
+def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
+    """Return how the texts of the tasks are sent; "" if they are sent as the options say.
+
+    Raises:
+        UserError: An agent needs a chat template, and the model has none.
+    """
+    has_template = has_chat_template(config.model.path)
+    collector = config.trainer.ppo.collector
+    seats = [agent for part in collector.parts.values() for agent in part.seats.values()]
+    for agent in (collector.agent, *seats):
+        key = f"trainer.ppo.collector.agent.{agent.type}.use_chat_template"
+        wanted = getattr(agents.options(agent), "use_chat_template", False)
+        if wanted and not has_template:
+            raise UserError(f"{key}=true, but the model has no chat template. Remove the option.")
+        if wanted is None and has_template and any(isinstance(t.prompt, str) for t in tasks):
+            return f"texts go into the model's chat template; for plain text: {key}=false"
+    return ""
 
 
 def check_tokens(path: str, tasks: Sequence[Task]) -> None:

@@ -25,8 +25,15 @@ def agent(tok=None, **settings):
     return factory.make_agent(config, Seat("agent", "g", "e"))
 
 
-async def test_text_prompt_is_sent_unchanged() -> None:
-    made = agent()
+def template_less():
+    tok = tiny_tokenizer()
+    tok.chat_template = None
+    return tok
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_text_is_sent_as_it_is_without_template_or_with_the_option(plain: bool) -> None:
+    made = agent(use_chat_template=False) if plain else agent(template_less())
     action = await made.act("1+1=")
     (request,) = made.client.requests
     assert tokenizer().decode(request.input_ids) == "1+1="
@@ -42,6 +49,7 @@ async def test_text_prompt_is_sent_unchanged() -> None:
         (CHAT, None, "user: 1+1\nassistant: "),
         (CHAT, "think", "system: think\nuser: 1+1\nassistant: "),
         ("1+1", "think", "system: think\nuser: 1+1\nassistant: "),
+        ("1+1", None, "user: 1+1\nassistant: "),
     ],
 )
 async def test_template_renders_chat_messages(observation, system, text: str) -> None:
@@ -51,7 +59,12 @@ async def test_template_renders_chat_messages(observation, system, text: str) ->
 
 
 async def test_messages_without_a_template_are_a_user_error() -> None:
-    plain = tiny_tokenizer()
-    plain.chat_template = None
     with pytest.raises(UserError, match="chat template"):
-        await agent(plain).act(CHAT)
+        await agent(template_less()).act(CHAT)
+
+
+async def test_text_of_a_derived_agent_is_sent_unchanged() -> None:
+    made = agent()
+    made.build_prompt = lambda observation: f"{observation}="
+    await made.act("1+1")
+    assert tokenizer().decode(made.client.requests[0].input_ids) == "1+1="

@@ -32,6 +32,7 @@ from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
+from tests.fakes.experiment import PLAIN
 from tests.fakes.sglang import FakeSGLang
 from tests.models import tiny_model
 from tests.system.scenes import in_thread, saved
@@ -47,7 +48,7 @@ def experiment(root: Path) -> ExperimentConfig:
     """Return a config with one group of one episode at a time, of three turns each."""
     collector = CollectorConfig(
         env=EnvConfig(type="counter"),
-        agent=AgentConfig(),
+        agent=AgentConfig(math_code_single_step=PLAIN),
         client=LLMClientConfig(sglang=SGLangClientConfig(connect_timeout_s=60.0)),
         sampling=SamplingConfig(max_new_tokens=BUDGET),
         group_size=1,
