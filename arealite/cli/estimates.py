@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,25 +28,28 @@ class Need(NamedTuple):
     """Bytes of one process."""
 
 
-def memory(config: ExperimentConfig, model: dict[str, Any], shapes: Shapes) -> Iterator[Need]:
+def memory(
+    config: ExperimentConfig, model: dict[str, Any], shapes: Shapes, longest: int | None = None
+) -> Iterator[Need]:
     """Yield the memory of the trainer ranks and of the servers that the run starts.
 
     Args:
         config: The run.
         model: config.json of the model.
         shapes: The shape of each tensor of the model.
+        longest: Tokens of the longest request; None: requests may fill the context.
     """
     ranks, text = config.launcher.trainer_ranks, text_part(model)
     yield Need(f"trainer, each of {ranks}", ranks, _trainer_bytes(config, text, shapes))
     if not config.trainer.is_offline:
-        yield from _servers(config, text, count(shapes))
+        yield from _servers(config, text, count(shapes), longest or sys.maxsize)
 
 
 def memory_lines(
-    config: ExperimentConfig, model: dict[str, Any], shapes: Shapes
+    config: ExperimentConfig, model: dict[str, Any], shapes: Shapes, longest: int | None
 ) -> Iterator[tuple[str, str]]:
     """Yield a line for each role, and a warning if this host has too little memory."""
-    needs = [*memory(config, model, shapes)]
+    needs = [*memory(config, model, shapes, longest)]
     yield from (("memory", f"{need.role}: about {decimal(int(need.size))}") for need in needs)
     gpu, where = _gpu_memory(), "this host has free"
     has = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -124,8 +128,13 @@ def _trainer_bytes(config: ExperimentConfig, text: dict[str, Any], shapes: Shape
     return size + 4 * (2 * logits + hidden * vocabulary)
 
 
-def _servers(config: ExperimentConfig, text: dict[str, Any], numel: int) -> Iterator[Need]:
-    """Yield the memory of the servers that this run starts: weights and KV cache."""
+def _servers(
+    config: ExperimentConfig, text: dict[str, Any], numel: int, longest: int
+) -> Iterator[Need]:
+    """Yield the memory of the servers that this run starts: weights and KV cache.
+
+    The cache has a row for each request, as long as the longest request.
+    """
     context, ppo = text.get("max_position_embeddings", 0), config.trainer.ppo
     queries = text.get("num_attention_heads") or 1
     heads = text.get("num_key_value_heads") or queries
@@ -133,12 +142,13 @@ def _servers(config: ExperimentConfig, text: dict[str, Any], numel: int) -> Iter
     token = 2 * layers * heads * (text.get("head_dim") or hidden // queries)
     if ppo.publisher.type == "shared":  # generates with the trainer's weights
         rows, each = ppo.publisher.shared.max_running_requests, BYTES[ppo.engine.fsdp.dtype]
-        yield Need("shared server", 1, token * each * rows * context)
+        yield Need("shared server", 1, token * each * rows * min(context, longest))
     if servers := config.launcher.llm_servers:
         own = configs.own_server(config)
         if own.llm_server.type == "embedded":  # SGLang takes what mem_fraction gives it
             rows, each = own.llm_server.embedded.max_running_requests, BYTES.get(own.model.dtype, 2)
-            size = each * (numel + token * rows * (own.llm_server.context_length or context))
+            width = min(own.llm_server.context_length or context, longest)
+            size = each * (numel + token * rows * width)
             yield Need(f"server, each of {servers}", servers, size)
 
 

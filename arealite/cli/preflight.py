@@ -37,7 +37,7 @@ from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
 from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
-from arealite.system.data.prompts import check_prompts, template_line
+from arealite.system.data.prompts import check_prompts, longest_request, template_line
 from arealite.system.data.tasks import check_first_rows, load_split, shares
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
@@ -56,6 +56,8 @@ class Facts(NamedTuple):
     """Free space of the run folder's disk."""
     tasks: tuple[int, int] = (0, 0)
     """Number of training and held-out tasks; (0, 0) for offline trainers."""
+    longest: int | None = None
+    """See prompts.longest_request."""
     addresses: Sequence[str] = ()
     """Addresses of the servers that were started before the run."""
 
@@ -94,7 +96,7 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         yield "data", f"{facts.tasks[0]} tasks to train, {facts.tasks[1]} held out"
         yield "servers", ", ".join(facts.addresses) or _server_hint(config)
         yield "staleness", estimates.staleness(config)
-    yield from estimates.memory_lines(config, model, facts.shapes)
+    yield from estimates.memory_lines(config, model, facts.shapes, facts.longest)
     yield "disk", estimates.disk(config, numel, facts.free_bytes)
 
 
@@ -145,10 +147,11 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     is_served = has_servers and not is_self_served(config)
     found = find_servers(config, model) if is_served else []
     check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
+    longest = longest_request(config, [*tasks, *held_out])
     if line := template_line(config, [*tasks, *held_out]):
         print(fold(f"{'prompts':<10} {line}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
-    return Facts(model, shapes, free, (len(tasks), len(held_out)), addresses)
+    return Facts(model, shapes, free, (len(tasks), len(held_out)), longest, addresses)
 
 
 def required(value: str | None, key: str) -> str:

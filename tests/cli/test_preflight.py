@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,11 +11,17 @@ from typing import Any
 
 import pytest
 
+from arealite.api.config import ExperimentConfig
+from arealite.api.task import Task
 from arealite.base.printable import unguarded
-from arealite.cli import estimates
+from arealite.cli import configs, estimates
 from arealite.cli.main import main
+from arealite.system.data.prompts import longest_request
 from tests.e2e.conftest import write_rows
 from tests.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = "trainer.ppo.collector.agent.math_code_single_step.use_chat_template"
 
 
 @pytest.fixture
@@ -134,6 +142,73 @@ def test_server_memory_uses_the_servers_dtype() -> None:
     own = "launcher.llm_servers=1"
     assert held(own) == 4 * (keys + 1000)
     assert held(own, "launcher.server_args=[model.dtype=bfloat16]") == 2 * (keys + 1000)
+
+
+ONE_GPU = re.search(
+    r"one_gpu.yaml`:\n\n```yaml\n(.*?)```", (ROOT / "docs/real_model.md").read_text(), re.S
+)
+
+
+def test_estimate_of_the_one_gpu_guide_fits_its_gpu(tmp_path: Path) -> None:
+    """A row of the cache has the prompt and 1,024 new tokens, not the context of 32,768 tokens."""
+    assert ONE_GPU
+    (tmp_path / "one_gpu.yaml").write_text(ONE_GPU[1])
+    config = configs.load(ExperimentConfig, tmp_path / "one_gpu.yaml", [])
+    prompt = "What is 17 * 23? " * 10
+    longest = longest_request(config, [Task("t", prompt, "1", {}), Task("u", "short", "1", {})])
+    system = "Reason step by step, and put your final answer into \\boxed{}."
+    assert longest == 1024 + len(prompt) + len(system) + 64
+    model = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}
+    model |= {"num_key_value_heads": 2, "max_position_embeddings": 32768, "vocab_size": 151936}
+    *_, server = estimates.memory(config, model, {"weight": [1_543_714_304]}, longest)
+    assert server.size == 28 * 2 * 2 * 128 * 4 * 128 * longest  # layers, K and V, heads, …
+    assert server.size < 11e9
+
+
+def test_conversations_of_several_turns_may_fill_the_context() -> None:
+    file = configs.CONFIG_DIR / "env/tic_tac_toe.yaml"
+    config = configs.load(ExperimentConfig, file, [])
+    assert longest_request(config, [Task("t", "play", None, {})]) is None
+
+
+def test_longest_request_is_bounded_by_the_context(words: list[str], capsys: Any) -> None:
+    shared = "trainer.ppo.publisher.type=shared"
+    assert main([*words, shared]) == 0
+    small = said(capsys)["memory"]
+    long = [*words, shared, "trainer.ppo.eval.sampling.max_new_tokens=100000"]
+    assert main(long) == 0
+    assert "shared server" in small and small != said(capsys)["memory"]
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("", "texts go into the model's chat template; for plain text: trainer.ppo.collector."),
+        ("false", None),
+        ("true", None),
+    ],
+)
+def test_use_of_the_chat_template_is_printed_if_it_is_automatic(
+    words: list[str], option: str, line: str | None, capsys: Any
+) -> None:
+    more = [f"{TEMPLATE}={option}"] if option else []
+    assert main([*words, *more]) == 0
+    told = said(capsys).get("prompts")
+    assert told == line if line is None else told and told.startswith(line)
+    assert line is None or told == f"{line}agent.math_code_single_step.use_chat_template=false"
+
+
+def test_required_chat_template_must_exist(words: list[str], tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "model"
+    for file in folder.glob("chat_template*"):
+        file.unlink()
+    saved = json.loads((folder / "tokenizer_config.json").read_text())
+    saved.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(saved))
+    assert main(words) == 0
+    assert "prompts" not in said(capsys)
+    assert main([*words, f"{TEMPLATE}=true"]) == 2
+    assert f"{TEMPLATE}=true, but the model has no chat template" in capsys.readouterr().err
 
 
 def test_too_little_memory_is_a_warning(words: list[str], capsys: Any, monkeypatch: Any) -> None:

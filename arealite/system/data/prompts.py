@@ -17,6 +17,8 @@ from arealite.system.data.tasks import FIRST_ROWS
 
 SHOWN = {"math", "code", "tools", "debate", "reasoning_gym"}
 """Environments that send a row's prompt to the agent; others may use the prompt as a task name."""
+ONE_TURN = {"math", "code", "reasoning_gym"}
+"""Environments of one turn: a request has a row's prompt and one answer."""
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
@@ -101,6 +103,20 @@ def check_tokens(path: str, tasks: Sequence[Task]) -> None:
                 f"row {row.task_id}: the tokenizer of model.path={path} makes {found} of its "
                 f"prompt; the model has {size} tokens. Remove the row, or use another tokenizer."
             )
+
+
+def longest_request(config: ExperimentConfig, tasks: Sequence[Task]) -> int | None:
+    """Return a bound for the tokens of a request: a token for each byte of its prompt.
+
+    None: conversations of several turns can fill the context.
+    """
+    ppo = config.trainer.ppo
+    collector, evaluation = ppo.collector, ppo.eval.sampling
+    if not {envs.base_of(part.env.type) for part in collector.parts.values()} <= ONE_TURN:
+        return None
+    system = getattr(agents.options(collector.agent), "system_prompt", None) or ""
+    answer = max(collector.sampling.max_new_tokens, evaluation.max_new_tokens)
+    return answer + len(system.encode()) + 64 + max(_text_length(task.prompt) for task in tasks)
 
 
 def _text_length(prompt: str | list[dict[str, str]]) -> int:
