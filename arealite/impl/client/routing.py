@@ -9,8 +9,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from yarl import URL
-
+from arealite.impl.client.connections import Endpoint
 from arealite.system.health.waits import Wait
 
 STICKY_GROUPS = 8192
@@ -41,7 +40,8 @@ class Server:
     """One for each request in flight, so that requests can leave a lost server at once."""
 
     def __post_init__(self) -> None:
-        self.generate_url = URL(f"{self.address}/generate")
+        self.endpoint = Endpoint(f"{self.address}/generate", self.headers)
+        self.abort_endpoint = Endpoint(f"{self.address}/abort_request", self.headers)
         self.name = f"llm_server-{self.id}"
 
     def mark_entry_stale(self) -> None:

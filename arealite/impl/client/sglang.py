@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-import aiohttp
 import msgspec
 
 from arealite.api.config import ExperimentConfig
@@ -20,6 +20,7 @@ from arealite.base import log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
 from arealite.base.model_folder import eos_tokens, read_json, vocab_size
 from arealite.impl.client import wire
+from arealite.impl.client.connections import Pool
 from arealite.impl.client.directory import Directory
 from arealite.impl.client.routing import Router, Server
 from arealite.system.health.waits import Wait
@@ -98,10 +99,10 @@ class SGLangClient(LLMClient):
             DeadlineError: no server was registered in that time.
         """
         connect_s = self.config.connect_timeout_s
-        self._session = wire.open_session(connect_s, limit=self.config.max_connections)
-        # Aborts have their own session, because generations may use every connection of the first.
-        # Its limit is per host, so that a silent server delays aborts at no other server.
-        self._control = wire.open_session(connect_s, limit=0, limit_per_host=16)
+        self._pool = Pool(connect_s, limit=self.config.max_connections)
+        # Aborts have their own connections, because generations may use every one of the pool. Each
+        # server has 16 of them, so that a silent server delays aborts at no other server.
+        self._abort_pools = defaultdict[str, Pool](lambda: Pool(connect_s, limit=16))
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         model_config = await asyncio.to_thread(read_json, self._model_path)
         self._directory.vocab_size = vocab_size(model_config)
@@ -118,8 +119,9 @@ class SGLangClient(LLMClient):
         """Wait for pending aborts, then close connections."""
         await asyncio.gather(*self._aborts)
         await self._directory.close()
-        await self._session.close()
-        await self._control.close()
+        self._pool.close()
+        for pool in self._abort_pools.values():
+            pool.close()
 
     def stats(self) -> dict[str, float]:
         """Return counters since the start, and the requests in flight."""
@@ -172,13 +174,11 @@ class SGLangClient(LLMClient):
         server.served += 1
         try:
             with wait:
-                url, headers = server.generate_url, server.headers
-                response = await self._session.post(url, data=body, headers=headers)
-                outcome = response.status, await response.read()
+                outcome = await self._pool.post(server.endpoint, body)
         except asyncio.CancelledError:
             self._abort(server, rid)
             raise
-        except (aiohttp.ClientError, OSError, DeadlineError) as error:
+        except (OSError, DeadlineError) as error:
             outcome = error
         finally:
             server.in_flight -= 1
@@ -297,14 +297,11 @@ class SGLangClient(LLMClient):
         """Abort the request at the server, which may notice a closed connection seconds later."""
 
         async def send() -> None:
-            url, body = f"{server.address}/abort_request", msgspec.json.encode({"rid": rid})
+            pool, body = self._abort_pools[server.id], msgspec.json.encode({"rid": rid})
             try:
-                async with (
-                    asyncio.timeout(self.config.connect_timeout_s),
-                    self._control.post(url, data=body, headers=server.headers) as response,
-                ):
-                    await response.read()
-            except (aiohttp.ClientError, OSError) as error:
+                async with asyncio.timeout(self.config.connect_timeout_s):
+                    await pool.post(server.abort_endpoint, body)
+            except OSError as error:
                 logger.debug("abort failed", rid=rid, error=str(error))
 
         task = asyncio.create_task(send(), name=f"abort of {rid}")

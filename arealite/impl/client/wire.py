@@ -9,14 +9,10 @@ from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
-
-KEEPALIVE_S = 4.0
-"""Less than the 5 s after which SGLang closes an idle connection."""
 
 
 class Body(msgspec.Struct):
@@ -187,16 +183,3 @@ def error_message(status: int, raw: bytes) -> str:
     except msgspec.DecodeError:
         error = raw.decode(errors="replace")
     return f"HTTP {status}: {str(error)[:500]}"
-
-
-def open_session(connect_s: float, *, limit: int, limit_per_host: int = 0) -> aiohttp.ClientSession:
-    """Open a pool of connections; `limit` 0 means any number."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=limit, limit_per_host=limit_per_host, keepalive_timeout=KEEPALIVE_S
-        ),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
-        headers={"Content-Type": "application/json"},
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-    )

@@ -1,0 +1,185 @@
+"""Keep-alive HTTP/1.1 connections for generations.
+
+A request is one write, and a reply is read without a web framework: this costs a third of the CPU
+time of aiohttp's client. TLS, redirects and compression are not supported; servers of a run use
+none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple, cast
+from urllib.parse import urlsplit
+
+KEEPALIVE_S = 4.0
+"""Less than the 5 s after which SGLang closes an idle connection."""
+MAX_HEAD = 1 << 16
+"""Bytes of status line and headers, and of the line before a chunk."""
+
+
+class Endpoint:
+    """The URL of one server that requests are posted to, with the headers of each request."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        parts = urlsplit(url)
+        self.place = parts.hostname or "", parts.port or 80
+        sent = {"Host": parts.netloc, "Content-Type": "application/json", **headers}
+        lines = [f"POST {parts.path} HTTP/1.1", *(f"{key}: {sent[key]}" for key in sent)]
+        self.head = ("\r\n".join(lines) + "\r\nContent-Length: ").encode()
+
+
+class Pool:
+    """The connections of a client, of which at most `limit` carry a request.
+
+    Args:
+        connect_s: Timeout of a new connection, in seconds.
+        limit: Number of requests that are open at once, at all servers.
+    """
+
+    def __init__(self, connect_s: float, *, limit: int) -> None:
+        self._connect_s = connect_s
+        self._slots = asyncio.Semaphore(limit)
+        self._idle = defaultdict[tuple[str, int], list[Connection]](list)
+
+    async def post(self, endpoint: Endpoint, body: bytes) -> tuple[int, bytes]:
+        """Post a JSON body; return the status and the body of the reply.
+
+        Raises:
+            OSError: The server cannot be reached, closed the connection, or replied no HTTP.
+        """
+        async with self._slots:
+            loop, idle = asyncio.get_running_loop(), self._idle[endpoint.place]
+            while idle and idle[0].idle_since < loop.time() - KEEPALIVE_S:
+                idle.pop(0).transport.close()
+            connection = idle.pop() if idle else None
+            while connection is not None and connection.transport.is_closing():
+                connection = idle.pop() if idle else None
+            if connection is None:
+                connection = await self._connect(endpoint)
+            try:
+                reply = await connection.exchange(endpoint.head, body)
+            except BaseException:
+                connection.transport.abort()
+                raise
+            connection.idle_since = loop.time()
+            idle.append(connection)
+            return reply
+
+    async def _connect(self, endpoint: Endpoint) -> Connection:
+        try:
+            async with asyncio.timeout(self._connect_s):
+                loop = asyncio.get_running_loop()
+                return (await loop.create_connection(Connection, *endpoint.place))[1]
+        except TimeoutError as error:
+            raise TimeoutError(f"no connection within {self._connect_s} s") from error
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().transport.close()
+
+
+class Head(NamedTuple):
+    """Status line and headers of a reply."""
+
+    status: int
+    length: int | None
+    """Bytes of the body; None: the body has chunks, or ends with the connection."""
+    is_chunked: bool
+    is_last: bool
+    """Whether the server closes the connection after this reply."""
+
+
+@lru_cache(maxsize=64)
+def read_head(text: bytes) -> Head:
+    """Parse status line and headers; replies of one server have few different ones a second."""
+    first, *lines = text.decode("latin-1").lower().split("\r\n")
+    pairs = (line.partition(":") for line in lines)
+    headers = {name.strip(): value.strip() for name, _, value in pairs}
+    is_chunked = headers.get("transfer-encoding") == "chunked"
+    length = headers.get("content-length")
+    known = None if is_chunked or length is None else int("0" + length)
+    is_last = headers.get("connection") == "close" or not first.startswith("http/1.1 ")
+    return Head(int(first[9:12]), known, is_chunked, is_last)
+
+
+class Connection(asyncio.Protocol):
+    """One connection, with at most one request."""
+
+    idle_since = 0.0
+    """Loop time of the latest reply."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        """Received bytes; after the head those of the body."""
+        self._head: Head | None = None
+        self._chunks = bytearray()
+        self._reply: asyncio.Future[tuple[int, bytes]] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast(asyncio.Transport, transport)
+
+    def exchange(self, head: bytes, body: bytes) -> asyncio.Future[tuple[int, bytes]]:
+        """Send a request; return a future of its reply."""
+        self._reply = asyncio.get_running_loop().create_future()
+        self.transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        return self._reply
+
+    def data_received(self, data: bytes) -> None:
+        """Add received bytes; set the reply once it is complete."""
+        self._data += data
+        try:
+            if self._head is None:
+                text, end, rest = self._data.partition(b"\r\n\r\n")
+                if self._reply is None or len(text) > MAX_HEAD:
+                    raise ValueError("bytes without a request, or headers without an end")
+                if not end:
+                    return
+                self._head, self._data = read_head(bytes(text)), rest
+            if self._head.is_chunked:
+                self._read_chunks(self._head)
+            elif self._head.length is not None and len(self._data) >= self._head.length:
+                self._finish(self._head, self._data, self._head.length)
+        except ValueError as error:
+            self._fail(f"the reply is no HTTP: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail the request, unless its reply ends with the connection."""
+        if self._head and self._head.length is None and not self._head.is_chunked:
+            self._finish(self._head, self._data, len(self._data))
+        self._fail(f"the server closed the connection: {exc or 'before its reply'}")
+
+    def _read_chunks(self, head: Head) -> None:
+        """Move complete chunks into the body; finish the reply at the chunk of size 0."""
+        data, at, size = self._data, 0, -1
+        while (end := data.find(b"\r\n", at)) >= 0:
+            size = int(b"0" + data[at:end].partition(b";")[0], 16)
+            if size == 0 or len(data) < end + 4 + size:
+                break
+            self._chunks += data[end + 2 : end + 2 + size]
+            at = end + 4 + size
+        del data[:at]
+        if size == 0 and data.endswith(b"\r\n\r\n"):  # after trailers, if any
+            self._finish(head, self._chunks, len(self._chunks))
+        elif size < 0 and len(data) > MAX_HEAD:
+            raise ValueError("the size of a chunk has no end")
+
+    def _finish(self, head: Head, body: bytearray, length: int) -> None:
+        """Set the reply. A connection that got more bytes is not used again."""
+        if head.is_last or len(body) > length:
+            self.transport.close()
+        self._data, self._head, self._chunks = bytearray(), None, bytearray()
+        reply, self._reply = self._reply, None
+        if reply is not None and not reply.done():
+            reply.set_result((head.status, bytes(body[:length])))
+
+    def _fail(self, why: str) -> None:
+        self.transport.abort()
+        reply, self._reply = self._reply, None
+        if reply is not None and not reply.done():
+            reply.set_exception(ConnectionError(why))
