@@ -31,12 +31,14 @@ BACKEND ?= embedded
 SGLANG_VENV ?= .venv-sglang
 # Virtual environment of TRL, with which some tests and benchmarks compare.
 PEERS_VENV ?= .venv-peers
+# Virtual environment of AReaL, with which make bench-areal compares.
+AREAL_VENV ?= .venv-areal
 # Virtual environment of the fuzzer of make test-attacks.
 ATTACKS_VENV ?= .venv-attacks
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-areal clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -57,7 +59,7 @@ help:
 	@echo "make check        check format, lint, types, import layers, sizes, language, the reference"
 	@echo "make constraints  write constraints.txt from the installed versions"
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
-	@echo "make bench        run every benchmark except bench-sglang; each prints a table and writes out/bench/<name>.json"
+	@echo "make bench        run every benchmark except bench-sglang and bench-areal; each prints a table and writes out/bench/<name>.json"
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(call venv,$(VENV))
@@ -186,8 +188,19 @@ bench-trl: $(PEERS_VENV)/.dev
 bench-report: $(VENV)/.envs
 	$(PY) tools/bench_report.py
 
+# AReaL's executor, without the packages that it never calls (GPU kernels, Ray, Megatron, Hydra).
+$(AREAL_VENV)/.run: Makefile
+	@$(call venv,$(AREAL_VENV))
+	@$(AREAL_VENV)/bin/python -c "import torch" 2>/dev/null || $(call install,torch (once: some minutes),$(AREAL_VENV)) $(TORCH)
+	@$(call install,AReaL,$(AREAL_VENV)) --no-deps areal==1.0.4
+	@$(call install,what AReaL imports,$(AREAL_VENV)) $(KNOWN_GOOD) transformers aiofiles aiohttp colorlog flask httpx lark omegaconf openai psutil pybase64 pydantic pyyaml requests tenacity torchdata uvloop
+	@touch $@
+
+bench-areal: $(VENV)/.dev $(AREAL_VENV)/.run
+	$(PY) tools/bench_areal.py --areal-python $(AREAL_VENV)/bin/python
+
 bench-sglang: $(VENV)/.dev sglang
 	$(PY) tools/bench_sglang.py
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(ATTACKS_VENV) out runs build dist
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(AREAL_VENV) $(ATTACKS_VENV) out runs build dist
