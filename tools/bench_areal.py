@@ -97,6 +97,8 @@ async def measure(options: argparse.Namespace, address: str, folder: str) -> dic
                 for count in [options.concurrency * 2, *[options.episodes] * options.rounds]:
                     found["areal"].append(await asyncio.to_thread(other.rate, count))
                     for name, way in ways.items():
+                        # Idle connections were closed meanwhile: open them before the measurement.
+                        await bench_rollout.rate(way, options.concurrency, options.concurrency)
                         one = await bench_rollout.rate(way, count, options.concurrency)
                         found[name].append(one)
     per_s = {name: [pair[0] for pair in pairs[1:]] for name, pairs in found.items()}

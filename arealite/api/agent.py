@@ -135,10 +135,9 @@ class AgentFactory:
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
         """Return a new agent for one seat of one episode; None: a default seat."""
-        make, own = agents.get(config.type), agents.options(config)
+        make, own = checked(agents.get(config.type)), agents.options(config)
         agent = make(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
         agent.shared = self._shared.get(id(config))
-        setattr(agent, "act", checked(agent.act))  # noqa: B010  (a method)
         return agent
 
 

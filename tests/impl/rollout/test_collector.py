@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 
@@ -178,6 +179,19 @@ async def test_agent_that_returns_no_action_is_a_user_error(answer, monkeypatch)
     says = rf"Wordless\.act returned {answer!r}: an agent returns an Action"
     with pytest.raises(UserError, match=says):
         await collector(agent="wordless").run(lease(), 0)
+
+
+async def test_episode_leaves_nothing_to_the_garbage_collector() -> None:
+    made = collector("duel")
+    await made.run(lease(), 0)  # fills caches
+    gc.collect()
+    gc.disable()
+    try:
+        episode, _ = await made.run(lease(), 1)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    assert episode.failure is None
 
 
 async def test_each_seat_has_its_own_trajectory() -> None:
