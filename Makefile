@@ -193,7 +193,7 @@ $(AREAL_VENV)/.run: Makefile
 	@$(call venv,$(AREAL_VENV))
 	@$(AREAL_VENV)/bin/python -c "import torch" 2>/dev/null || $(call install,torch (once: some minutes),$(AREAL_VENV)) $(TORCH)
 	@$(call install,AReaL,$(AREAL_VENV)) --no-deps areal==1.0.4
-	@$(call install,what AReaL imports,$(AREAL_VENV)) $(KNOWN_GOOD) transformers aiofiles aiohttp colorlog flask httpx lark omegaconf openai psutil pybase64 pydantic pyyaml requests tenacity torchdata uvloop
+	@$(call install,what AReaL imports,$(AREAL_VENV)) $(KNOWN_GOOD) transformers aiofiles aiohttp colorlog flask httpx lark omegaconf openai orjson pillow psutil pybase64 pydantic pyyaml requests tenacity torchdata uvloop
 	@touch $@
 
 bench-areal: $(VENV)/.dev $(AREAL_VENV)/.run
