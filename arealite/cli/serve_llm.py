@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from arealite.api.config import ServerConfig, name_dir
@@ -15,6 +16,7 @@ from arealite.base import log
 from arealite.base.model_folder import read_model
 from arealite.base.places import check_address
 from arealite.cli import configs
+from arealite.cli.fold import fold
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.server import IS_KEPT, supervise
 from arealite.system.health import vitals
@@ -23,6 +25,17 @@ from arealite.system.names.registry import NameRegistry
 KEPT = ("embedded",)
 """Server types that a parent process restarts. Other types restart their own processes."""
 SCRIPT = Path(__file__).resolve().parents[1] / "launch_llm_server.py"
+
+
+def tiny_model(config: ServerConfig) -> ServerConfig:
+    """Return the config with a tiny model, which is made if it does not exist."""
+    from arealite.impl.demo.sorting import make_kit  # imports torch
+
+    kit = Path(config.cluster.run_root).expanduser() / "demo" / f"kit-seed{config.seed}"
+    line = f"model.path is not set: {kit}/model is served, a tiny model that sorts six digits"
+    print(fold(f"{line}. For your own: model.path=FOLDER"), flush=True)
+    path = str(make_kit(kit, config.seed) / "model")
+    return replace(config, model=replace(config.model, path=path))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +47,11 @@ def main(argv: Sequence[str]) -> int:
         description="Start a language-model server with SGLang's HTTP protocol.",
     )
     config = configs.resolve_host(config)
-    if not die_with_parent():  # with a parent, the server waits until the name registry is back
+    has_parent = die_with_parent()
+    if not config.model.path and not has_parent:
+        config = tiny_model(config)
+        argv = [*argv, f"model.path={config.model.path}"]
+    if not has_parent:  # with a parent, the server waits until the name registry is back
         NameRegistry.of(config).check()
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
         read_model(config.model.path or "")
