@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from arealite.api.agent import agents
-from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.config import DatasetConfig, ExperimentConfig, ModelConfig
 from arealite.api.task import Task
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import UserError
@@ -86,6 +86,18 @@ def test_tokenizer_is_loaded_only_if_a_prompt_may_be_too_long(
     prompts.check_prompts(config, [short], [1024])
     with pytest.raises(Loaded):
         prompts.check_prompts(config, [short, long], [1024])
+
+
+@pytest.mark.parametrize("held_out", [None, "eval.jsonl"])
+def test_held_out_budget_is_checked_if_there_are_held_out_rows(held_out: str | None) -> None:
+    config = replace(ExperimentConfig(), dataset=DatasetConfig(eval=held_out))
+    ppo = config.trainer.ppo
+    sampling = replace(ppo.collector.sampling, max_new_tokens=8)
+    small = replace(ppo, collector=replace(ppo.collector, sampling=sampling))
+    config = replace(config, trainer=replace(config.trainer, ppo=small))
+    refused = pytest.raises(UserError, match=r"256 leaves no room.*trainer\.ppo\.eval\.sampling")
+    with refused if held_out else pytest.raises(UserError, match="has no tokenizer"):
+        prompts.check_prompts(config, [], [64])
 
 
 def test_wait_for_a_server_is_announced_only_if_needed(

@@ -33,9 +33,11 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
     Raises:
         UserError: a prompt is too long or has invalid tokens, or the model has no tokenizer.
     """
-    budget = config.trainer.ppo.collector.sampling.max_new_tokens
     if not contexts:
         return
+    ppo, budget = config.trainer.ppo, config.trainer.ppo.collector.sampling.max_new_tokens
+    if config.evaluates:
+        budget = max(budget, ppo.eval.sampling.max_new_tokens)
     context = min(contexts)
     if budget >= context:
         raise UserError(
@@ -44,7 +46,7 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
         )
     if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
         raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
-    parts = config.trainer.ppo.collector.parts.values()
+    parts = ppo.collector.parts.values()
     if {envs.base_of(part.env.type) for part in parts} <= SHOWN:
         check_tokens(config.model.path, tasks)
     # Loading a tokenizer takes seconds, so short prompts are skipped: at most 2 tokens per byte.
