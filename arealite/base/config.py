@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from arealite.base.errors import UserError
+from arealite.base.registry import UNNAMED, module_named
 
 C = TypeVar("C")
 Parts = Mapping[type, Mapping[str, type]]
@@ -262,7 +263,10 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
     """Convert an OmegaConf error to one line with the key, the error and a suggestion."""
     key = error.full_key or ""
     if isinstance(error, ConfigKeyError):
-        return f"unknown key '{key}'.{_suggest(key, schema)}"
+        name = key.rpartition(".")[2]
+        module = module_named(name)
+        own = f" If {name} is your own, add imports=[{module}]." if module != UNNAMED else ""
+        return f"unknown key '{key}'.{_suggest(key, schema)}{own}"
     old: object = getattr(error, "value", None)
     if new := next((_new_name(f, old) for path, f, _ in leaves(schema) if path == key), None):
         return f"{key}={old} is called {new} now. Write {key}={new}."

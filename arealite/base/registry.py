@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from arealite.base.errors import UserError
 
 ENTRY_POINT_GROUP = "arealite.plugins"
 """Entry point group of installed packages; importing its modules registers their parts."""
+UNNAMED = "MODULE"
+"""Stands in an error for a module whose name is not known."""
 
 
 T = TypeVar("T")
@@ -71,7 +74,7 @@ class Registry(Generic[T]):
         """
         if name not in self._table:
             line = unknown(f"{self.kind} type", name, self.names())
-            raise UserError(f"{line} If it is your own, add imports=[MODULE].")
+            raise UserError(f"{line} If it is your own, add imports=[{module_named(name)}].")
 
     def get(self, name: str) -> type[T]:
         """Import and return the class with this name.
@@ -108,6 +111,20 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     return f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}."
+
+
+def module_named(name: str) -> str:
+    """Return the module of this name that registers the name; UNNAMED without one.
+
+    The module is searched in `arealite.impl` and in the working directory.
+    """
+    impl, own = Path(__file__).resolve().parents[1] / "impl", Path(f"{name}.py")
+    files = [*impl.rglob(own.name), own] if name.isidentifier() else []
+    for file in filter(Path.is_file, files):
+        if re.search(rf"register\(\s*[\"']{name}[\"']", file.read_text(errors="replace")):
+            base = impl.parents[1] if file.is_absolute() else Path()
+            return ".".join(file.relative_to(base).with_suffix("").parts)
+    return UNNAMED
 
 
 def import_plugins(modules: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from arealite.api.agent import agents
+from arealite.api.config import ExperimentConfig
 from arealite.api.engine import engines
 from arealite.api.env import envs
 from arealite.api.launcher import launchers
@@ -18,8 +20,10 @@ from arealite.api.logger import loggers
 from arealite.api.publisher import publishers
 from arealite.api.reward import rewards
 from arealite.api.trainer import trainers
+from arealite.base import registry
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry, import_plugins
+from arealite.cli import configs
 
 TABLES = [agents, clients, engines, envs, launchers, loggers, publishers, rewards, servers]
 TABLES += [trainers]
@@ -39,6 +43,26 @@ def test_unknown_name_suggests_the_closest_one():
         UserError, match=r"Known: chat, math\. If it is your own, add imports=\[MODULE\]"
     ):
         table.get("sorting")
+
+
+@pytest.mark.parametrize("is_in_tree", [True, False])
+def test_module_with_the_name_of_an_unknown_part_is_suggested(
+    is_in_tree: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "arealite"
+    monkeypatch.setattr(registry, "__file__", str(package / "base" / "registry.py"))
+    monkeypatch.chdir(tmp_path)
+    (package / "impl" / "agent").mkdir(parents=True)
+    (package / "impl" / "my_agent.py").write_text("# registers nothing")
+    file = package / "impl" / "agent" / "my_agent.py" if is_in_tree else tmp_path / "my_agent.py"
+    file.write_text('@agents.register("my_agent", config=MyAgentConfig)')
+    module = "arealite.impl.agent.my_agent" if is_in_tree else "my_agent"
+    hint = re.escape(f"add imports=[{module}].")
+    with pytest.raises(UserError, match=rf"Unknown agent type 'my_agent'\..* {hint}"):
+        agents.check("my_agent")
+    key = "trainer.ppo.collector.agent.my_agent.my_param=hello"
+    with pytest.raises(UserError, match=rf"unknown key .*my_agent'\..* {hint}"):
+        configs.load(ExperimentConfig, [], [key])
 
 
 def test_registering_a_taken_name_is_refused():
