@@ -6,13 +6,13 @@ format of observations and actions to the environment; here they are EnvObservat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 
 from arealite.api.env_config import EnvConfig
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
 from arealite.api.observation import ToolCall
 from arealite.api.trial import TrialConfig
 
@@ -35,9 +35,26 @@ class EnvServerOptions:
 class EnvServerConfig(TrialConfig):
     """Root of `arealite serve`. The environment gets the names and the cluster."""
 
+    environments: list[str] = sub(
+        list, "types of several environments, the first is the default; []: only env.type"
+    )
     tasks: str = opt("generated", "path of the rows for resets without a task, or `generated`")
-    env: EnvConfig = sub(EnvConfig, "the environment")
+    env: EnvConfig = sub(EnvConfig, "the environment, and the options of all `environments`")
     server: EnvServerOptions = sub(EnvServerOptions, "the server")
+
+    @property
+    def hosted(self) -> dict[str, EnvConfig]:
+        """The config of each environment by its type; the default environment is the first."""
+        return {name: replace(self.env, type=name) for name in self.environments or [self.env.type]}
+
+    def constraints(self) -> Constraints:
+        """Yield the constraint on rows of a file."""
+        yield (
+            len(self.hosted) == 1 or self.tasks == "generated",
+            f"tasks={self.tasks} are the rows of one environment, but environments="
+            f"[{','.join(self.environments)}] has several. Start a server for it, or let clients "
+            "send their tasks.",
+        )
 
 
 class Message(msgspec.Struct):
@@ -55,6 +72,8 @@ class Reset(msgspec.Struct):
     """A row: `prompt`, `ground_truth`, `extra_info`, optional `task_id`. None: the server draws."""
     seed: int | None = None
     """Seed that selects the row to draw; None: the next row."""
+    env: str = ""
+    """Type of the environment, of a server with several; "": that of the path, or the default."""
     split: str = "train"
     episode_id: str | None = None
     untrained: tuple[str, ...] = ()

@@ -18,14 +18,22 @@ from arealite.base.places import check_folder
 from arealite.base.registry import unknown
 from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
+from arealite.cli.words import Word, describe, translate
 from arealite.system.data.row_files import SUFFIXES, Row, write_rows
 from arealite.system.data.samples import Samples
 
-DESCRIPTION = """\
+WORDS = (*sampling.words("train"), Word("--filter-reward", "R", "min_reward={}"))
+DESCRIPTION = f"""\
 Sample a model on training tasks, and write its trajectories as rows of a file.
 
     arealite collect model.path=M dataset.train=tasks.jsonl n=8 best_of=1 min_reward=1 \\
         out=good.parquet launcher.llm_servers=1
+    arealite collect --model M --environment math -n 100 -o good.jsonl --filter-reward 0.5
+
+{describe(WORDS)}
+
+With --environment, the environment generates the tasks if no dataset is given.
+With --model, the command starts an LLM server if it finds none.
 
 sft can train on the file: dataset.train=good.parquet. Each row is a segment:
 tokens, loss_mask, logprobs, versions, reward. Agents, environments, servers and
@@ -37,8 +45,9 @@ Key = tuple[int, int, str]
 
 def main(argv: Sequence[str]) -> int:
     """Collect trajectories; return 1 if samples failed or no trajectory was selected."""
+    argv, given = translate(argv, WORDS)
     config = configs.parse(CollectConfig, argv, command="arealite collect", description=DESCRIPTION)
-    config = configs.resolve_host(config)
+    config = sampling.with_defaults(configs.resolve_host(config), given, "train")
     out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
         raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")

@@ -18,13 +18,21 @@ from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
 from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
+from arealite.cli.words import describe, translate
 from arealite.impl.view.terminal import Terminal
 from arealite.system.data.samples import Samples
 
-DESCRIPTION = """\
+WORDS = sampling.words("eval")
+DESCRIPTION = f"""\
 Sample a model on held-out tasks: rewards and pass@k by source, with intervals.
 
     arealite eval model.path=M dataset.eval=tasks.jsonl n=8 launcher.llm_servers=1
+    arealite eval --model M --environment math --num-episodes 20 --output math.json
+
+{describe(WORDS)}
+
+With --environment, the environment generates the tasks if no dataset is given.
+With --model, the command starts an LLM server if it finds none.
 
 Agents, environments, servers and all other keys are those of train.py. Without
 launcher.llm_servers, the command uses the live servers of the same experiment
@@ -36,8 +44,9 @@ Score = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate a model; return 1 if samples failed."""
+    argv, given = translate(argv, WORDS)
     config = configs.parse(EvaluateConfig, argv, command="arealite eval", description=DESCRIPTION)
-    config = configs.resolve_host(config)
+    config = sampling.with_defaults(configs.resolve_host(config), given, "eval")
     wrong = [k for k in config.k if not 1 <= k <= config.n]
     if wrong:
         raise UserError(f"k={config.k}: pass@{wrong[0]} needs 1 <= k <= n={config.n}. Raise n.")

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import name_dir
@@ -24,17 +24,60 @@ from arealite.base.model_folder import read_model
 from arealite.base.places import check_name
 from arealite.cli import configs, preflight
 from arealite.cli.role import with_externals
+from arealite.cli.words import Word
 from arealite.impl.launcher.processes import own_servers
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.rollout.sampler import Sampler
 from arealite.system.data.dataset import identity
 from arealite.system.data.prompts import check_prompts
 from arealite.system.data.samples import Samples
-from arealite.system.data.tasks import load_split
+from arealite.system.data.tasks import GENERATED, load_split
 from arealite.system.locks import lock_file
 from arealite.system.names.registry import NameRegistry
 
 SHOW_S = 5.0
+Config = TypeVar("Config", bound=SamplingRunConfig)
+
+
+def words(split: str) -> tuple[Word, ...]:
+    """Return the flags of the command that samples a split."""
+    command, rows = ("eval", "eval_rows") if split == "eval" else ("collect", "rows")
+    environment = "trainer.ppo.collector.env.type={} name=" + command + "-{}"
+    return (
+        Word("--model", "M", "model.path={}"),
+        Word("--environment", "E", environment),
+        Word("-n --num-episodes", "N", f"tasks={{}} dataset.{rows}={{}}"),
+        Word("-o --output", "FILE", "out={}"),
+    )
+
+
+def with_defaults(config: Config, given: set[str], split: str) -> Config:
+    """Set the options that a command with `--environment` or `--model` may omit.
+
+    The environment generates the tasks if there is no dataset. The command starts an LLM server if
+    there is none.
+
+    Args:
+        config: The config of the command.
+        given: The flags on the command line.
+        split: "eval" or "train", the option of `dataset`.
+
+    Raises:
+        UserError: `--environment` names one environment, but the config has several.
+    """
+    data, launcher, envs = config.dataset, config.launcher, config.trainer.ppo.collector.envs
+    if "--environment" in given and envs:
+        raise UserError(
+            f"--environment names one environment, but the config has collector.envs "
+            f"({', '.join(envs)}). Remove --environment, or the config file."
+        )
+    if "--environment" in given and not getattr(data, split):
+        config = replace(config, dataset=replace(data, **{split: GENERATED}))
+    is_served = launcher.llm_servers or config.llm_server.addresses
+    if "--model" in given and not is_served and not NameRegistry.of(config).list("llm_server"):
+        print("no LLM server is running: this command starts one", file=sys.stderr)
+        config = replace(config, launcher=replace(launcher, llm_servers=1))
+    return config
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`arealite serve`: serve an environment in OpenEnv's wire format, to rollout workers and OpenEnv's
+"""`arealite serve`: serve environments in OpenEnv's wire format, to rollout workers and OpenEnv's
 clients."""
 
 from __future__ import annotations
@@ -9,23 +9,40 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from arealite.api.env_server import EnvServerConfig
 from arealite.base import log
 from arealite.base.signals import STOP
 from arealite.cli import configs, options
+from arealite.cli.words import Word, describe, translate
 from arealite.impl.launcher.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from arealite.impl.env_server.app import EnvServer
+
+WORDS = (
+    Word("--environments", "A,B,C", "environments=[{}]"),
+    Word("--port", "N", "server.port={}"),
+)
+DESCRIPTION = f"""\
+Serve environments in OpenEnv's wire format: /ws, /reset, /step, /health, …
+Several environments are at /env/NAME/ws, and a reset with `env` selects one.
+
+    arealite serve --environments code,math,debate --port 50051
+
+{describe(WORDS)}"""
+DEFAULT = configs.CONFIG_DIR / "env_server.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
     layers = options.parse(
-        argv,
+        translate(argv, WORDS)[0],
         command="arealite serve",
-        description="Serve an environment in OpenEnv's wire format: /ws, /reset, /step, /health, …",
+        description=DESCRIPTION,
         schema=EnvServerConfig,
-        default=configs.CONFIG_DIR / "env_server.yaml",
+        default=DEFAULT,
     )
     die_with_parent()
     # The parent reads only one line of stdout. Other output of the environment would fill the pipe,
@@ -39,6 +56,25 @@ def main(argv: Sequence[str]) -> int:
 
         uvloop.run(_serve(config, parent))
     return 0
+
+
+def server(
+    environments: Sequence[str], *, port: int = 0, overrides: Sequence[str] = ()
+) -> EnvServer:
+    """Return a server of environments. `async with server(…).serving() as address` starts it.
+
+    Args:
+        environments: Types of the environments; the first is the default.
+        port: Port on loopback; 0: a free port.
+        overrides: Options of `arealite serve`, like "env.code.sandbox.backend=unsafe".
+
+    Raises:
+        UserError: A name, an option or a value is wrong.
+    """
+    from arealite.impl.env_server.app import EnvServer
+
+    own = [f"environments=[{','.join(environments)}]", f"server.port={port}"]
+    return EnvServer(configs.load(EnvServerConfig, DEFAULT, [*own, *overrides]))
 
 
 async def _serve(config: EnvServerConfig, parent: TextIO) -> None:

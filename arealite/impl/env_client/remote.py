@@ -38,6 +38,8 @@ class Hosted(msgspec.Struct):
     name: str
     seats: tuple[str, ...]
     resumable: bool
+    environments: list[Hosted] = []
+    """All environments of the server; [] in a description of one of them."""
 
 
 decode_hosted = msgspec.json.Decoder(Hosted).decode
@@ -94,7 +96,7 @@ class RemoteEnv(Env):
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play an episode on a server; seats that wait at the same time act concurrently."""
         untrained = [name for name, agent in agents.items() if not agent.trainable]
-        reset = {"task": task, "untrained": untrained}
+        reset = {"task": task, "untrained": untrained, "env": self.config.type}
         async with self.servers.episode(reset) as (channel, first):
             await _Episode(channel, agents).play(first)
 
@@ -111,7 +113,7 @@ class RemoteEnv(Env):
         """Read seats and resumability from the servers: both may depend on the server's config."""
         for server in [server for server in self.servers.known if server.alive]:
             try:
-                hosted = decode_hosted(await self.servers.get(server, "metadata"))
+                default = decode_hosted(await self.servers.get(server, "metadata"))
             except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
                 is_unauthorized = getattr(error, "status", 0) == 401
                 why = "it needs another token; set env.runtime.token_env"
@@ -119,10 +121,13 @@ class RemoteEnv(Env):
                     f"{server.name} does not describe its environment at /metadata: "
                     f"{why if is_unauthorized else error}"
                 ) from error
+            named = {each.name: each for each in default.environments}
+            hosted = named.get(self.config.type, default)
             self._hosted = self._hosted or hosted
             if hosted != self._hosted or hosted.name != self.config.type:
                 raise UserError(
-                    f"{server.name} hosts environment {hosted.name} with seats {hosted.seats}. "
+                    f"{server.name} hosts environment {', '.join(named) or hosted.name} with seats "
+                    f"{hosted.seats}. "
                     f"This run needs {self.config.type}, with the same seats in all servers."
                 )
             self.seats, self.resumable = hosted.seats, hosted.resumable

@@ -1,6 +1,7 @@
 """The HTTP side of an environment server: OpenEnv's routes. Each socket has one session.
 
-The environment runs in the same event loop: an environment that blocks it blocks all sessions.
+A server of several environments has these routes again for each of them, below `/env/TYPE`. The
+environments run in the same event loop: an environment that blocks it blocks all sessions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import arealite
 from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
 from arealite.api.task import Task
 from arealite.base import log
+from arealite.base.config import check_constraints
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.places import check_address
+from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
 from arealite.impl.env_server.session import Session
 from arealite.impl.env_server.wire import CAPACITY, Refused, decoder, encode, frame, refusal
@@ -44,17 +47,19 @@ STATUS = {CAPACITY: 503, "EXECUTION_ERROR": 500}
 
 
 class EnvServer:
-    """One environment and its sessions."""
+    """One or several environments and their sessions."""
 
     def __init__(self, config: EnvServerConfig) -> None:
-        """Read the tasks and construct the environment.
+        """Read the tasks and construct the environments.
 
         Raises:
-            UserError: The environment is unknown, or the token or the file of tasks is missing.
+            UserError: An environment is unknown, or the token or the file of tasks is missing.
         """
+        check_constraints(config, "")
         self.config = config
         self.options = config.server
-        self.env = make_env(config, config.env)
+        self.envs = {name: make_env(config, env) for name, env in config.hosted.items()}
+        """By type; the first is the default."""
         self.sessions: dict[str, Session] = {}
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
@@ -72,7 +77,7 @@ class EnvServer:
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[str, None]:
-        """Set up the environment and serve it until the body exits.
+        """Set up the environments and serve them until the body exits.
 
         Yields:
             The address, as host:port.
@@ -83,10 +88,12 @@ class EnvServer:
         host, port = self.options.host, self.options.port
         await asyncio.to_thread(check_address, host, port, at="server")  # before the costly `setup`
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self.env.close)
-            await self.env.setup()
+            for env in self.envs.values():
+                stack.push_async_callback(env.close)
+                await env.setup()
             stack.push_async_callback(self._wait_for_cleanup)
-            bodies = {"/reset": self._max_bytes, "/step": self._max_bytes}
+            at = ["", *(f"/env/{name}" for name in self.envs)]
+            bodies = {f"{a}/{end}": self._max_bytes for a in at for end in ("reset", "step")}
             runner = LimitedRunner(self._app(), bodies=bodies, shutdown_timeout=0.1)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
@@ -96,24 +103,44 @@ class EnvServer:
     def _app(self) -> web.Application:
         checks = [guard(self._token, self.options.host)]
         app = web.Application(middlewares=checks)
-        routes = web.post("/reset", self._post), web.post("/step", self._post)
-        app.add_routes([web.get("/ws", self._socket), *routes])
-        for path, describe in {
-            "/health": self._health,
-            "/metadata": self._metadata,
-            "/schema": self._schema,
-            "/state": Session(self.env, episode_s=0.0).describe,
-            "/sessions": lambda: [session.describe() for session in self.sessions.values()],
-        }.items():
-            app.router.add_get(path, self._get(describe))
+
+        def every() -> list[dict[str, object]]:
+            return [self._metadata(name) for name in self.envs]
+
+        answers: dict[str, Callable[[str], object]] = {
+            "/health": lambda _: self._health(),
+            "/metadata": lambda name: self._metadata(name) | {"environments": every()},
+            "/schema": lambda _: self._schema(),
+            "/state": lambda name: Session(self.envs[name], episode_s=0.0).describe(),
+            "/sessions": lambda _: [session.describe() for session in self.sessions.values()],
+        }
+        for at in ("", "/env/{env}"):
+            app.router.add_get(f"{at}/ws", self._socket)
+            for path, describe in answers.items():
+                app.router.add_get(f"{at}{path}", self._get(describe))
+            app.router.add_post(f"{at}/reset", self._post)
+            app.router.add_post(f"{at}/step", self._post)
+        app.router.add_get("/environments", self._get(lambda _: every()))
         return app
+
+    def _name(self, request: web.Request) -> str:
+        """Return the environment that a request names in its path, else the default.
+
+        Raises:
+            web.HTTPNotFound: The server does not host it.
+        """
+        first, *_ = self.envs
+        name = request.match_info.get("env", first)
+        if name not in self.envs:
+            raise web.HTTPNotFound(text=unknown("environment", name, [*self.envs]))
+        return name
 
     async def _wait_for_cleanup(self) -> None:
         if self._ending:
             await asyncio.wait(self._ending, timeout=END_S)
 
-    def _open(self) -> Session:
-        """Return a new session.
+    def _open(self, name: str) -> Session:
+        """Return a new session of an environment.
 
         Raises:
             Refused: `server.max_sessions` sessions are open.
@@ -121,7 +148,7 @@ class EnvServer:
         most = self.options.max_sessions
         if len(self.sessions) + len(self._ending) >= most:
             raise Refused(f"all sessions are in use (server.max_sessions={most})", CAPACITY)
-        session = Session(self.env, episode_s=self.options.episode_s)
+        session = Session(self.envs[name], episode_s=self.options.episode_s, name=name)
         self.sessions[session.id] = session
         return session
 
@@ -137,12 +164,13 @@ class EnvServer:
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         """Answer each message of a socket until it closes or has been idle for `idle_s`."""
+        name = self._name(request)
         socket = web.WebSocketResponse(
             max_msg_size=self._max_bytes, compress=False, timeout=CLOSE_S
         )
         await socket.prepare(request)
         try:
-            session = self._open()
+            session = self._open(name)
         except Refused as refused:
             await socket.send_str(frame("error", refusal(refused), self._max_bytes))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
@@ -193,7 +221,11 @@ class EnvServer:
                     return "observation", await session.step(decode_step(message.data))
                 case "reset":
                     reset = decode_reset(message.data)
-                    return "observation", await session.reset(await self._task(reset), reset)
+                    name = reset.env or session.name
+                    if name not in self.envs:
+                        raise Refused(unknown("environment", name, [*self.envs]))
+                    task = await self._task(reset, name)
+                    return "observation", await session.reset(task, reset, self.envs[name])
                 case "state" | "close":
                     return "state", session.describe()
             known = "reset, step, state or close"
@@ -201,7 +233,7 @@ class EnvServer:
         except Exception as error:  # noqa: BLE001  (an episode may raise any exception)
             return "error", refusal(error)
 
-    async def _task(self, reset: Reset) -> Task:
+    async def _task(self, reset: Reset, env: str) -> Task:
         """Return the task of a reset or, without one, the task that its seed draws.
 
         Equal seeds draw equal tasks.
@@ -216,7 +248,8 @@ class EnvServer:
             seed = next(self._seeds) if reset.seed is None else reset.seed
             if self._tasks:
                 return self._tasks[seed % len(self._tasks)]
-            return await asyncio.to_thread(next, generate(self.config.env, reset.split, seed))
+            tasks = generate(self.config.hosted[env], reset.split, seed)
+            return await asyncio.to_thread(next, tasks)
         except UserError as error:
             raise Refused(str(error)) from error
 
@@ -229,7 +262,7 @@ class EnvServer:
         try:
             body = await request.read() or b"{}"
             action = decode_members(body).get("action", msgspec.Raw(b"{}"))
-            session = self._open()
+            session = self._open(self._name(request))
             try:
                 kind, data = await self._answer(Message("reset", msgspec.Raw(body)), session)
                 if request.path == "/step" and kind != "error":
@@ -241,23 +274,25 @@ class EnvServer:
         status = STATUS.get(data.code, 422) if kind == "error" else 200
         return _json(data, status)
 
-    def _get(self, describe: Callable[[], object]) -> Handler:
+    def _get(self, describe: Callable[[str], object]) -> Handler:
         async def answer(request: web.Request) -> web.Response:
-            return _json(describe())
+            return _json(describe(self._name(request)))
 
         return answer
 
     def _health(self) -> dict[str, object]:
-        most = self.options.max_sessions
-        return {"status": "healthy", "sessions": len(self.sessions), "max_sessions": most}
+        most, names = self.options.max_sessions, [*self.envs]
+        state = {"status": "healthy", "sessions": len(self.sessions), "max_sessions": most}
+        return {**state, "environments": names}
 
-    def _metadata(self) -> dict[str, object]:
+    def _metadata(self, name: str) -> dict[str, object]:
+        env = self.envs[name]
         return {
-            "name": self.config.env.type,
-            "description": (type(self.env).__doc__ or "").strip().partition("\n")[0],
+            "name": name,
+            "description": (type(env).__doc__ or "").strip().partition("\n")[0],
             "version": arealite.__version__,
-            "seats": list(self.env.seats),
-            "resumable": self.env.resumable,
+            "seats": list(env.seats),
+            "resumable": env.resumable,
         }
 
     def _schema(self) -> dict[str, object]:

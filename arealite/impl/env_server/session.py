@@ -63,8 +63,10 @@ class RemoteSeat(Agent):
 class Session:
     """The episodes of one client, played one after the other."""
 
-    def __init__(self, env: Env, *, episode_s: float) -> None:
+    def __init__(self, env: Env, *, episode_s: float, name: str = "") -> None:
         self.env = env
+        self.name = name
+        """Type of the environment that a reset without `env` selects."""
         self.id = str(uuid.uuid4())
         self.episode_id: str | None = None
         self.created = self.last_message = time.monotonic()
@@ -92,13 +94,19 @@ class Session:
             "step_count": self.steps,
         }
 
-    async def reset(self, task: Task, reset: Reset) -> Reply:
+    async def reset(self, task: Task, reset: Reset, env: Env | None = None) -> Reply:
         """Cancel the current episode, if any, and begin an episode of a task.
+
+        Args:
+            task: The task.
+            reset: The client's message.
+            env: The environment of the episode; None: that of the last episode.
 
         Raises:
             BaseException: The episode failed with this exception.
         """
         await self.end()
+        self.env = env or self.env
         self.episode_id = reset.episode_id or str(uuid.uuid4())
         self.steps, self.rewards, self._failure = 0, [], None
         self.episodes += 1
