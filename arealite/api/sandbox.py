@@ -33,6 +33,9 @@ class CodeEnvConfig:
     """Programs that are scored by test cases."""
 
     sandbox: SandboxConfig = sub(SandboxConfig, "sandbox of the programs")
+    levels: list[int] = sub(
+        lambda: [1], "levels of difficulty of generated programs, 1 to 5, equally likely"
+    )
     case_timeout_s: float = opt(
         2.0, "timeout of one test case; sandbox.timeout_s is for all cases", above=0
     )

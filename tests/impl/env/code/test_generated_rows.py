@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
+import json
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from arealite.base.errors import UserError
 from arealite.impl.env.code.env import program, read_cases
 from arealite.impl.env.code.harness import AssertCases, Program, python_error, run_calls
 from arealite.impl.env.code.program import OPERATIONS, describe
+from arealite.impl.env.code.tasks import LEVELS
 from arealite.impl.env.code.values import decode, encode, same
 from tests.impl.env.code.generated import KINDS, GeneratedRow, generated_rows
 from tests.impl.env.code.test_env import env, verdict  # noqa: F401  (a fixture)
-from tests.impl.env.games.players import task
+from tests.impl.env.games.players import first_rows, make, task
 
 ROWS, SEED = 1000, 15
+DIGEST = 322487748
+"""CRC-32 of the first two rows that version 0.2.0 generated."""
 
 
 class HereProgram(Program):
@@ -90,3 +97,45 @@ async def test_rows_of_all_kinds_score_right_in_the_sandbox(env, name):  # noqa:
         assert each.passed == made.programs[name][1], (made, each)
         if name in ("right", "innocent"):
             assert each.total == made.total
+
+
+def generated(levels: list[int], count: int, split: str = "train") -> list[Any]:
+    return first_rows(make("code", levels=levels), count, split=split)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reference_program_of_a_generated_task_passes_and_a_wrong_one_does_not(level: int) -> None:
+    for row in generated([level] * 2, 100):
+        info, text = row["extra_info"], row["ground_truth"]
+        assert info["level"] == level
+        score = scorer(GeneratedRow("calls", row["prompt"], info, 5, {}))
+        assert score(text) == (5, 5), row
+        passed, _ = score("def solve(values): return 1\ndef f(x): return None")
+        assert passed < 5, row
+        if level > 1:
+            assert text.startswith(row["prompt"])
+            body = text.removeprefix(row["prompt"])
+            assert len(body.splitlines()) == level, "one line for each step"
+            assert score(body) == (5, 5), "a completion may be the body only"
+            space = dict[str, Any]()
+            exec(text, space)
+            (example,) = doctest.DocTestParser().get_examples(space["solve"].__doc__)
+            assert repr(eval(example.source, space)) == example.want.strip()
+            assert all(f"solve({case['args'][0]})" != example.source for case in info["cases"])
+
+
+def test_splits_of_generated_programs_share_no_task_and_rows_of_level_1_are_unchanged() -> None:
+    asks = {
+        split: {row["prompt"].partition(">>>")[0] for row in generated([1, 2, 3], 600, split)}
+        for split in ("train", "eval")
+    }
+    assert not asks["train"] & asks["eval"]
+    assert len(asks["train"]) > 300
+    assert generated([2, 3], 50) == generated([2, 3], 50)
+    first = generated([1], 2)
+    digest = zlib.crc32(json.dumps(first, sort_keys=True).encode())
+    assert digest == DIGEST, "runs that use these rows must be able to resume"
+    with pytest.raises(UserError, match="level of programs '6'"):
+        generated([6], 1)
+    with pytest.raises(UserError, match="level of programs"):
+        generated([], 1)
