@@ -59,7 +59,7 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
         return sum(self.segment_lengths)
 
 
-class Segment(msgspec.Struct, frozen=True):
+class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """A token sequence in which each turn extends the turn before. Arrays are raw little-endian
     bytes."""
 
@@ -76,6 +76,8 @@ class Segment(msgspec.Struct, frozen=True):
     """float32 [T]: the turn's reward at its last sampled token, else 0."""
     temperature: float
     """The sampling temperature; the trainer divides logits by it."""
+    next_state: str = ""
+    """Text of the observation after the last answer. Filled by ObservingCollector; "": unknown."""
 
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -36,9 +36,9 @@ With --environment, the environment generates the tasks if no dataset is given.
 With --model, the command starts an LLM server if it finds none.
 
 sft can train on the file: dataset.train=good.parquet. Each row is a segment:
-tokens, loss_mask, logprobs, versions, reward. Agents, environments, servers and
-all other keys are those of train.py. After an interruption, the same command
-resumes."""
+tokens, loss_mask, logprobs, versions, reward, and the observation that followed
+(next_state). Agents, environments, servers and all other keys are those of
+train.py. After an interruption, the same command resumes."""
 Key = tuple[int, int, str]
 """(task, sample, seat)."""
 
@@ -116,6 +116,7 @@ def columns(segment: Segment, decode: Callable[..., object]) -> Row:
     mask = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
     return {
         "text": str(decode(tokens[mask].tolist(), skip_special_tokens=True)),
+        "next_state": segment.next_state or None,
         "tokens": tokens.tolist(),
         "loss_mask": mask.tolist(),
         "logprobs": np.frombuffer(segment.logprobs, "<f4").tolist(),

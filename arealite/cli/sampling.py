@@ -27,7 +27,7 @@ from arealite.cli.role import with_externals
 from arealite.cli.words import Word
 from arealite.impl.launcher.processes import own_servers
 from arealite.impl.rollout.collector import Collector
-from arealite.impl.rollout.sampler import Sampler
+from arealite.impl.rollout.sampler import ObservingCollector, Sampler
 from arealite.system.data.dataset import identity
 from arealite.system.data.prompts import check_prompts
 from arealite.system.data.samples import Samples
@@ -61,16 +61,8 @@ def with_defaults(config: Config, given: set[str], split: str) -> Config:
         config: The config of the command.
         given: The flags on the command line.
         split: "eval" or "train", the option of `dataset`.
-
-    Raises:
-        UserError: `--environment` names one environment, but the config has several.
     """
-    data, launcher, envs = config.dataset, config.launcher, config.trainer.ppo.collector.envs
-    if "--environment" in given and envs:
-        raise UserError(
-            f"--environment names one environment, but the config has collector.envs "
-            f"({', '.join(envs)}). Remove --environment, or the config file."
-        )
+    data, launcher = config.dataset, config.launcher
     if "--environment" in given and not getattr(data, split):
         config = replace(config, dataset=replace(data, **{split: GENERATED}))
     is_served = launcher.llm_servers or config.llm_server.addresses
@@ -129,7 +121,8 @@ async def _sample(
 ) -> Counter[str]:
     collector = config.trainer.ppo.collector
     client = clients.get(collector.client.type)(config, collector.client)
-    made = Collector(config, client, load_tokenizer(config.model.path))
+    kind = ObservingCollector if split == "train" else Collector
+    made = kind(config, client, load_tokenizer(config.model.path))
     run = "train" if split == "train" else "eval-0"
     sampler = Sampler(config, collector=made, samples=samples, split=run, progress=Progress(config))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (
     *("messages", "prompt", "completion", "chosen", "rejected"),
-    *("tokens", "loss_mask", "reward"),
+    *("tokens", "loss_mask", "reward", "next_state"),
 )
 CONTEXT, ASSISTANT, NEXT_STATE = 0, 1, 2
 """Kinds of tokens: before the first trained answer; in an answer; between and after answers."""
@@ -244,12 +244,17 @@ def make_encoder(
     an example to `max_tokens`, and raises UserError for a row that cannot be used.
     """
     limit, only_last = config.trainer.offline.max_tokens, config.trainer.sft.turns == "last"
+    trains_states = config.trainer.sft.next_state_weight > 0
 
     def supervised(row: Row) -> list[Example]:
         where, columns = row
         present = {name for name, value in columns.items() if value is not None}
         if "tokens" in present:
-            return [_collected_example(columns, where, limit)]
+            state = columns.get("next_state") if trains_states else None
+            if not isinstance(state, str | None):
+                raise UserError(f"{where}: `next_state` must be a text, or null without one.")
+            states = encode(tokenizer, state) if state else []
+            return [_collected_example(columns, where, limit, states)]
         if "messages" in present:
             if isinstance(messages := check_prompt(columns["messages"], where, "messages"), str):
                 what = '`messages` must be a list of {"role": …, "content": …}.'
@@ -276,7 +281,9 @@ def _unknown(row: Row, wanted: str) -> UserError:
     return UserError(f"{where}: a row needs the columns {wanted}; it has {has}.")
 
 
-def _collected_example(columns: dict[str, object], where: str, limit: int) -> Example:
+def _collected_example(
+    columns: dict[str, object], where: str, limit: int, state: list[int]
+) -> Example:
     tokens, mask = columns["tokens"], columns.get("loss_mask")
     if isinstance(tokens, bytes) and isinstance(mask, bytes):
         tokens, mask = np.frombuffer(tokens, "<i4"), np.frombuffer(mask, np.uint8)
@@ -287,6 +294,7 @@ def _collected_example(columns: dict[str, object], where: str, limit: int) -> Ex
         raise UserError(f"{where}: {what}. Write both as lists of equal length.")
     mask_T = mask_T.astype(bool)
     kinds_T = np.where(mask_T, ASSISTANT, np.where(mask_T.cumsum() > 0, NEXT_STATE, CONTEXT))
+    tokens_T, kinds_T = np.append(tokens_T, state), np.append(kinds_T, [NEXT_STATE] * len(state))
     return _example(tokens_T, kinds_T, limit)
 
 

@@ -47,6 +47,7 @@ def _parquet(file: Path, rows: Iterator[Row]) -> int:
         **dict.fromkeys(("task_id", "source", "seat"), text),
         **dict.fromkeys(("sample", "segment", "turns"), pa.int32()),
         **{"prompt": text, "messages": pa.list_(message), "ground_truth": text, "text": text},
+        "next_state": text,
         **{"tokens": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.bool_())},
         **{"logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int32())},
         **{"reward": pa.float64(), "reward_parts": pa.map_(text, pa.float64())},
