@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from arealite.api.env_config import EnvConfig
-from arealite.api.fields import Constraints, opt, sub
+from arealite.api.fields import opt, sub
 from arealite.api.observation import ToolCall
 from arealite.api.trial import TrialConfig
 
@@ -38,7 +38,10 @@ class EnvServerConfig(TrialConfig):
     environments: list[str] = sub(
         list, "types of several environments, the first is the default; []: only env.type"
     )
-    tasks: str = opt("generated", "path of the rows for resets without a task, or `generated`")
+    tasks: str = opt(
+        "generated",
+        "path of the default environment's rows for resets without a task, or `generated`",
+    )
     env: EnvConfig = sub(EnvConfig, "the environment, and the options of all `environments`")
     server: EnvServerOptions = sub(EnvServerOptions, "the server")
 
@@ -46,15 +49,6 @@ class EnvServerConfig(TrialConfig):
     def hosted(self) -> dict[str, EnvConfig]:
         """The config of each environment by its type; the default environment is the first."""
         return {name: replace(self.env, type=name) for name in self.environments or [self.env.type]}
-
-    def constraints(self) -> Constraints:
-        """Yield the constraint on rows of a file."""
-        yield (
-            len(self.hosted) == 1 or self.tasks == "generated",
-            f"tasks={self.tasks} are the rows of one environment, but environments="
-            f"[{','.join(self.environments)}] has several. Start a server for it, or let clients "
-            "send their tasks.",
-        )
 
 
 class Message(msgspec.Struct):

@@ -32,9 +32,6 @@ Sample a model on training tasks, and write its trajectories as rows of a file.
 
 {describe(WORDS)}
 
-With --environment, the environment generates the tasks if no dataset is given.
-With --model, the command starts an LLM server if it finds none.
-
 sft can train on the file: dataset.train=good.parquet. Each row is a segment:
 tokens, loss_mask, logprobs, versions, reward, and the observation that followed
 (next_state). Agents, environments, servers and all other keys are those of

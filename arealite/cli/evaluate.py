@@ -31,9 +31,6 @@ Sample a model on held-out tasks: rewards and pass@k by source, with intervals.
 
 {describe(WORDS)}
 
-With --environment, the environment generates the tasks if no dataset is given.
-With --model, the command starts an LLM server if it finds none.
-
 Agents, environments, servers and all other keys are those of train.py. Without
 launcher.llm_servers, the command uses the live servers of the same experiment
 and trial. trainer.ppo.eval.sampling sets the sampling. After an interruption,

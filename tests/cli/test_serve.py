@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from arealite.base.errors import UserError
 from arealite.cli import main as cli
+from arealite.cli import serve as serve_module
+from tests.fakes.env_servers import wired
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +93,8 @@ def test_custom_environment_is_served_with_rows_of_a_file(tmp_path: Path) -> Non
         (["tasks=none.jsonl"], "none.jsonl"),
         (["server.host=203.0.113.1"], "cannot listen"),
         (["server.token_env=NO_SUCH_TOKEN"], "environment variable is not set"),
+        (["--environments", "math,reverze"], "Did you mean 'reverse'"),
+        (["--port", "fast"], "server.port"),
     ],
 )
 def test_invalid_serve_arguments_are_a_one_line_error(
@@ -106,9 +111,34 @@ def test_invalid_serve_arguments_are_a_one_line_error(
     assert ended.stdout == ""
 
 
+def test_flags_start_one_server_of_several_environments(tmp_path: Path) -> None:
+    words = ["--environments", "math,reverse,debate", "--port", "0", "env.reverse.length=3"]
+    with serve(*words, folder=tmp_path) as (process, line):
+        address = line.removeprefix("serving on ").strip()
+        with urllib.request.urlopen(f"http://{address}/environments", timeout=120) as answer:
+            assert [each["name"] for each in json.load(answer)] == ["math", "reverse", "debate"]
+        first = post(f"http://{address}/env/reverse/reset", {"seed": 1})
+        again = post(f"http://{address}/reset", {"seed": 1, "env": "reverse"})
+        assert first == again
+        letters = first["observation"]["content"].split()[-1]
+        assert len(letters.strip(".:")) == 3, first
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+async def test_server_of_python_hosts_the_named_environments() -> None:
+    made = serve_module.server(["reverse", "math"], overrides=["seed=3"])
+    async with made.serving() as address, wired(address) as wire:
+        observed = (await wire.ask("reset", {"env": "math"}))["observation"]
+        assert "boxed" in observed["content"]
+    with pytest.raises(UserError, match="Unknown env"):
+        serve_module.server(["maths"])
+
+
 def test_serve_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     shown = capsys.readouterr().out
     assert "server.max_sessions=" in shown
     assert "env.type=" in shown
+    assert "--environments A,B,C" in shown

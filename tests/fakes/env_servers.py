@@ -25,9 +25,13 @@ MODULE = env_hosts.__name__
 
 
 @asynccontextmanager
-async def hosted(env: str, **options: Any) -> AsyncIterator[tuple[EnvServer, str]]:
-    """Serve an environment until the body exits; yield the server and its address."""
-    config = EnvServerConfig(env=EnvConfig(type=env), server=EnvServerOptions(**options))
+async def hosted(env: str, *more: str, **options: Any) -> AsyncIterator[tuple[EnvServer, str]]:
+    """Serve environments until the body exits; yield the server and its address."""
+    config = EnvServerConfig(
+        environments=[env, *more] if more else [],
+        env=EnvConfig(type=env),
+        server=EnvServerOptions(**options),
+    )
     server = EnvServer(config)
     async with server.serving() as address:
         yield server, address
@@ -55,11 +59,11 @@ class Wire:
 
 
 @asynccontextmanager
-async def wired(address: str, **options: Any) -> AsyncIterator[Wire]:
+async def wired(address: str, path: str = "/ws", **options: Any) -> AsyncIterator[Wire]:
     """Connect a raw client to a server."""
     async with (
         aiohttp.ClientSession() as session,
-        session.ws_connect(f"http://{address}/ws", **options) as socket,
+        session.ws_connect(f"http://{address}{path}", **options) as socket,
     ):
         yield Wire(socket)
 

@@ -23,7 +23,6 @@ import arealite
 from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
 from arealite.api.task import Task
 from arealite.base import log
-from arealite.base.config import check_constraints
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.places import check_address
 from arealite.base.registry import unknown
@@ -55,11 +54,11 @@ class EnvServer:
         Raises:
             UserError: An environment is unknown, or the token or the file of tasks is missing.
         """
-        check_constraints(config, "")
         self.config = config
         self.options = config.server
         self.envs = {name: make_env(config, env) for name, env in config.hosted.items()}
         """By type; the first is the default."""
+        self._default = next(iter(self.envs))
         self.sessions: dict[str, Session] = {}
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
@@ -103,24 +102,20 @@ class EnvServer:
     def _app(self) -> web.Application:
         checks = [guard(self._token, self.options.host)]
         app = web.Application(middlewares=checks)
-
-        def every() -> list[dict[str, object]]:
-            return [self._metadata(name) for name in self.envs]
-
         answers: dict[str, Callable[[str], object]] = {
-            "/health": lambda _: self._health(),
-            "/metadata": lambda name: self._metadata(name) | {"environments": every()},
-            "/schema": lambda _: self._schema(),
+            "/health": self._health,
+            "/environments": lambda _: [*map(self._metadata, self.envs)],
+            "/metadata": lambda n: (
+                self._metadata(n) | {"environments": answers["/environments"](n)}
+            ),
+            "/schema": self._schema,
             "/state": lambda name: Session(self.envs[name], episode_s=0.0).describe(),
             "/sessions": lambda _: [session.describe() for session in self.sessions.values()],
         }
         for at in ("", "/env/{env}"):
-            app.router.add_get(f"{at}/ws", self._socket)
-            for path, describe in answers.items():
-                app.router.add_get(f"{at}{path}", self._get(describe))
-            app.router.add_post(f"{at}/reset", self._post)
-            app.router.add_post(f"{at}/step", self._post)
-        app.router.add_get("/environments", self._get(lambda _: every()))
+            routes = [web.get(at + path, self._get(answers[path])) for path in answers]
+            posts = [web.post(f"{at}/{end}", self._post) for end in ("reset", "step")]
+            app.add_routes([web.get(f"{at}/ws", self._socket), *routes, *posts])
         return app
 
     def _name(self, request: web.Request) -> str:
@@ -129,8 +124,7 @@ class EnvServer:
         Raises:
             web.HTTPNotFound: The server does not host it.
         """
-        first, *_ = self.envs
-        name = request.match_info.get("env", first)
+        name = request.match_info.get("env", self._default)
         if name not in self.envs:
             raise web.HTTPNotFound(text=unknown("environment", name, [*self.envs]))
         return name
@@ -246,7 +240,7 @@ class EnvServer:
                 name = str(reset.task.get("task_id") or "task")
                 return make_task(reset.task, name, "the task of the reset")
             seed = next(self._seeds) if reset.seed is None else reset.seed
-            if self._tasks:
+            if self._tasks and env == self._default:
                 return self._tasks[seed % len(self._tasks)]
             tasks = generate(self.config.hosted[env], reset.split, seed)
             return await asyncio.to_thread(next, tasks)
@@ -280,10 +274,10 @@ class EnvServer:
 
         return answer
 
-    def _health(self) -> dict[str, object]:
-        most, names = self.options.max_sessions, [*self.envs]
-        state = {"status": "healthy", "sessions": len(self.sessions), "max_sessions": most}
-        return {**state, "environments": names}
+    def _health(self, name: str) -> dict[str, object]:
+        most, sessions = self.options.max_sessions, len(self.sessions)
+        state = {"status": "healthy", "sessions": sessions, "max_sessions": most}
+        return {**state, "environments": [*self.envs]}
 
     def _metadata(self, name: str) -> dict[str, object]:
         env = self.envs[name]
@@ -295,7 +289,7 @@ class EnvServer:
             "resumable": env.resumable,
         }
 
-    def _schema(self) -> dict[str, object]:
+    def _schema(self, name: str) -> dict[str, object]:
         action, observation = msgspec.json.schema(Step), msgspec.json.schema(Reply)
         return {"action": action, "observation": observation, "state": {"type": "object"}}
 

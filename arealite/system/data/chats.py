@@ -294,8 +294,9 @@ def _collected_example(
         raise UserError(f"{where}: {what}. Write both as lists of equal length.")
     mask_T = mask_T.astype(bool)
     kinds_T = np.where(mask_T, ASSISTANT, np.where(mask_T.cumsum() > 0, NEXT_STATE, CONTEXT))
-    tokens_T, kinds_T = np.append(tokens_T, state), np.append(kinds_T, [NEXT_STATE] * len(state))
-    return _example(tokens_T, kinds_T, limit)
+    state_S = np.array(state, np.int64)
+    kinds_T = np.append(kinds_T, np.full_like(state_S, NEXT_STATE))
+    return _example(np.append(tokens_T, state_S), kinds_T, limit)
 
 
 def _answer(

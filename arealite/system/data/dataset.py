@@ -21,6 +21,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
+from arealite.system.data.benchmarks import HUMANEVAL, humaneval
 
 _encode = msgspec.msgpack.Encoder().encode
 ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
@@ -30,8 +31,8 @@ DEPTH = 100
 """Maximum nesting of a row: each process that decodes the row needs stack for every level."""
 ROW = '{"prompt": …, "ground_truth": …}'
 """Example of a JSONL line, for errors."""
-COLUMNS = ("prompt", "ground_truth", "extra_info")
-"""Columns of a task. `prompt` is required; other columns of the file are ignored."""
+COLUMNS = ("prompt", "ground_truth", "extra_info", *HUMANEVAL[1:])
+"""Columns of a task, and of HumanEval. `prompt` is required; other columns are ignored."""
 
 
 def load_tasks(path: str, split: str) -> list[Task]:
@@ -159,6 +160,7 @@ def make_task(row: Row, task_id: str, where: str) -> Task:
     Raises:
         UserError: a column is missing or of another type.
     """
+    row = humaneval(row)
     _require_prompt(list(row), where)
     prompt = check_prompt(row["prompt"], where)
     truth, extra = row.get("ground_truth"), row.get("extra_info")

@@ -329,3 +329,19 @@ async def test_remote_environment_is_resumable_if_the_hosted_one_is() -> None:
             env = collector.parts[""].env
             assert env.resumable == resumes
             assert env.seats == envs.get(name).seats
+
+
+async def test_each_runtime_selects_its_environment_of_a_shared_server() -> None:
+    async with hosted("host_steps", "host_duel", "host_moods") as (server, address):
+        for name, seats in {"host_duel": 2, "host_steps": 1, "host_moods": 1}.items():
+            async with collecting(name, address) as collector:
+                assert collector.parts[""].env.resumable == envs.get(name).resumable
+                episode = await played(collector, "fine")
+                assert failed(episode) is None
+                assert len(episode.headers) == seats
+        async with collecting("host_duel", f"http://{address}/env/host_steps") as collector:
+            assert len((await played(collector, "go")).headers) == 2, "the reset names the type"
+        with pytest.raises(UserError, match="hosts environment host_steps, host_duel, host_moods"):
+            async with collecting("host_apart", address):
+                pass
+        await eventually(lambda: not server.sessions)

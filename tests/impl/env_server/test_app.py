@@ -354,3 +354,76 @@ async def test_step_for_a_cancelled_wait_changes_nothing() -> None:
     late = await session.step(Step("late", turn=1))
     assert (late.observation.content, late.done) == ("second", False)
     await session.end()
+
+
+THREE = ("host_steps", "host_duel", "host_moods")
+
+
+async def get(address: str, path: str) -> Any:
+    """Return status and body of a GET request."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{address}{path}") as answer,
+    ):
+        is_json = answer.content_type == "application/json"
+        return answer.status, await (answer.json() if is_json else answer.text())
+
+
+async def test_reset_or_path_selects_one_of_several_environments() -> None:
+    task = {"task": {"prompt": "go"}}
+    async with hosted(*THREE) as (_, address):
+        async with wired(address) as wire:
+            default = await wire.ask("reset", task)
+            assert default["observation"]["content"] == "go"
+            duel = await wire.ask("reset", task | {"env": "host_duel"})
+            assert len(duel["observation"]["waiting"]) == 2
+            assert (await wire.ask("reset", task))["observation"]["content"] == "go"
+        async with wired(address, "/env/host_duel/ws") as wire:
+            assert len((await wire.ask("reset", task))["observation"]["waiting"]) == 2
+            steps = await wire.ask("reset", task | {"env": "host_steps"})
+            assert steps["observation"]["content"] == "go"
+            assert (await wire.ask("reset", {"seed": 3, "env": "host_steps"}))["observation"][
+                "content"
+            ] == "train 3"
+
+
+async def test_unknown_environment_is_refused_and_the_session_continues() -> None:
+    async with hosted(*THREE) as (_, address):
+        async with wired(address) as wire:
+            await wire.reset("go")
+            refused = await wire.ask("reset", {"task": {"prompt": "a"}, "env": "host_step"})
+            assert refused["code"] == "VALIDATION_ERROR"
+            assert "Did you mean 'host_steps'? Known: host_steps, host_duel" in refused["message"]
+            assert (await wire.ask("step", {"text": "a"}))["reward"] == 0.5
+        status, text = await get(address, "/env/chess/metadata")
+        assert status == 404
+        assert "Unknown environment 'chess'" in text
+        with pytest.raises(aiohttp.WSServerHandshakeError) as failed:
+            async with wired(address, "/env/chess/ws"):
+                pass
+        assert failed.value.status == 404
+
+
+async def test_server_lists_its_environments() -> None:
+    async with hosted(*THREE) as (_, address):
+        _, health = await get(address, "/health")
+        assert health["environments"] == [*THREE]
+        _, listed = await get(address, "/environments")
+        assert [each["name"] for each in listed] == [*THREE]
+        assert [each["seats"] for each in listed][:2] == [["agent"], ["first", "second"]]
+        _, default = await get(address, "/metadata")
+        assert default["name"] == THREE[0] and default["environments"] == listed
+        for each in listed:
+            assert (await get(address, f"/env/{each['name']}/metadata"))[1]["name"] == each["name"]
+
+
+async def test_sessions_of_all_environments_share_the_limit_and_posts_have_paths() -> None:
+    async with hosted(*THREE, max_sessions=1) as (_, address):
+        async with wired(address) as wire, wired(address, "/env/host_duel/ws") as late:
+            await wire.reset("go")
+            assert (await late.receive())["data"]["code"] == "CAPACITY_REACHED"
+        async with aiohttp.ClientSession() as session:
+            large = {"task": {"prompt": "x" * 100_000}}
+            url = f"http://{address}/env/host_steps/reset"
+            async with session.post(url, json=large) as answer:
+                assert answer.status == 200

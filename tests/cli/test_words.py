@@ -1,0 +1,113 @@
+"""Flags of `eval` and `collect`: what they set, and what they leave to dotted options."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.sampling import EvaluateConfig
+from arealite.cli import sampling
+from arealite.cli.words import describe, translate
+from arealite.system.names.registry import Entry
+from tests.cli.sampled import Answering, Command, no_servers
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch, capsys) -> dict[str, Command]:
+    no_servers(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    return {name: Command(tmp_path, name, capsys) for name in ("eval", "collect")}
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_flags_become_overrides_that_dotted_options_win_over() -> None:
+    argv = ["--config", "a.yaml", "-n", "20", "tasks=3", "--model=M", "-o", "f"]
+    words, given = translate(argv, sampling.words("eval"))
+    assert words == [
+        *("model.path=M", "tasks=20", "dataset.eval_rows=20", "out=f"),
+        *("--config", "a.yaml", "tasks=3"),
+    ]
+    assert given == {"--model", "-n --num-episodes", "-o --output"}
+    assert translate(["model.path=M", "-x"], sampling.words("train")) == (
+        ["model.path=M", "-x"],
+        set(),
+    )
+    assert "--environment E" in describe(sampling.words("eval"))
+
+
+def test_environment_flag_evaluates_generated_tasks_in_a_folder_of_its_own(commands) -> None:
+    evaluate = commands["eval"]
+    words = ["--environment", "reverse", "--num-episodes", "5", "--output", "f", "dataset.eval="]
+    assert evaluate(*words, env="letters") == 2, "a dotted env.type wins over the flag"
+    assert "generates no tasks" in evaluate.out
+    assert evaluate(*words, env="reverse") == 0, evaluate.out
+    told = json.loads(Path("f").read_text())
+    assert told["results"][0]["samples"] == len(Answering.asked) == 5
+    assert (evaluate.folder / "runs/arealite/trial/eval-reverse/samples.sqlite").is_file()
+
+
+def test_environment_flag_uses_the_dataset_that_is_given(commands) -> None:
+    evaluate = commands["eval"]
+    evaluate.write({"prompt": "abc"})
+    assert evaluate("--environment", "reverse", env="reverse") == 0, evaluate.out
+    assert len(Answering.asked) == 1
+
+
+def test_collect_flags_set_number_file_and_filter(commands) -> None:
+    collect = commands["collect"]
+    words = ["-n", "3", "-o", "f.jsonl", "--environment", "reverse", "dataset.train=''"]
+    assert collect(*words, env="reverse") == 0, collect.out
+    assert len(rows(Path("f.jsonl"))) == 3
+    assert collect(*words, "--filter-reward", "0.9", env="reverse") == 1, "no row has that reward"
+    assert rows(Path("f.jsonl")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num-episodes", "many"], "tasks: Value 'many'"),
+        (["--num-episodes", "0"], "dataset.eval_rows=0 must be at least 1"),
+        (["--environment", "reverze"], "Did you mean 'reverse'"),
+        (["--environment", "gymnasium"], "env_id is not set"),
+        (["--output", "/nowhere/f", "--environment", "reverse"], "its folder does not exist"),
+        (["--filter-reward", "1"], "unrecognized arguments: --filter-reward"),
+    ],
+)
+def test_wrong_value_of_a_flag_is_refused(commands, words, says, capsys) -> None:
+    evaluate = commands["eval"]
+    fixed = [f"model.path={evaluate.model}", f"cluster.run_root={evaluate.folder / 'runs'}"]
+    try:
+        code = sampling_main([*fixed, "trainer.ppo.collector.client.type=scripted", *words])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert says in capsys.readouterr().err
+    assert not Answering.asked
+
+
+def sampling_main(words: list[str]) -> int:
+    from arealite.cli.main import main
+
+    return main(["eval", *words])
+
+
+def test_model_flag_starts_a_server_only_if_there_is_none(tmp_path: Path, monkeypatch) -> None:
+    config = EvaluateConfig()
+    config = replace(config, cluster=replace(config.cluster, name_root=str(tmp_path)))
+    started = sampling.with_defaults(config, {"--model"}, "eval")
+    assert started.launcher.llm_servers == 1
+    assert sampling.with_defaults(config, set(), "eval") == config
+    own = replace(config, launcher=replace(config.launcher, llm_servers=2))
+    assert sampling.with_defaults(own, {"--model"}, "eval") == own
+    far = replace(config, llm_server=replace(config.llm_server, addresses=["h:1"]))
+    assert sampling.with_defaults(far, {"--model"}, "eval") == far
+    live = [Entry("llm_server", "a", {}, age_s=0.0)]
+    monkeypatch.setattr(sampling.NameRegistry, "list", lambda *_: live)
+    assert sampling.with_defaults(config, {"--model"}, "eval") == config
