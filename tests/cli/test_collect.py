@@ -11,7 +11,9 @@ import pytest
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
-from arealite.system.data.chats import load_rows, make_encoder
+from arealite.api.offline import SFTConfig
+from arealite.base.errors import UserError
+from arealite.system.data.chats import NEXT_STATE, load_rows, make_encoder
 from tests.cli.sampled import Answering, Command, no_servers
 
 
@@ -113,3 +115,65 @@ def test_invalid_arguments_are_refused(collect: Command, words: list[str], says:
     assert collect(*words) == 2
     assert says in collect.out
     assert not Answering.asked
+
+
+def examples(collect: Command, **sft: float) -> list[tuple[list[int], list[int]]]:
+    """Return tokens and next-state tokens of each collected row, as sft encodes it."""
+    config = ExperimentConfig()
+    trainer = replace(config.trainer, type="sft", sft=SFTConfig(**sft))
+    tokenizer = load_tokenizer(str(collect.model))
+    encode = make_encoder(replace(config, trainer=trainer), tokenizer)
+    made = [encode(row)[0] for row in load_rows(str(collect.folder / "out.jsonl"), "train")]
+    return [(e.tokens.tolist(), e.tokens[e.kinds == NEXT_STATE].tolist()) for e in made]
+
+
+def test_row_has_the_next_observation_and_sft_trains_exactly_its_tokens(collect: Command) -> None:
+    collect.write({"prompt": "reverse abc\necho def\necho ghi"})
+    assert collect("n=1", out(collect), env="reverse_echo") == 0, collect.out
+    rows = written(collect)
+    prompts = [request.input_ids for request in Answering.asked]
+    assert len(rows) == 3, "this agent keeps no history: each turn is a segment"
+    texts = [row["next_state"] for row in rows]
+    assert texts == [f"Repeat this, and nothing else: {text}" for text in ("def", "ghi")] + [None]
+    for (tokens, states), row, following in zip(
+        examples(collect, assistant_weight=0.0, next_state_weight=1.0),
+        rows,
+        [*prompts[1:], []],
+        strict=True,
+    ):
+        assert states == following, "the tokens that the agent saw next, and no others"
+        assert tokens == row["tokens"] + following
+    policy = [tokens for tokens, _ in examples(collect)]
+    assert policy == [row["tokens"] for row in rows], "without a weight, rows are as sampled"
+
+
+def test_observation_inside_a_segment_is_trained_without_the_column(collect: Command) -> None:
+    collect.write({"prompt": "ok"})
+    assert collect("n=1", out(collect), env="counter") == 0, collect.out
+    (row,) = written(collect)
+    assert row["next_state"] is None, "no turn follows the last one"
+    ((tokens, states),) = examples(collect, next_state_weight=1.0)
+    assert tokens == row["tokens"]
+    decode = load_tokenizer(str(collect.model)).decode
+    assert decode(states) == "!!", "what the environment added after the first two answers"
+
+
+def test_last_observation_of_an_agent_that_stops_is_the_next_state(collect: Command) -> None:
+    collect.write({"prompt": "reverse abc\necho def\necho ghi"})
+    words = [
+        "trainer.ppo.collector.agent.type=chat",
+        "trainer.ppo.collector.agent.chat.max_turns=2",
+    ]
+    assert collect("n=1", "tasks=1", out(collect), *words, env="reverse_echo") == 0, collect.out
+    row = written(collect)[-1]
+    assert row["turns"] == 2
+    assert row["next_state"] == "Repeat this, and nothing else: ghi"
+
+
+@pytest.mark.parametrize("state", [5, ["a"]])
+def test_next_state_that_is_no_text_is_refused(collect: Command, state: object) -> None:
+    row = {"tokens": [3, 4], "loss_mask": [0, 1], "next_state": state}
+    (collect.folder / "out.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="line 1: `next_state` must be a text, or null"):
+        examples(collect, next_state_weight=1.0)
+    assert examples(collect) == [([3, 4], [])]

@@ -213,7 +213,9 @@ def test_sft_weights_tokens_by_the_role_of_their_message(tmp_path, model):
     data = replace(config.dataset, train=jsonl(tmp_path, [{"tokens": tokens, "loss_mask": mask}]))
     config = replace(config, dataset=data)
 
-    def weights(**sft: float) -> list[float]:
+    def weights(row: dict[str, Any] | None = None, **sft: float) -> list[float]:
+        if row is not None:
+            Path(data.train).write_text(json.dumps(row))
         trainer = replace(config.trainer, sft=SFTConfig(**sft))
         batch = first_batch(replace(config, trainer=trainer))
         if not batch.rows:
@@ -225,6 +227,12 @@ def test_sft_weights_tokens_by_the_role_of_their_message(tmp_path, model):
     assert weights() == pytest.approx([0, 1 / 3, 1 / 3, 0, 0, 1 / 3])
     assert weights(assistant_weight=0.0, next_state_weight=2.0) == [0, 0, 0, 0.5, 0.5, 0]
     assert weights(next_state_weight=0.5) == pytest.approx([0, 0.25, 0.25, 0.125, 0.125, 0.25])
+    row = {"tokens": [3, 4], "loss_mask": [0, 1], "next_state": "abc"}
+    assert weights(row, assistant_weight=0.0, next_state_weight=1.0) == pytest.approx(
+        [0, 0, 1 / 3, 1 / 3, 1 / 3]
+    )
+    assert weights(row, next_state_weight=1.0) == pytest.approx([0, 0.25, 0.25, 0.25, 0.25])
+    assert weights(row) == [0, 1], "the policy's own tokens only"
 
 
 def test_reward_row_has_one_more_token_for_the_score(tmp_path, model):
