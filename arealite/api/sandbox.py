@@ -33,8 +33,8 @@ class CodeEnvConfig:
     """Programs that are scored by test cases."""
 
     sandbox: SandboxConfig = sub(SandboxConfig, "sandbox of the programs")
-    levels: list[int] = sub(
-        lambda: [1], "levels of difficulty of generated programs, 1 to 5, equally likely"
+    levels: tuple[int, ...] = opt(
+        (1,), "levels of difficulty of generated programs, equally likely", at_least=1, at_most=5
     )
     case_timeout_s: float = opt(
         2.0, "timeout of one test case; sandbox.timeout_s is for all cases", above=0

@@ -156,7 +156,7 @@ def check_constraints(config: object, prefix: str) -> None:
 def _numbers(value: object) -> list[float]:
     """Return every number in a value: in a number, and in nested lists and dicts."""
     inner: Any = cast(dict[object, object], value).values() if isinstance(value, dict) else value
-    if isinstance(value, list | dict):
+    if isinstance(value, list | tuple | dict):
         return [number for each in inner for number in _numbers(each)]
     return [value] if isinstance(value, int | float) else []
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,11 @@ import pytest
 
 from arealite.api.sampling import EvaluateConfig
 from arealite.cli import sampling
+from arealite.cli.main import main
 from arealite.cli.words import describe, translate
 from arealite.system.names.registry import Entry
 from tests.cli.sampled import Answering, Command, no_servers
+from tests.models import tiny_model
 
 
 @pytest.fixture
@@ -77,6 +82,10 @@ def test_collect_flags_set_number_file_and_filter(commands) -> None:
         (["--environment", "reverze"], "Did you mean 'reverse'"),
         (["--environment", "gymnasium"], "env_id is not set"),
         (["--output", "/nowhere/f", "--environment", "reverse"], "its folder does not exist"),
+        (
+            ["--environment", "code", "trainer.ppo.collector.env.code.levels=[1,6]"],
+            "env.code.levels=(1, 6) must be at least 1 and at most 5",
+        ),
         (["--filter-reward", "1"], "unrecognized arguments: --filter-reward"),
     ],
 )
@@ -84,18 +93,12 @@ def test_wrong_value_of_a_flag_is_refused(commands, words, says, capsys) -> None
     evaluate = commands["eval"]
     fixed = [f"model.path={evaluate.model}", f"cluster.run_root={evaluate.folder / 'runs'}"]
     try:
-        code = sampling_main([*fixed, "trainer.ppo.collector.client.type=scripted", *words])
+        code = main(["eval", *fixed, "trainer.ppo.collector.client.type=scripted", *words])
     except SystemExit as ended:
         code = ended.code
     assert code == 2
     assert says in capsys.readouterr().err
     assert not Answering.asked
-
-
-def sampling_main(words: list[str]) -> int:
-    from arealite.cli.main import main
-
-    return main(["eval", *words])
 
 
 def test_model_flag_starts_a_server_only_if_there_is_none(tmp_path: Path, monkeypatch) -> None:
@@ -111,3 +114,27 @@ def test_model_flag_starts_a_server_only_if_there_is_none(tmp_path: Path, monkey
     live = [Entry("llm_server", "a", {}, age_s=0.0)]
     monkeypatch.setattr(sampling.NameRegistry, "list", lambda *_: live)
     assert sampling.with_defaults(config, {"--model"}, "eval") == config
+
+
+@pytest.mark.processes
+def test_flags_alone_evaluate_and_collect_with_a_server_of_their_own(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "M", max_position_embeddings=1024)
+    flags = ["--model", "M", "--environment", "math"]
+    for words in (
+        ["eval", *flags, "--num-episodes", "3", "--output", "f"],
+        ["collect", *flags, "-n", "3", "-o", "f.jsonl", "--filter-reward", "0"],
+    ):
+        names = f"cluster.name_root={tmp_path / 'names'}"
+        ended = subprocess.run(
+            [sys.executable, "-m", "arealite.cli.main", *words, names],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "this command starts one" in ended.stderr
+    (told,) = json.loads((tmp_path / "f").read_text())["results"][:1]
+    assert told["samples"] >= 1
+    assert len(rows(tmp_path / "f.jsonl")) == 3

@@ -50,8 +50,7 @@ class ObservingCollector(Collector):
             segments, sampled = decode_segments(payloads[number]), 0
             for i, segment in enumerate(segments):
                 sampled += segment.loss_mask.count(1)
-                state = seen[header.seat].get(sampled, "")
-                segments[i] = replace(segment, next_state=state)
+                segments[i] = replace(segment, next_state=seen[header.seat].get(sampled, ""))
             payloads[number] = encode_segments(segments)
             episode.headers[number] = replace(header, payload_sum=payload_sum(payloads[number]))
         return episode, payloads

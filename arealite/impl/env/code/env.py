@@ -24,9 +24,8 @@ from arealite.api.env import Env
 from arealite.api.observation import messages
 from arealite.api.sandbox import CodeEnvConfig, SandboxFailed
 from arealite.api.task import Row, Task
-from arealite.base.errors import EpisodeError, UserError
-from arealite.base.registry import unknown
-from arealite.impl.env.code.tasks import LEVELS, generate
+from arealite.base.errors import EpisodeError
+from arealite.impl.env.code.tasks import generate
 from arealite.impl.env.code.values import decode, encode, same, same_text
 from arealite.impl.sandbox.process import Sandbox
 
@@ -69,15 +68,9 @@ class CodeEnv(Env):
 
     @classmethod
     def rows(cls, config: CodeEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
-        """Yield functions to complete, of the configured levels, without end.
-
-        Raises:
-            UserError: A level is unknown.
-        """
-        for level in config.levels or [0]:
-            if level not in LEVELS:
-                raise UserError(unknown("level of programs", str(level), [*map(str, LEVELS)]))
-        yield from generate(random.Random(f"code/{seed}/{split}"), config.levels, split)
+        """Yield functions to complete, of the configured levels (none: 1), without end."""
+        rng = random.Random(f"code/{seed}/{split}")
+        yield from generate(rng, [*config.levels] or [1], split)
 
     @staticmethod
     def check_row(task: Task, /) -> None:

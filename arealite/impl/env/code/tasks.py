@@ -44,7 +44,6 @@ ENDS = {
     "return the largest number, or 0 if none is left": "max(values, default=0)",
 }
 """By description: a Python expression of `values`, a list of integers."""
-LEVELS = (1, 2, 3, 4, 5)
 HELD_OUT = 8
 """One in HELD_OUT tasks is left out of the split train and used by all other splits. Level 1 alone
 has too few tasks for that."""
@@ -65,25 +64,21 @@ def generate(rng: random.Random, levels: Sequence[int], split: str) -> Iterator[
 def steps(rng: random.Random, level: int) -> dict[str, Any]:
     """Return a row that asks for a function of `level` steps; its cases have 3 or more results."""
     chosen = [*rng.sample([*STEPS.items()], level - 1), rng.choice([*ENDS.items()])]
-    asks, code = list[str](), list[str]()
-    for ask, expression in chosen:
-        numbers = {"a": rng.randint(2, 5), "b": rng.randint(-5, 5)}
-        asks.append(ask.format(**numbers))
-        code.append(expression.format(**numbers))
+    numbers = [{"a": rng.randint(2, 5), "b": rng.randint(-5, 5)} for _ in chosen]
+    asks = [ask.format(**n) for (ask, _), n in zip(chosen, numbers, strict=True)]
+    code = [source.format(**n) for (_, source), n in zip(chosen, numbers, strict=True)]
     inputs = [[rng.randint(-20, 20) for _ in range(rng.randint(3, 8))] for _ in range(6)]
     results = [evaluate(code, values) for values in inputs]
     if len({*map(str, results)}) < 3:
         return steps(rng, level)
-    task = ". Then ".join(asks)
     example, *cases = [{"args": [x], "expected": y} for x, y in zip(inputs, results, strict=True)]
     head = (
-        f'def solve(values):\n    """Take a list of integers, and {task}.\n\n'
+        f'def solve(values):\n    """Take a list of integers, and {". Then ".join(asks)}.\n\n'
         f'    >>> solve({example["args"][0]})\n    {example["expected"]}\n    """\n'
     )
-    body = [*(f"values = {each}" for each in code[:-1]), f"return {code[-1]}"]
+    body = "".join(f"    values = {each}\n" for each in code[:-1]) + f"    return {code[-1]}\n"
     extra_info = {"entry_point": "solve", "cases": cases, "data_source": "steps"}
-    truth = head + "".join(f"    {line}\n" for line in body)
-    return {"prompt": head, "ground_truth": truth, "extra_info": extra_info}
+    return {"prompt": head, "ground_truth": head + body, "extra_info": extra_info}
 
 
 def evaluate(code: Sequence[str], values: object) -> object:

@@ -124,3 +124,18 @@ def test_rows_have_the_configured_kinds_and_levels() -> None:
     for options in ({"kinds": ["geometry"]}, {"levels": [6]}, {"levels": []}):
         with pytest.raises(UserError, match="questions"):
             next(MathEnv.rows(MathEnvConfig(**options), split="train", seed=1))
+
+
+async def test_reward_is_1_for_the_truth_of_every_kind_and_level_and_0_for_another_number() -> None:
+    env = make("math", levels=[*TOP])
+    rows = first_rows(env, 200) + first_rows(env, 100, split="eval")
+    found = {(row["extra_info"]["data_source"], row["extra_info"]["level"]) for row in rows}
+    assert found == {(kind, level) for kind in KINDS for level in TOP}
+    await env.setup()
+    try:
+        for row in rows:
+            truth = row["ground_truth"]
+            assert float(await env.scorer.score(f"So it is \\boxed{{{truth}}}.", truth)) == 1.0
+            assert float(await env.scorer.score(f"\\boxed{{{int(truth) + 1}}}", truth)) == 0.0
+    finally:
+        await env.close()
