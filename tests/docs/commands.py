@@ -15,9 +15,10 @@ import pytest
 
 from arealite.api.config import ExperimentConfig, ServerConfig
 from arealite.api.env_server import EnvServerConfig
-from arealite.cli import configs, evaluate, options, play
+from arealite.cli import collect, configs, evaluate, options, play, serve
 from arealite.cli.collect import CollectConfig
 from arealite.cli.main import COMMANDS
+from arealite.cli.words import translate
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3|arealite|make|torchrun|tools/\S+\.sh)\s")
@@ -33,6 +34,8 @@ SCHEMAS = {
     "serve-llm": (ServerConfig, "llm_server.yaml"),
 }
 """Commands whose arguments are config overrides, with config class and default file."""
+WORDS = {"eval": evaluate.WORDS, "collect": collect.WORDS, "serve": serve.WORDS}
+"""Flags of commands that stand for overrides."""
 SCRIPTS = {"train.py": "train", "arealite/launch_llm_server.py": "serve-llm"}
 ELSEWHERE = {"-m": "a module of another package", "-c": "code", "-": "code on standard input"}
 
@@ -124,6 +127,7 @@ def check_config(name: str, words: list[str], command: Command) -> None:
         return
     if name == "launch":
         assert words.pop(0) in ("slurm", "ray")
+    words, _ = translate(words, WORDS.get(name, ()))
     words = [w for w in words if w not in ("--resume", "--dry-run", "--print", "--help")]
     own = [w.removeprefix("imports=").strip("[]") for w in words if w.startswith("imports=")]
     kept = [w for w in words if not PLACEHOLDER.fullmatch(w) and not w.startswith("imports=")]
