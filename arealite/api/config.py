@@ -12,7 +12,7 @@ from typing import Literal
 
 from arealite.api.datapipe import DatapipeConfig
 from arealite.api.fields import Constraints, opt, sub
-from arealite.api.launcher import LauncherConfig
+from arealite.api.launcher import LauncherConfig, ViewConfig
 from arealite.api.llm_server import ExternalServersConfig, LLMServerConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.api.trial import TrialConfig
@@ -75,6 +75,7 @@ class ExperimentConfig(TrialConfig):
     datapipe: DatapipeConfig = sub(DatapipeConfig, "the datapipe")
     launcher: LauncherConfig = sub(LauncherConfig, "the processes of the run")
     logger: LoggerConfig = sub(LoggerConfig, "metrics and logs")
+    view: ViewConfig = sub(ViewConfig, "the live page")
 
     @property
     def evaluates(self) -> bool:

@@ -67,6 +67,16 @@ class LauncherConfig:
     ray: RayConfig = sub(RayConfig, "options of `arealite launch ray`")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ViewConfig:
+    """The live page of a run."""
+
+    web: bool = opt(
+        False, "serve the run's report on loopback while it runs, and print its address"
+    )
+    port: int = opt(0, "port of the live page; 0: any free port", at_least=0, at_most=65535)
+
+
 class Launcher(ABC):
     """Starts the datapipe, the rollout workers and the trainer ranks of one experiment."""
 

@@ -118,6 +118,8 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         check_logits(model, path)
     free = check_run_folder(config)
     check_addresses(config)
+    if config.view.web:
+        check_address("127.0.0.1", config.view.port, at="view")
     if trainer.is_offline:
         check_vocabulary(trainer.dpo.reference, model, key="trainer.dpo.reference")
         rows, unused = check_examples(config, model)

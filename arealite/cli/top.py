@@ -1,10 +1,11 @@
-"""`arealite top RUN`: show the launcher's panel of a live or finished run.
+"""`arealite top RUN`: show the launcher's panel of a live or finished run, or serve its live page.
 
 The command works on every host that has the folders of the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import select
@@ -14,10 +15,12 @@ import termios
 import tty
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from arealite.base import log
 from arealite.base.names import RunPaths
 from arealite.cli.options import run_parser
+from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.view.panel import panel
 from arealite.impl.view.terminal import Terminal
@@ -31,10 +34,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--every", type=float, default=2.0, metavar="S", help="seconds between updates (2)"
     )
+    parser.add_argument("--web", action="store_true", help="serve the report; it updates itself")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port of --web (any free port)"
+    )
     options = parser.parse_args(argv)
+    if not 0 <= options.port <= 65535:
+        parser.error(f"--port {options.port} must be from 0 to 65535")
     if not 0.1 <= options.every <= 3600.0:
         parser.error(f"--every {options.every:g} must be from 0.1 to 3600 seconds")
     log.setup("top", "error")
+    if options.web:
+        from arealite.impl.view.live import serve
+
+        die_with_parent()
+        asyncio.run(serve(RunPaths(options.run), options.port, partial(print, flush=True)))
+        return 0
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     watch, terminal = RunReader(RunPaths(options.run)), Terminal()

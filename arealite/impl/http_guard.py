@@ -22,7 +22,7 @@ OPEN = frozenset(("/health",))
 """Paths that need no token."""
 
 
-def guard(token: str, *hosts: str) -> Middleware:
+def guard(token: str, *hosts: str, is_page: bool = False) -> Middleware:
     """Return aiohttp middleware that refuses foreign requests.
 
     A web page in a browser can send requests to loopback, too. These requests have an `Origin`
@@ -33,6 +33,7 @@ def guard(token: str, *hosts: str) -> Middleware:
         token: Required as `Authorization: Bearer TOKEN`; "" requires none.
         hosts: Host names of this server, besides localhost and the machine's name. An IP address
             as `Host` is always accepted.
+        is_page: Whether a browser shows the answers: the token is in the query, as `token`.
     """
     names, logged = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}, set[str]()
 
@@ -50,9 +51,11 @@ def guard(token: str, *hosts: str) -> Middleware:
         if not _is_own(request.headers.get("Host", ""), names):
             return refuse(request, 403, "the Host header is not a name of this server")
         sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        sent = request.query.get("token", "") if is_page else sent
         is_known = hmac.compare_digest(sent.encode(errors="surrogateescape"), token.encode())
         if token and not is_known and request.path not in OPEN:
-            return refuse(request, 401, "the bearer token is missing, or is not this server's")
+            why = f"the {'' if is_page else 'bearer '}token is missing, or is not this server's"
+            return refuse(request, 403 if is_page else 401, why)
         return await handler(request)
 
     return check

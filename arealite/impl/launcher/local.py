@@ -18,6 +18,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.leftovers import clear
+from arealite.impl.launcher.live_page import live_page
 from arealite.impl.launcher.processes import (
     TERMINATE_GRACE_S,
     Child,
@@ -95,7 +96,11 @@ class LocalLauncher(Launcher, Supervisor):
         Returns:
             0 if the run finished, 130 if the user stopped it, else the failed role's exit code.
         """
-        return asyncio.run(self._run())
+        return asyncio.run(self._run_with_page())
+
+    async def _run_with_page(self) -> int:
+        async with live_page(self.config, self.say):
+            return await self._run()
 
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()

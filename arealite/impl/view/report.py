@@ -16,7 +16,7 @@ from contextlib import suppress
 from hashlib import sha256
 from html import escape
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -62,26 +62,36 @@ def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
     return {**counts, "bytes": out.stat().st_size}
 
 
-def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
+def read(paths: RunPaths, *, most: int) -> tuple[list[report_rows.Row], dict[str, Any]]:
+    """Return at most `most` trajectories of a run, and all other data of its report."""
     run, has_ledger = report_run.describe(paths), paths.ledger.exists()
     rows, total = report_rows.choose(paths.ledger, most) if has_ledger else ([], 0)
-    counts = {"shown": len(rows), "trajectories": total}
     table = report_rows.table(rows) if has_ledger else None
-    about = {**run, **counts, "written": time.time(), "arealite": __version__, "table": table}
-    file.write(page(run["name"], about))
+    now = {"written": time.time(), "arealite": __version__, "table": table}
+    return rows, {**run, "shown": len(rows), "trajectories": total, **now}
+
+
+def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
+    rows, about = read(paths, most=most)
+    file.write(page(about["name"], about))
     chunks = report_rows.Chunks(paths)
     for number, chunk in enumerate(report_rows.cut(rows)):
         for name, packed in zip("tx", chunks.pack(chunk), strict=True):
             file.write(block(f"{name}{number}", packed))
     vocabulary = Vocabulary.find(model_folders(paths))
-    words = vocabulary.table(chunks.ids) if vocabulary else id_table(chunks.ids)
-    file.write(block("end", {"vocabulary": words, "unreadable": chunks.unreadable}))
+    file.write(block("end", words(chunks, vocabulary)))
     file.write("</body></html>\n")
-    return counts
+    return {name: about[name] for name in ("shown", "trajectories")}
 
 
-def page(name: str, about: dict[str, object]) -> str:
-    """Return the page up to where its tokens begin."""
+def words(chunks: report_rows.Chunks, vocabulary: Vocabulary | None) -> dict[str, object]:
+    """Return the pieces of the packed tokens, and the number of unreadable payloads."""
+    pieces = vocabulary.table(chunks.ids) if vocabulary else id_table(chunks.ids)
+    return {"vocabulary": pieces, "unreadable": chunks.unreadable}
+
+
+def page(name: str, about: dict[str, object], *, connects: str = "'none'") -> str:
+    """Return the page up to where its tokens begin; `connects` is its policy's connect-src."""
     style = "\n".join(_text(file) for file in STYLES)
     own = "\n".join(_text(f"report_{script}.js") for script in SCRIPTS)
     uplot = f"/* {_text('vendor/uPlot.LICENSE')} */\n{_text('vendor/uPlot.iife.min.js')}"
@@ -89,8 +99,9 @@ def page(name: str, about: dict[str, object]) -> str:
     allowed = {"style-src": style, "script-src": script}
     hashes = {k: b64encode(sha256(v.encode()).digest()).decode() for k, v in allowed.items()}
     policy = "; ".join(f"{k} 'sha256-{v}'" for k, v in hashes.items())
+    nothing = "default-src 'none'; base-uri 'none'; form-action 'none'"
     holes = {
-        "{policy}": f"default-src 'none'; base-uri 'none'; form-action 'none'; {policy}",
+        "{policy}": f"{nothing}; connect-src {connects}; {policy}",
         "{title}": escape(name),
         "{style}": style,
         "{about}": block("about", about),

@@ -28,22 +28,15 @@ function columnsOf(table) {
   ].filter(Boolean).map((column) => ({ show: column.of, ...column }));
 }
 
+const LOST = [["", "The server of this page has ended. The page shows the last state that it received."]];
+let browser = null;
+
 class Browser {
-  constructor(run) {
-    const { table } = run;
-    Object.assign(this, { run, table, tokens: new Tokens(table), selected: -1, sort: null, isDown: false });
-    Object.assign(this, { found: null, searches: 0, isSearching: false, columns: columnsOf(table) });
+  constructor(run, version) {
+    Object.assign(this, { selected: -1, sort: null, isDown: false, rows: [] });
+    Object.assign(this, { found: null, searches: 0, isSearching: false });
     [this.form, this.grid] = [find("#filters"), find("#grid")];
-    this.detail = new Detail(run, this.tokens, (row) => this.select(row));
-    this.heads = this.columns.map((column) => make("th", {
-      scope: "col", className: column.isNumber ? "number" : "", style: { width: column.width } },
-      make("button", { type: "button", onclick: () => this.order(column) }, column.name)));
-    find("#grid thead tr").append(...this.heads);
-    for (const name of ["source", "seat", "state"]) {
-      const select = this.form.elements[name], values = [...new Set(table[name])];
-      select.append(...values.map((value) => new Option(value || "(none)", `=${value}`)));
-      select.parentElement.hidden = values.length < 2;
-    }
+    this.detail = new Detail((row) => this.select(row));
     this.form.addEventListener("submit", (event) => event.preventDefault());
     this.form.addEventListener("input", (event) => this.change(event.target.name === "words"));
     this.form.addEventListener("reset", () => setTimeout(() => {
@@ -53,6 +46,27 @@ class Browser {
     this.grid.addEventListener("scroll", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(this.grid);
     document.addEventListener("keydown", (event) => this.key(event));
+    this.use(run, version);
+  }
+
+  /** Show a run, or its next version: filters, order and the chosen trajectory stay. */
+  use(run, version) {
+    const { table } = run, chosen = this.table?.trajectory_id[this.selected];
+    this.tokens = new Tokens(table, version, this.tokens?.texts);
+    Object.assign(this, { run, table, columns: columnsOf(table), selected: table.trajectory_id.indexOf(chosen) });
+    this.sort = this.columns.find(({ name }) => name === this.sort?.name) ?? null;
+    this.heads = this.columns.map((column) => make("th", {
+      scope: "col", className: column.isNumber ? "number" : "", style: { width: column.width } },
+      make("button", { type: "button", onclick: () => this.order(column) }, column.name)));
+    find("#grid thead tr").replaceChildren(...this.heads);
+    for (const name of ["source", "seat", "state"]) {
+      const select = this.form.elements[name], values = [...new Set(table[name])], { value } = select;
+      select.replaceChildren(select[0], ...values.map((value) => new Option(value || "(none)", `=${value}`)));
+      select.value = value;
+      select.parentElement.hidden = values.length < 2;
+    }
+    this.detail.use(run, this.tokens, this.selected);
+    this.search(this.found).catch(fail);
     this.update();
   }
 
@@ -63,9 +77,9 @@ class Browser {
   }
 
   /** Search all texts for the words; the table fills as rows are found. */
-  async search() {
+  async search(before = null) {
     const search = ++this.searches, words = this.form.elements.words.value.trim().toLowerCase();
-    const isOld = () => search !== this.searches, found = words ? new Set() : null;
+    const isOld = () => search !== this.searches, found = words ? before ?? new Set() : null;
     Object.assign(this, { found, isSearching: words !== "" });
     if (!words) return;
     await new Promise((resolve) => setTimeout(resolve, 120)); // wait for further typing
@@ -73,7 +87,7 @@ class Browser {
     let shown = performance.now();
     await this.tokens.search((row, text) => {
       const about = () => `${this.table.trajectory_id[row]} ${this.table.task_id[row]}`.toLowerCase();
-      if (text.includes(words) || about().includes(words)) found.add(row);
+      if (text.includes(words) || about().includes(words)) found.add(this.table.trajectory_id[row]);
       if (performance.now() - shown > 250) {
         this.update();
         shown = performance.now();
@@ -91,7 +105,7 @@ class Browser {
       asked[end] === "" || (value !== null && sign * (value - Number(asked[end])) >= 0));
     const isPicked = (row, name) => !asked[name] || asked[name] === `=${table[name][row]}`;
     return [...table.reward.keys()].filter((row) => isIn(table.reward[row], "reward")
-      && isIn(table.step[row], "step") && (!found || found.has(row))
+      && isIn(table.step[row], "step") && (!found || found.has(table.trajectory_id[row]))
       && ["source", "seat", "state"].every((name) => isPicked(row, name)));
   }
 
@@ -168,24 +182,41 @@ function fail(error) {
   throw error;
 }
 
-/** Draw all sections. A section without content is removed, and has no link. */
-async function draw() {
-  const run = await readJson("about");
+/** Draw all sections. A section without content is hidden, and has no link. */
+function draw(run, version) {
   drawHead(run);
   const sections = { curves: drawCurves, waits: drawWaits, weights: drawWeights,
     trajectories: () => run.table !== null, ledger: drawLedger, metrics: drawAll, config: drawConfig };
   for (const [name, drawSection] of Object.entries(sections)) {
-    const section = document.getElementById(name);
-    if (!drawSection(run)) section.remove();
-    else find("#nav").append(make("a", { href: `#${name}` }, section.firstElementChild.textContent));
+    document.getElementById(name).hidden = !drawSection(run);
   }
-  if (run.table) new Browser(run);
+  find("#nav").replaceChildren(...[...document.querySelectorAll("section[id]:not([hidden])")].map((section) =>
+    make("a", { href: `#${section.id}` }, section.firstElementChild.textContent)));
+  if (run.table && browser) browser.use(run, version);
+  else if (run.table) browser = new Browser(run, version);
   document.documentElement.dataset.ready = "true";
+}
+
+/** Draw the data of a live page whenever the server sends new ones. */
+async function follow() {
+  for (let version = ""; ;) {
+    const answer = await ask("run", version).then((reply) => (reply.ok ? reply.json() : null)).catch(() => null);
+    find("#state").replaceChildren(...(answer?.state ?? LOST).map(([label, text]) =>
+      make("span", { className: answer ? "" : "bad" }, make("small", {}, label), ` ${text}`)));
+    if (answer?.about) draw({ ...answer.about, live: true }, version = answer.version);
+    if (!answer) await new Promise((resolve) => setTimeout(resolve, 2000));
+  }
+}
+
+async function start() {
+  const run = await readJson("about");
+  if (run.live) return follow();
+  draw(run);
   const { unreadable } = await readJson("end");
   if (unreadable) {
-    find("#filters")?.after(make("p", { className: "bad" }, `${plural(unreadable, "payload")} could `
+    find("#filters").after(make("p", { className: "bad" }, `${plural(unreadable, "payload")} could `
       + "not be read: those tokens are left blank. `arealite audit` says more."));
   }
 }
 
-draw().catch(fail);
+start().catch(fail);

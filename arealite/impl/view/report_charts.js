@@ -2,19 +2,28 @@
 
 const SECONDS = /^(?!.*_per_s$).*(_s|\/seconds_\w+)$|\/wait\//; // metrics that are seconds
 const DARK = matchMedia("(prefers-color-scheme: dark)");
-const cards = new Map(); // of each card a function that makes its plot, then the plot
+const cards = new Map(); // of each card its data, a function that makes its plot, then the plot
 const CARD_SIZES = new ResizeObserver((entries) => { // of width 0 in a closed group
   for (const { target, contentRect: { width } } of entries) {
-    const plot = cards.get(target);
-    if (typeof plot === "function") cards.set(target, plot(width));
-    else if (width) plot.setSize({ width, height: plot.height });
+    const card = cards.get(target);
+    if (!card.plot) card.plot = card.make(width);
+    else if (width) card.plot.setSize({ width, height: card.plot.height });
   }
 });
-DARK.addEventListener("change", () => cards.forEach((plot) => plot.redraw?.(false)));
+DARK.addEventListener("change", () => cards.forEach(({ plot }) => plot?.redraw(false)));
 
 /** Return a line of a chart: a metric over steps. */
 const lineOf = ({ metrics, descriptions }, label, name) =>
   ({ label, y: metrics[name], about: descriptions[name] ?? "", write: SECONDS.test(name) ? duration : format });
+
+/** Give a chart of a live page new data; the reader's zoom and hidden lines stay. */
+function renew(card, x, drawn) {
+  const { min, max } = card.plot?.scales.x ?? {}, isZoomed = min > card.x[0] || max < card.x.at(-1);
+  Object.assign(card, { x, drawn });
+  card.plot?.setData([x, ...drawn.map(({ y }) => y)], !isZoomed);
+  if (isZoomed) card.plot.setScale("x", { min, max });
+  return card.element;
+}
 
 /**
  * Return a card with lines over x, or null if there is no number. A line is {label, y} and may have
@@ -24,33 +33,37 @@ const lineOf = ({ metrics, descriptions }, label, name) =>
 function chart(title, x, lines, { over = "step", height = 150 } = {}) {
   const drawn = lines.filter(({ y }) => y?.some(isNumber));
   if (!drawn.length) return null;
+  const key = [title, ...drawn.map(({ label }) => label)].join();
+  const known = [...cards.values()].find((card) => card.key === key);
+  if (known) return renew(known, x, drawn);
   const only = drawn.length === 1 ? drawn[0] : {};
-  const card = make("figure", { className: "card" }, make("figcaption", { title: only.about ?? "" }, title));
+  const element = make("figure", { className: "card" }, make("figcaption", { title: only.about ?? "" }, title));
   const inkOf = (plot, i) => getComputedStyle(plot.root.querySelectorAll(".u-series")[i]).color;
   const axis = { stroke: (plot) => inkOf(plot, 0), font: "11px system-ui", ticks: { show: false },
     grid: { stroke: "#8883", width: 1 } };
   const write = drawn[0].write ?? format, isStacked = Boolean(drawn[0].fill);
-  const plot = (width) => new uPlot({
+  const card = { key, element, x, drawn, plot: null };
+  card.make = (width) => new uPlot({
     width, height,
     scales: { x: { time: false }, ...(isStacked ? { y: { range: [0, 1] } } : {}) },
     cursor: { y: false, hover: { skip: [null] }, sync: over === "step" ? { key: over } : undefined },
     axes: [{ ...axis, size: 24 },
       { ...axis, size: 62, space: 20, values: (_, ticks) => ticks.map((tick) => write(tick)) }],
     legend: { markers: { show: isStacked || !only.y, width: 0, fill: (_, i) => drawn[i - 1].fill ?? "currentColor" } },
-    series: [{ label: over, value: (_, at) => (isStacked ? at ?? "all" : format(at ?? x.at(-1))) },
+    series: [{ label: over, value: (_, at) => (isStacked ? at ?? "all" : format(at ?? card.x.at(-1))) },
       ...drawn.map((line, i) => ({
         label: make("span", { title: line.about ?? "" }, only === line && !isStacked ? "" : line.label),
         class: isStacked ? null : `s${i}`, width: isStacked ? 0 : 1.5, fill: line.fill, spanGaps: true,
         stroke: (plot) => inkOf(plot, i + 1),
-        points: { show: !isStacked && line.y.filter(isNumber).length < 30, size: 5 },
-        value: (_, value, __, at) => line.value?.(at)
-          ?? (line.write ?? format)(value ?? line.y.findLast(isNumber)),
+        points: { show: () => !isStacked && card.drawn[i].y.filter(isNumber).length < 30, size: 5 },
+        value: (_, value, __, at) => card.drawn[i].value?.(at)
+          ?? (line.write ?? format)(value ?? card.drawn[i].y.findLast(isNumber)),
       }))],
     bands: drawn.slice(isStacked ? 1 : drawn.length).map((_, i) => ({ series: [i + 2, i + 1] })),
-  }, [x, ...drawn.map(({ y }) => y)], card);
-  cards.set(card, plot);
-  CARD_SIZES.observe(card);
-  return card;
+  }, [card.x, ...card.drawn.map(({ y }) => y)], element);
+  cards.set(element, card);
+  CARD_SIZES.observe(element);
+  return element;
 }
 
 /** The colour of a token that is so many versions older than the trained one, from fresh to old. */

@@ -78,12 +78,24 @@ function scaleOf(mode, known, step) {
 }
 
 class Detail {
-  constructor(run, tokens, onPick) {
-    Object.assign(this, { run, table: run.table, tokens, onPick, calls: 0, host: find("#detail") });
+  constructor(onPick) {
+    Object.assign(this, { onPick, calls: 0, host: find("#detail") });
     find("#colour").addEventListener("change", () => this.paint());
     this.host.addEventListener("pointerover", (event) => this.point(event));
     this.host.addEventListener("pointerout", () => (find("#tip").hidden = true));
-    this.blank(run.shown ? "Choose a trajectory: click one, or move with ↑ ↓ or k j." : "There are no trajectories.");
+  }
+
+  /** Show the next version of the run; the chosen trajectory has another row. */
+  use(run, tokens, row) {
+    const { dataset } = this.host, isShown = "row" in dataset, { table } = run;
+    this.calls++; // a trajectory that is being read has the row of the version before
+    const isSame = isShown && table.trajectory_id[row] === this.id && table.step[row] === this.step;
+    Object.assign(this, { run, table, tokens, row });
+    if (row >= 0 && !isSame) this.show(row).catch(fail);
+    else if (isSame) {
+      dataset.row = row;
+      find("#detail header").replaceChildren(...this.about());
+    } else this.blank(run.shown ? "Choose a trajectory: click one, or move with ↑ ↓ or k j." : "There are no trajectories.");
   }
 
   /** Show no trajectory, and say why. */
@@ -96,11 +108,12 @@ class Detail {
   async show(row) {
     const call = ++this.calls, known = await this.tokens.of(row);
     if (call !== this.calls) return;
-    Object.assign(this, { row, known, step: this.table.step[row], shown: SHOWN });
+    const id = this.table.trajectory_id[row], isNew = this.id !== id;
+    Object.assign(this, { row, known, id, step: this.table.step[row], shown: isNew ? SHOWN : this.shown });
     find("#detail header").replaceChildren(...this.about());
     this.draw();
     this.host.dataset.row = row;
-    this.host.scrollTop = 0;
+    if (isNew) this.host.scrollTop = 0;
   }
 
   draw() {

@@ -44,9 +44,9 @@ function drawHead({ metrics, ledger, ...run }) {
         : tile("ledger", "OUT OF BALANCE", "see below", "bad"));
   }
   const when = (seconds) => new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " ");
-  find("#head").append(make("h1", {}, run.name),
+  find("#head").replaceChildren(make("h1", {}, run.name),
     make("p", {}, times.length ? `${when(begin)} to ${when(end)} UTC · ` : "",
-      `report written ${when(run.written)} UTC by AReaLite ${run.arealite}`),
+      `${run.live ? "live page, updated" : "report written"} ${when(run.written)} UTC by AReaLite ${run.arealite}`),
     make("div", { className: "tiles" }, tiles));
 }
 
@@ -54,20 +54,21 @@ function drawCurves(run) {
   const cards = MAIN
     .filter(([, lines]) => lines.some(([, name]) => run.metrics[name] && !name.startsWith("eval/")))
     .map(([title, lines]) => chart(title, run.metrics.step, lines.map((line) => lineOf(run, ...line))));
-  find("#curves .cards").append(...cards.filter(Boolean));
-  if (run.stride > 1) find("#curves").append(make("p", {}, `Every ${run.stride}th step is drawn.`));
+  fill("curves", make("div", { className: "cards" }, cards),
+    run.stride > 1 ? make("p", {}, `Every ${run.stride}th step is drawn.`) : "");
   return cards.length > 0;
 }
+
+const isOpen = (group) => find(`details[data-group="${CSS.escape(group)}"]`)?.open;
 
 /** List every metric by its group. */
 function drawAll(run) {
   const names = Object.keys(run.metrics).filter((name) => name !== "step" && name !== "time").sort();
-  for (const [group, own] of Object.entries(Object.groupBy(names, (name) => name.split("/")[0]))) {
-    find("#metrics").append(make("details", {},
-      make("summary", {}, LABELS[group] ?? group, make("small", {}, plural(own.length, "metric"))),
-      make("div", { className: "cards small" }, own.map((name) =>
-        chart(name, run.metrics.step, [lineOf(run, "", name)], { height: 110 })))));
-  }
+  const groups = Object.entries(Object.groupBy(names, (name) => name.split("/")[0]));
+  fill("metrics", ...groups.map(([group, own]) => make("details", { open: isOpen(group), dataset: { group } },
+    make("summary", {}, LABELS[group] ?? group, make("small", {}, plural(own.length, "metric"))),
+    make("div", { className: "cards small" }, own.map((name) =>
+      chart(name, run.metrics.step, [lineOf(run, "", name)], { height: 110 }))))));
   return names.length > 0;
 }
 
@@ -84,7 +85,7 @@ const PARTS = { // the labels of parts whose name alone is not clear
 
 function drawWaits(run) {
   const roles = Object.entries(run.waits);
-  find("#waits").append(...roles.map(([role, parts]) => shares(role, parts, ROLES[role], PARTS)));
+  fill("waits", ...roles.map(([role, parts]) => shares(role, parts, ROLES[role], PARTS)));
   return roles.length > 0;
 }
 
@@ -99,7 +100,7 @@ function drawWeights(run) {
       chart("Seconds per publish", metrics.step, seconds.map((line) => lineOf(run, ...line))));
   }
   if (ledger?.ages.length) cards.push(ageChart(ledger.ages));
-  find("#weights .cards").append(...cards.filter(Boolean));
+  find("#weights .cards").replaceChildren(...cards.filter(Boolean));
   return cards.length > 0;
 }
 
@@ -126,13 +127,15 @@ function drawLedger({ ledger }) {
     "Failed episodes, by class": [counted(ledger.failures_by_class, ledger.examples)],
     "Filtered groups, by reason": [counted(ledger.filtered_by_reason)],
   };
-  find("#ledger .cards").append(...Object.entries(panels).map(([title, content]) =>
+  find("#ledger .cards").replaceChildren(...Object.entries(panels).map(([title, content]) =>
     make("div", { className: "card" }, make("h3", {}, title), content)));
   return true;
 }
 
 function drawConfig({ configs }) {
-  find("#config").append(...configs.map((config, i) => make("details", { open: configs.length === 1 },
+  const isNew = find("#config").dataset.shown !== JSON.stringify(configs);
+  find("#config").dataset.shown = JSON.stringify(configs);
+  if (isNew) fill("config", ...configs.map((config, i) => make("details", { open: configs.length === 1 },
     make("summary", {}, `from step ${config.step}`,
       make("small", {}, i < configs.length - 1 ? `to step ${configs[i + 1].step - 1}` : "")),
     make("pre", {}, config.text))));

@@ -16,8 +16,9 @@ function column(Kind, planes, size, first = 0) {
 }
 
 class Tokens {
-  constructor(table) {
-    Object.assign(this, { table, texts: [], places: [] }); // places: each row's chunk and its begin there
+  /** `version` is that of a live page's data; `texts` are known, by trajectory. */
+  constructor(table, version, texts = new Map()) {
+    Object.assign(this, { table, version, texts, words: {}, places: [] }); // places: each row's chunk and its begin there
     let row = 0;
     table.chunks.forEach((rows, chunk) => {
       for (let begin = 0, end = row + rows; row < end; begin += table.num_tokens[row++]) {
@@ -26,18 +27,19 @@ class Tokens {
     });
   }
 
-  /** Read the text of each token id, as latin-1: each character is a byte. */
-  async vocabulary() {
-    this.end ??= readJson("end").then(({ vocabulary: { ids, pieces, special } }) => {
+  /** Read the text of a chunk's token ids, as latin-1: each character is a byte. */
+  async vocabulary(chunk) {
+    const block = this.version ? `w${chunk}` : "end";
+    this.words[block] ??= readJson(block, this.version).then(({ vocabulary: { ids, pieces, special } }) => {
       const raw = [];
       ids.forEach((id, index) => (raw[id] = pieces[index]));
       return { raw, special: new Set(special) };
     });
-    return this.end;
+    return this.words[block];
   }
 
   async ids(chunk) {
-    const planes = await inflate(`t${chunk}`);
+    const planes = await inflate(`t${chunk}`, this.version);
     return column(Uint32Array, planes, planes.length / 4);
   }
 
@@ -45,7 +47,7 @@ class Tokens {
   async of(row) {
     const { chunk, begin } = this.places[row], end = begin + this.table.num_tokens[row];
     const [all, planes, { raw, special }] = await Promise.all(
-      [this.ids(chunk), inflate(`x${chunk}`), this.vocabulary()]);
+      [this.ids(chunk), inflate(`x${chunk}`, this.version), this.vocabulary(chunk)]);
     const known = (Kind, first) => column(Kind, planes, all.length, first).subarray(begin, end);
     const ids = all.subarray(begin, end), oldest = this.table.oldest_version[row];
     const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
@@ -63,23 +65,23 @@ class Tokens {
 
   /** Call `each(row, text)` for all rows, with texts in lower case, until `isOld()` is true. */
   async search(each, isOld) {
-    const { raw } = await this.vocabulary();
     const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
-    const { chunks, num_tokens: lengths } = this.table;
-    const read = (chunk, row) => (this.texts.length < row + chunks[chunk] ? this.ids(chunk) : null);
+    const { chunks, num_tokens: lengths, trajectory_id: names } = this.table;
+    const read = (chunk, row) => (names.slice(row, row + chunks[chunk]).every((name) => this.texts.has(name))
+      ? null : Promise.all([this.ids(chunk), this.vocabulary(chunk)]));
     let row = 0, next = read(0, 0);
     for (const [chunk, rows] of chunks.entries()) {
-      const ids = await next;
+      const [ids, { raw }] = (await next) ?? [null, {}];
       if (isOld()) return;
       next = read(chunk + 1, row + rows);
       for (const end = row + rows; row < end; row++) {
-        if (this.texts[row] === undefined) {
+        if (!this.texts.has(names[row])) {
           const { begin } = this.places[row];
           let text = "";
           for (const id of ids.subarray(begin, begin + lengths[row])) text += raw[id];
-          this.texts[row] = decoder.decode(bytesOf(text)).toLowerCase();
+          this.texts.set(names[row], decoder.decode(bytesOf(text)).toLowerCase());
         }
-        each(row, this.texts[row]);
+        each(row, this.texts.get(names[row]));
       }
       if (chunk % 32 === 31) await new Promise((resolve) => setTimeout(resolve)); // let the page draw
     }

@@ -134,6 +134,8 @@ class Snapshot:
     servers: Sequence[Entry]
     findings: Sequence[Finding]
     """The blocking roles, the worst first."""
+    waits: Sequence[tuple[str, str]] = ()
+    """The waits of each role for another role: name and description."""
 
 
 class RunReader:
@@ -181,6 +183,7 @@ class RunReader:
             failures=metrics.failures | failures,
             servers=servers,
             findings=findings if is_running else [],
+            waits=[(role.name, f"{w.what} on {w.on}") for role in roles for w in role.vitals.waits],
         )
 
     def _read_config(self) -> None:

@@ -52,10 +52,27 @@ def make_run(
 ) -> RunPaths:
     """Write a run's folder; trajectories of a group follow each other, steps ascend."""
     paths = RunPaths(root)
+    add_trajectories(paths, trajectories)
+    config = experiment(root)
+    base_config.save(
+        replace(config, model=replace(config.model, path=str(root / "model"))), paths.config
+    )
+    add_lines(paths, lines)
+    return paths
+
+
+def add_lines(paths: RunPaths, lines: Sequence[dict[str, float]]) -> None:
+    """Append metrics, as a running run does."""
+    with paths.metrics.open("a") as file:
+        file.write("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def add_trajectories(paths: RunPaths, trajectories: Iterable[Trajectory], *, first: int = 0) -> None:
+    """Add groups to a run's ledger, which number the groups from `first`."""
     ledger = Ledger(paths.ledger, fingerprint=FINGERPRINT)
     trained: dict[int, list[str]] = {}
     groups = groupby(trajectories, key=lambda each: (each[0], each[1].group_id))
-    for seq, ((step, group_id), members) in enumerate(groups):
+    for seq, ((step, group_id), members) in enumerate(groups, first):
         task = Task(f"train-{seq}", "", None, {})
         group = Group(seq, group_id, task, 2, 0, seq, step=step, place=seq)
         group.state, group.reason = (
@@ -71,12 +88,6 @@ def make_run(
         ledger.train(StepReport(step, ids, {}))
     ledger.commit()
     ledger.close()
-    config = experiment(root)
-    base_config.save(
-        replace(config, model=replace(config.model, path=str(root / "model"))), paths.config
-    )
-    paths.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return paths
 
 
 def add_failure(paths: RunPaths, group_id: str, detail: str) -> None:
