@@ -18,9 +18,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from arealite.base import log
+from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
+from arealite.base.places import check_address
 from arealite.cli.options import run_parser
-from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.view.panel import panel
 from arealite.impl.view.terminal import Terminal
@@ -39,26 +40,35 @@ def main(argv: Sequence[str]) -> int:
         "--port", type=int, default=0, metavar="N", help="port of --web (any free port)"
     )
     options = parser.parse_args(argv)
-    if not 0 <= options.port <= 65535:
-        parser.error(f"--port {options.port} must be from 0 to 65535")
     if not 0.1 <= options.every <= 3600.0:
         parser.error(f"--every {options.every:g} must be from 0.1 to 3600 seconds")
     log.setup("top", "error")
-    if options.web:
-        from arealite.impl.view.live import serve
-
-        die_with_parent()
-        asyncio.run(serve(RunPaths(options.run), options.port, partial(print, flush=True)))
-        return 0
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     watch, terminal = RunReader(RunPaths(options.run)), Terminal()
     with suppress(KeyboardInterrupt):
-        if terminal.is_drawable and not options.once:
+        if options.web:
+            serve_page(watch.paths, options.port)
+        elif terminal.is_drawable and not options.once:
             draw(watch, terminal, every_s=options.every)
         else:
             print_lines(watch, terminal, every_s=0.0 if options.once else options.every)
     return 0
+
+
+def serve_page(paths: RunPaths, port: int) -> None:
+    """Serve the live page until Ctrl-C.
+
+    Raises:
+        UserError: the port is in use.
+    """
+    from arealite.impl.view.live import serve  # imports aiohttp
+
+    try:
+        check_address("127.0.0.1", port, at="view")
+    except UserError as error:
+        raise UserError(str(error).replace("view.port=", "--port ")) from error
+    asyncio.run(serve(paths, port, partial(print, flush=True)))
 
 
 def draw(watch: RunReader, terminal: Terminal, *, every_s: float) -> None:

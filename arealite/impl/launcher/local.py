@@ -18,7 +18,6 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.impl.launcher.leftovers import clear
-from arealite.impl.launcher.live_page import live_page
 from arealite.impl.launcher.processes import (
     TERMINATE_GRACE_S,
     Child,
@@ -96,11 +95,19 @@ class LocalLauncher(Launcher, Supervisor):
         Returns:
             0 if the run finished, 130 if the user stopped it, else the failed role's exit code.
         """
-        return asyncio.run(self._run_with_page())
+        return asyncio.run(self._run_with_page() if self.config.view.web else self._run())
 
     async def _run_with_page(self) -> int:
-        async with live_page(self.config, self.say):
+        """Run, and serve the live page meanwhile; an error of the page does not end the run."""
+        from arealite.impl.view import live  # imports aiohttp
+
+        view = self.config.view
+        page = asyncio.ensure_future(live.serve(self.paths, view.port, self.say))
+        try:
             return await self._run()
+        finally:
+            page.cancel()
+            await asyncio.gather(page, return_exceptions=True)
 
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()

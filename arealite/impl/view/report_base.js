@@ -42,15 +42,13 @@ const loaded = new Promise((resolve) => document.addEventListener("DOMContentLoa
 /** Replace the content of a section below its title. */
 const fill = (name, ...children) => find(`#${name}`).replaceChildren(find(`#${name} h2`), ...children);
 
-/** Send a request of a live page, whose address has the token. */
 const ask = (name, version) => fetch(`${name}${location.search}&version=${version}`);
 
 /** Return the bytes of a block, as soon as the browser has read it; on a live page from the server. */
 async function inflate(id, version) {
   if (version) {
-    const answer = await ask(id, version);
-    // Of older data: nobody needs it any more, because the page is drawn again with new data.
-    return answer.ok ? new Uint8Array(await answer.arrayBuffer()) : new Promise(() => {});
+    const bytes = new Uint8Array(await (await ask(id, version)).arrayBuffer());
+    return bytes.length ? bytes : new Promise(() => {}); // an old version's; its page is drawn again soon
   }
   if (!document.getElementById(id)?.nextElementSibling) await loaded;
   const packed = new Blob([Uint8Array.fromBase64(document.getElementById(id).textContent)]);

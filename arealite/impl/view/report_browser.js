@@ -28,7 +28,6 @@ function columnsOf(table) {
   ].filter(Boolean).map((column) => ({ show: column.of, ...column }));
 }
 
-const LOST = [["", "The server of this page has ended. The page shows the last state that it received."]];
 let browser = null;
 
 class Browser {
@@ -201,10 +200,10 @@ function draw(run, version) {
 async function follow() {
   for (let version = ""; ;) {
     const answer = await ask("run", version).then((reply) => (reply.ok ? reply.json() : null)).catch(() => null);
-    find("#state").replaceChildren(...(answer?.state ?? LOST).map(([label, text]) =>
-      make("span", { className: answer ? "" : "bad" }, make("small", {}, label), ` ${text}`)));
-    if (answer?.about) draw({ ...answer.about, live: true }, version = answer.version);
-    if (!answer) await new Promise((resolve) => setTimeout(resolve, 2000));
+    const state = answer?.state ?? [["no answer", "The server of this page has ended, or does not respond."]];
+    find("#state").replaceChildren(...state.map(([label, text]) => make("span", {}, make("small", {}, label), ` ${text}`)));
+    if (answer?.about) draw(answer.about, version = answer.version);
+    await new Promise((resolve) => setTimeout(resolve, 1000));
   }
 }
 

@@ -89,13 +89,14 @@ class Detail {
   use(run, tokens, row) {
     const { dataset } = this.host, isShown = "row" in dataset, { table } = run;
     this.calls++; // a trajectory that is being read has the row of the version before
-    const isSame = isShown && table.trajectory_id[row] === this.id && table.step[row] === this.step;
-    Object.assign(this, { run, table, tokens, row });
-    if (row >= 0 && !isSame) this.show(row).catch(fail);
-    else if (isSame) {
+    Object.assign(this, { table, tokens, row });
+    if (row < 0 && isShown) find("#detail .group")?.remove(); // not in the table any more
+    else if (row < 0) this.blank(run.shown ? "Choose a trajectory: click one, or move with ↑ ↓ or k j."
+      : "There are no trajectories.");
+    else if (isShown && table.trajectory_id[row] === this.id && table.step[row] === this.step) {
       dataset.row = row;
       find("#detail header").replaceChildren(...this.about());
-    } else this.blank(run.shown ? "Choose a trajectory: click one, or move with ↑ ↓ or k j." : "There are no trajectories.");
+    } else this.show(row).catch(fail);
   }
 
   /** Show no trajectory, and say why. */

@@ -46,7 +46,7 @@ function drawHead({ metrics, ledger, ...run }) {
   const when = (seconds) => new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " ");
   find("#head").replaceChildren(make("h1", {}, run.name),
     make("p", {}, times.length ? `${when(begin)} to ${when(end)} UTC · ` : "",
-      `${run.live ? "live page, updated" : "report written"} ${when(run.written)} UTC by AReaLite ${run.arealite}`),
+      `report written ${when(run.written)} UTC by AReaLite ${run.arealite}`),
     make("div", { className: "tiles" }, tiles));
 }
 

@@ -67,7 +67,9 @@ def add_lines(paths: RunPaths, lines: Sequence[dict[str, float]]) -> None:
         file.write("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def add_trajectories(paths: RunPaths, trajectories: Iterable[Trajectory], *, first: int = 0) -> None:
+def add_trajectories(
+    paths: RunPaths, trajectories: Iterable[Trajectory], *, first: int = 0
+) -> None:
     """Add groups to a run's ledger, which number the groups from `first`."""
     ledger = Ledger(paths.ledger, fingerprint=FINGERPRINT)
     trained: dict[int, list[str]] = {}

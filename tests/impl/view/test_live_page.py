@@ -1,4 +1,4 @@
-"""The live page in real Chromium: new steps appear without a reload, and the reader's place stays."""
+"""The live page in real Chromium: new steps appear without a reload; the reader stays in place."""
 
 from __future__ import annotations
 
