@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--web", action="store_true", help="serve the report; it updates itself")
     parser.add_argument(
-        "--port", type=int, default=0, metavar="N", help="port of --web (any free port)"
+        "--port", type=int, metavar="N", help="serve the report at this port (any free port)"
     )
     options = parser.parse_args(argv)
     if not 0.1 <= options.every <= 3600.0:
@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, signal.default_int_handler)
     watch, terminal = RunReader(RunPaths(options.run)), Terminal()
     with suppress(KeyboardInterrupt):
-        if options.web:
-            serve_page(watch.paths, options.port)
+        if options.web or options.port is not None:
+            serve_page(watch.paths, options.port or 0)
         elif terminal.is_drawable and not options.once:
             draw(watch, terminal, every_s=options.every)
         else:

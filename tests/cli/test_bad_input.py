@@ -197,6 +197,12 @@ OVERRIDES = [
         "trainer.ppo.publisher.distributed.port={used}: cannot listen",
     ),
     ("launcher.server_args=[llm_server.port={used}]", "llm_server.port={used}: cannot listen"),
+    (
+        "view.web=true view.port={used}",
+        "view.port={used}: cannot listen on 127.0.0.1:",
+        "0 for a free",
+    ),
+    ("view.port=65536", "view.port=65536 must be at least 0 and at most 65535."),
     ("launcher.server_args=[llm_server.host=256.1.1.1]", "llm_server.host=256.1.1.1: cannot"),
     ("launcher.server_args=[llm_server.port=65536]", "llm_server.port=65536 must be at least 0"),
     ("launcher.server_args=[llm_server.type=nope]", "Unknown llm_server type 'nope'"),
