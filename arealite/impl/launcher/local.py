@@ -95,19 +95,7 @@ class LocalLauncher(Launcher, Supervisor):
         Returns:
             0 if the run finished, 130 if the user stopped it, else the failed role's exit code.
         """
-        return asyncio.run(self._run_with_page() if self.config.view.web else self._run())
-
-    async def _run_with_page(self) -> int:
-        """Run, and serve the live page meanwhile; an error of the page does not end the run."""
-        from arealite.impl.view import live  # imports aiohttp
-
-        view = self.config.view
-        page = asyncio.ensure_future(live.serve(self.paths, view.port, self.say))
-        try:
-            return await self._run()
-        finally:
-            page.cancel()
-            await asyncio.gather(page, return_exceptions=True)
+        return asyncio.run(self._run())
 
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -115,6 +103,10 @@ class LocalLauncher(Launcher, Supervisor):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         vitals.watch(loop)
+        if self.config.view.web:
+            from arealite.impl.view.live import serve  # imports aiohttp
+
+            self._page = asyncio.ensure_future(serve(self.paths, self.config.view.port, self.say))
         servers = ["llm_server"] if self.options.llm_servers else []  # else started separately
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear, self.config, *kinds)

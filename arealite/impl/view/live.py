@@ -7,7 +7,6 @@ Tokens of trajectories are read when the page shows them.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import sqlite3
 import time
@@ -70,12 +69,9 @@ class LiveRun:
         return self._pack(version, int(name[1:]))["txw".index(name[0])]
 
     def _renew(self, shot: Snapshot) -> None:
-        """Read the run's data if there is a new step; before step 1, if the ledger changed."""
-        began, metrics, ledger = time.monotonic(), shot.metrics, self._paths.ledger
-        files = [] if metrics.steps else [ledger, ledger.with_name(f"{ledger.name}-wal")]
-        times = [os.path.getmtime(file) for file in files if file.exists()]
-        seen = times, dict(metrics.newest), len(metrics.evals), shot.state
-        if seen == self._seen or began < self._due:
+        """Read the run's data if there is a new step. Before step 1, the data are small."""
+        began, seen = time.monotonic(), (shot.metrics.newest, len(shot.metrics.evals), shot.state)
+        if began < self._due or (seen == self._seen and shot.metrics.steps):
             return
         try:
             rows, self._about = report.read(self._paths, most=MOST)

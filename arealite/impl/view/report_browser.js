@@ -200,7 +200,7 @@ function draw(run, version) {
 async function follow() {
   for (let version = ""; ;) {
     const answer = await ask("run", version).then((reply) => (reply.ok ? reply.json() : null)).catch(() => null);
-    const state = answer?.state ?? [["no answer", "The server of this page has ended, or does not respond."]];
+    const state = answer?.state ?? [["no answer", "The run has ended, or its page is not served any more."]];
     find("#state").replaceChildren(...state.map(([label, text]) => make("span", {}, make("small", {}, label), ` ${text}`)));
     if (answer?.about) draw(answer.about, version = answer.version);
     await new Promise((resolve) => setTimeout(resolve, 1000));
