@@ -24,6 +24,12 @@ class Observation(msgspec.Struct, frozen=True):
     tools: tuple[dict[str, Any], ...] = ()
     """OpenAI function schemas of the available tools; the same in every turn."""
 
+    def __str__(self) -> str:
+        """Return the text; of chat messages, one line `role: content` for each."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(f"{each.get('role')}: {each.get('content')}" for each in self.content)
+
 
 class ToolCall(msgspec.Struct, frozen=True):
     """A tool call in a completion. Filled by the agent's parser."""

@@ -26,18 +26,22 @@ class EnvServersConfig:
 class RuntimeConfig(EnvServersConfig):
     """The process and host of an environment. Its agents always run in the rollout worker."""
 
-    type: Literal["in_process", "subprocess", "remote"] = opt(
+    type: Literal["in_process", "subprocess", "docker", "remote"] = opt(
         "in_process",
         "in_process: the worker; subprocess: children of the worker, which may crash or leak; "
-        "remote: `arealite serve` at `addresses`",
+        "docker: containers of `image`; remote: `arealite serve` at `addresses`",
     )
-    processes: int = opt(1, "subprocess: number of children of a worker", at_least=1)
+    processes: int = opt(1, "number of children or containers of a worker", at_least=1)
     recycle_episodes: int = opt(
-        0, "subprocess: episodes after which a child is restarted; 0: never", at_least=0
+        0, "episodes after which a child or container is restarted; 0: never", at_least=0
     )
     max_memory_mb: int = opt(
-        0, "subprocess: memory above which a child is restarted; 0: never", at_least=0
+        0, "memory above which a child is restarted; docker: the limit; 0: none", at_least=0
     )
-    max_restarts: int = opt(
-        10, "subprocess: consecutive crashes without an episode in between", at_least=0
+    max_restarts: int = opt(10, "consecutive crashes without an episode in between", at_least=0)
+    image: str = opt("", "docker: an image that serves OpenEnv, or runs `arealite serve`")
+    port: int = opt(8000, "docker: port of the server in the image", at_least=1, at_most=65535)
+    docker: str = opt("docker", "docker: the program; podman works, too")
+    docker_args: list[str] = sub(
+        list, "docker: further arguments of `docker run`, for example ['--cpus=2']"
     )

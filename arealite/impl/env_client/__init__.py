@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.trial import TrialConfig
@@ -15,9 +17,21 @@ def make_env(args: TrialConfig, config: EnvConfig) -> Env:
     Args:
         args: The run's config.
         config: The environment's type, options and runtime.
+
+    Raises:
+        UserError: An option of the runtime is missing, or Docker.
     """
-    if config.runtime.type == "in_process":
-        return envs.get(config.type)(args, envs.options(config))
+    runtime, made = config.runtime, envs.get(config.type)
+    if runtime.type == "docker":
+        from arealite.impl.env_client.docker import Containers, check_docker
+
+        check_docker(runtime)
+        if hasattr(made, "containers"):  # the environment talks to servers itself
+            env = made(args, envs.options(config))
+            setattr(env, "containers", partial(Containers, args, config))  # noqa: B010
+            return env
+    if runtime.type == "in_process":
+        return made(args, envs.options(config))
     from arealite.impl.env_client.remote import RemoteEnv  # costs the import of aiohttp
 
     return RemoteEnv(args, config)

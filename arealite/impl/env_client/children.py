@@ -62,8 +62,10 @@ class Children:
     """Keeps `runtime.processes` children running and registered in the server pool."""
 
     def __init__(self, args: TrialConfig, config: EnvConfig, servers: ServerPool) -> None:
+        self.args = args
         self.runtime: RuntimeConfig = config.runtime
         self.name = f"environment {config.type}"
+        self.max_memory_mb = self.runtime.max_memory_mb
         self._servers = servers
         # A child needs no limits of its own: an episode ends when the worker closes its socket, and
         # the collector has a deadline for it.
@@ -102,19 +104,23 @@ class Children:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _start(self) -> Running:
+    async def _launch(self) -> tuple[Child, str]:
+        """Start a child; return it and its address when it listens."""
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
             config.write(self._yaml)
             config.flush()
             words = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name]
             child = await spawn(self.name, words, log=None, environment={}, stdout=PIPE)
             try:
-                address = await self._read_address(child.process)
+                return child, await self._read_address(child.process)
             except BaseException:
                 await end_all([child], grace_s=TERMINATE_S)
                 raise
+
+    async def _start(self) -> Running:
+        child, address = await self._launch()
         server = self._servers.add(parse(address), max_episodes=self.runtime.recycle_episodes)
-        server.alive = True  # a server prints its address when it listens
+        server.alive = True
         self._servers.changed.set()
         logger.info("environment process ready", name=self.name, server=address, child=child.pid)
         exit_ = asyncio.create_task(child.process.wait())
@@ -171,7 +177,7 @@ class Children:
             The reason, and the grace period in seconds for the child's running episodes; 0: the
             child is dead or does not answer.
         """
-        server, limit_mb = child.server, self.runtime.max_memory_mb
+        server, limit_mb = child.server, self.max_memory_mb
         while True:
             await asyncio.wait((child.exit,), timeout=CHECK_S)
             if child.exit.done():

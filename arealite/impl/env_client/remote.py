@@ -25,11 +25,14 @@ from arealite.api.trial import TrialConfig
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerGarbage
 from arealite.impl.env_client.children import Children
+from arealite.impl.env_client.docker import Containers
 from arealite.impl.env_client.servers import ServerPool
 from arealite.system.health import waits
 
 TOKEN = "AREALITE_ENV_TOKEN"
 """Environment variable with the token of the worker's own child processes."""
+HOSTS = {"subprocess": Children, "docker": Containers}
+"""What runs the servers of a runtime; without an entry, the user does."""
 
 
 class Hosted(msgspec.Struct):
@@ -75,8 +78,8 @@ class RemoteEnv(Env):
         async with AsyncExitStack() as stack:
             await self.servers.start()
             stack.push_async_callback(self.servers.close)
-            if runtime.type == "subprocess":
-                children = Children(self.args, self.config, self.servers)
+            if runtime.type in HOSTS:
+                children = HOSTS[runtime.type](self.args, self.config, self.servers)
                 stack.push_async_callback(children.close)
                 await children.start()
             try:

@@ -121,7 +121,7 @@ async def spawn(
     log: Path | None,
     environment: Mapping[str, str],
     stdout: int | None = None,
-    is_guarded: bool = False,
+    guard: str = "",
 ) -> Child:
     """Start a process. If the caller is cancelled meanwhile, the process is killed.
 
@@ -132,12 +132,13 @@ async def spawn(
             the output of this process.
         environment: Variables in addition to those of this process.
         stdout: PIPE if the caller reads the output.
-        is_guarded: Whether grandchildren are killed, too, when this process exits.
+        guard: Shell script, as GUARD, that runs the command and acts when its stdin closes because
+            this process has exited. "": nothing happens then.
 
     Raises:
         UserError: the log cannot be written, or this machine can hold no more processes.
     """
-    words = ["/bin/sh", "-c", GUARD, "sh", *command] if is_guarded else command
+    words = ["/bin/sh", "-c", guard, "sh", *command] if guard else command
     try:
         with log.open("ab") if log else nullcontext() as output:
             begin = output.tell() if output else 0
@@ -145,7 +146,7 @@ async def spawn(
                 *words,
                 env=os.environ | environment | {PARENT: str(os.getpid())},
                 # A guard's pipe stays open as long as the process object exists.
-                stdin=asyncio.subprocess.PIPE if is_guarded else asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if guard else asyncio.subprocess.DEVNULL,
                 stdout=stdout or output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C reaches only the parent, which stops the children

@@ -22,7 +22,7 @@ import msgspec
 from arealite.api.config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
-from arealite.impl.launcher.processes import Child, spawn
+from arealite.impl.launcher.processes import GUARD, Child, spawn
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
 from arealite.impl.server.sglang_api import (
     Loads,
@@ -191,7 +191,7 @@ class SGLangProcess(Supervisor):
             self.launch.logs.mkdir(
                 parents=True, exist_ok=True
             )  # the user may have removed the run folder
-            child = await spawn(name, words, log=log_file, environment=own, is_guarded=True)
+            child = await spawn(name, words, log=log_file, environment=own, guard=GUARD)
         except (UserError, OSError):
             if not self._served:
                 raise

@@ -1,19 +1,23 @@
-"""Adapter of GyLLM environments (github.com/RedTachyon/gyllm): a step returns Requests for actors.
+"""Adapter of Request environments: those of `arealite.make` and GyLLM's (RedTachyon/gyllm).
 
-A Request is a dict with the keys `actor` ("agent", or "agent::key=value"), `message`
-{role, content}, `reward` of the actor's last action and `needs_action`. The first one of an episode
-also has `system_message`, the last one `episode_end`.
+A step returns Requests (`arealite.api.requests`), or GyLLM's dicts. The name of an actor may have a
+suffix, as in "agent::key=value".
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from msgspec.structs import replace
 
 from arealite.api.adapter_config import GyLLMConfig
 from arealite.api.agent import Agent
+from arealite.api.observation import Observation
+from arealite.api.requests import Request
 from arealite.api.task import Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
@@ -43,7 +47,7 @@ class GyLLMEnv(LibraryEnv):
         Raises:
             UserError: They differ.
         """
-        actors = {*getattr(env, "agents", self.seats)}
+        actors = {*(getattr(env, "actors", None) or getattr(env, "agents", self.seats))}
         if actors != {*self.seats}:
             raise UserError(
                 f"env.gyllm.seats={self.config.seats}: the environment's actors are "
@@ -57,29 +61,35 @@ class GyLLMEnv(LibraryEnv):
             BadRequests: A request names an unknown actor, or an actor has two requests.
         """
         config, illegal = self.config, 0
-        unread: defaultdict[str, list[str]] = defaultdict(list)
+        unread: defaultdict[str, list[Observation]] = defaultdict(list)
         async with self.instance() as instance:
             options = {**config.options, "seed": seed_of(task)}
-            requests = await instance.call(instance.env.reset, options)
+            reset = instance.env.reset
+            if "seed" in inspect.signature(reset).parameters:
+                begun = await instance.call(lambda: reset(**options))
+            else:
+                begun = await instance.call(reset, options)
+            requests = as_requests(begun)
             for _ in range(config.max_steps):
                 asked = take(requests, agents, unread)
-                if not asked or any(request.get("episode_end") for request in requests):
+                if not asked or any(request.done for request in requests):
                     return
-                texts = {actor: "\n\n".join(unread.pop(seat)) for seat, actor in asked.items()}
+                shown = {seat: joined(unread.pop(seat)) for seat in asked}
                 async with asyncio.TaskGroup() as turns:
                     acting = {
-                        actor: turns.create_task(agents[seat].act(texts[actor]))
+                        actor: turns.create_task(agents[seat].act(shown[seat]))
                         for seat, actor in asked.items()
                     }
                 answers = {actor: turn.result() for actor, turn in acting.items()}
+                actions = {a: given if given.calls else given.text for a, given in answers.items()}
                 try:
-                    actions = {actor: answer.text for actor, answer in answers.items()}
-                    requests = await instance.call(instance.env.step, actions)
+                    requests = as_requests(await instance.call(instance.env.step, actions))
                 except Exception as error:
                     if type(error).__name__ != "ActionError":
                         raise
                     illegal += 1
-                    requests = refused(asked, str(error))
+                    again = Observation(str(error))
+                    requests = [Request(actor, again, needs_action=True) for actor in answers]
                     for seat in asked:
                         agents[seat].reward(config.illegal_reward, illegal=1.0)
                 if illegal >= config.max_illegal or any(a.is_last for a in answers.values()):
@@ -88,16 +98,18 @@ class GyLLMEnv(LibraryEnv):
 
 
 def take(
-    requests: Sequence[Any], agents: dict[str, Agent], unread: defaultdict[str, list[str]]
+    requests: Sequence[Request],
+    agents: Mapping[str, Agent],
+    unread: defaultdict[str, list[Observation]],
 ) -> dict[str, str]:
-    """Pass the rewards of requests to the agents and collect their messages.
+    """Pass the rewards of requests to the agents and collect their observations.
 
     An environment may start the next episode by itself; requests of that episode are ignored.
 
     Args:
         requests: The requests of one step.
         agents: Agents by seat.
-        unread: Messages by seat that the agent has not seen yet; extended.
+        unread: Observations by seat that the agent has not seen yet; extended.
 
     Returns:
         The actors that must act, by seat.
@@ -106,27 +118,54 @@ def take(
         BadRequests: A request names an unknown actor, or an actor has two requests.
     """
     asked = dict[str, str]()
-    episode = requests[0].get("episode_id") if requests else None
     for request in requests:
-        if request.get("episode_id") != episode:
+        if request.episode_id != requests[0].episode_id:
             break
-        actor = request["actor"]
-        seat = actor.partition("::")[0]
+        seat = request.actor.partition("::")[0]
         if seat not in agents or seat in asked:
             why = "it has another request" if seat in asked else f"the seats are {[*agents]}"
-            raise BadRequests(f"a request for actor {actor}, but {why}. Do not batch environments.")
-        reward = float(request.get("reward") or 0.0)
-        agent = agents[seat]
-        if reward and (agent.record.turns or not agent.trainable):
-            agent.reward(reward)
-        messages = (request.get("system_message"), request.get("message"))
-        unread[seat] += [message["content"] for message in messages if message]
-        if request["needs_action"]:
-            asked[seat] = actor
+            raise BadRequests(
+                f"a request for actor {request.actor}, but {why}. Do not batch environments."
+            )
+        agent, parts = agents[seat], numbers(request.info)
+        if (request.reward or parts) and (agent.record.turns or not agent.trainable):
+            agent.reward(request.reward, **parts)
+        if request.observation.content:
+            unread[seat].append(request.observation)
+        if request.needs_action:
+            asked[seat] = request.actor
     return asked
 
 
-def refused(asked: dict[str, str], why: str) -> list[dict[str, object]]:
-    """Return new requests for actors whose actions were refused for the reason `why`."""
-    message = {"role": "user", "content": why}
-    return [{"actor": actor, "message": message, "needs_action": True} for actor in asked.values()]
+def as_requests(values: Iterable[Request | Mapping[str, Any]]) -> list[Request]:
+    """Return Requests; GyLLM's dicts are converted.
+
+    Such a dict has the keys `actor`, `message` {role, content}, `reward` of the actor's last
+    action, `needs_action`, and optionally `system_message`, `episode_id` and `episode_end`.
+    """
+    return [value if isinstance(value, Request) else _from_dict(value) for value in values]
+
+
+def _from_dict(value: Mapping[str, Any]) -> Request:
+    messages = filter(None, (value.get("system_message"), value.get("message")))
+    return Request(
+        value["actor"],
+        Observation("\n\n".join(message["content"] for message in messages)),
+        reward=float(value.get("reward") or 0.0),
+        needs_action=bool(value["needs_action"]),
+        done=bool(value.get("episode_end")),
+        episode_id=str(value.get("episode_id", "")),
+    )
+
+
+def joined(seen: Sequence[Observation]) -> object:
+    """Return several observations as one; without choices and tools as its content."""
+    last = seen[-1] if seen else Observation("")
+    if len(seen) > 1:
+        last = replace(last, content="\n\n".join(map(str, seen)))
+    return last if last.choices or last.tools else last.content
+
+
+def numbers(info: Mapping[str, object]) -> dict[str, float]:
+    """Return the parts of a reward in `Request.info`."""
+    return {name: float(value) for name, value in info.items() if isinstance(value, int | float)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from arealite.api.env import Env
 from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
+from arealite.impl.env_client.docker import Containers
 from arealite.impl.env_client.servers import ServerPool
 from arealite.impl.env_server.wire import INVALID_ACTION, RemoteFailure
 
@@ -39,6 +40,8 @@ class OpenEnvEnv(Env):
     """Plays in OpenEnv servers, with one session per episode."""
 
     config: OpenEnvConfig
+    containers: Callable[[ServerPool[OpenEnvReply]], Containers] | None = None
+    """Starts the servers in containers (`runtime.type=docker`); None: they are at `addresses`."""
 
     def __init__(self, args: TrialConfig, config: OpenEnvConfig) -> None:
         super().__init__(args, config)
@@ -54,18 +57,22 @@ class OpenEnvEnv(Env):
             yield {"prompt": config.instruction, "extra_info": {"reset": reset}}
 
     async def setup(self) -> None:
-        """Start the health checks of the servers.
+        """Start the health checks of the servers, and containers.
 
         Raises:
-            UserError: There are no addresses.
+            UserError: There are no addresses, or a container does not start.
         """
-        if not self.config.addresses:
+        if not (self.config.addresses or self.containers):
             raise UserError(
                 "env.openenv.addresses=[]: env.type=openenv needs the addresses of its servers. "
-                "Set env.openenv.addresses=[host:port,…]."
+                "Set env.openenv.addresses=[host:port,…], or env.runtime.type=docker."
             )
         await self.servers.start()
         self._stack.push_async_callback(self.servers.close)
+        if self.containers is not None:
+            containers = self.containers(self.servers)
+            self._stack.push_async_callback(containers.close)
+            await containers.start()
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's `extra_info.reset`, then step until done or `max_steps`.

@@ -1,0 +1,314 @@
+"""`make("tic_tac_toe")`: any environment as Requests, in scripts and notebooks.
+
+The environment runs in an event loop of a background thread. Its seats wait for `step`, as the
+seats of an environment server wait for a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, count
+from math import fsum
+from typing import Any, TypeVar
+
+import msgspec
+
+from arealite.api.env import Env, envs
+from arealite.api.env_config import EnvConfig
+from arealite.api.env_server import (
+    EnvObservation,
+    EnvServerConfig,
+    Reply,
+    Reset,
+    SeatObservation,
+    SeatReward,
+    Step,
+)
+from arealite.api.episode import Action
+from arealite.api.observation import Observation, ToolCall
+from arealite.api.requests import Request
+from arealite.api.reward import RewardConfig, rewards
+from arealite.api.task import Row, Task
+from arealite.api.tool import tools
+from arealite.api.tool_config import ToolsEnvConfig
+from arealite.base import config as base_config
+from arealite.base.errors import UserError
+from arealite.base.registry import import_plugins
+from arealite.impl.agent.calls import hermes
+from arealite.impl.env.requests.wrappers import Wrapper, wrapped
+from arealite.impl.env_client import make_env
+from arealite.impl.env_server.session import Session
+from arealite.system.data.dataset import make_task
+from arealite.system.data.tasks import generate
+
+T = TypeVar("T")
+VARIANTS = {
+    "gymnasium": "env_id", "textarena": "env_id", "gyllm": "env_id", "reasoning_gym": "dataset",
+    "matrix_game": "game",
+}  # fmt: skip
+"""The option that NAME of `FAMILY/NAME` sets, by family."""
+EPISODE_S = 1e6
+"""Longest episode; a person may think for long."""
+
+
+@lru_cache(maxsize=1)
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of the environments; a daemon thread runs it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=event_loop.cache_clear)  # a forked child has no such thread
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in the event loop of the environments; return its result."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # Ctrl-C
+        raise
+
+
+def make(name: str, *, wrappers: Sequence[Wrapper] = (), **options: Any) -> Requests:
+    """Create an environment and set it up.
+
+    Args:
+        name: A registered name, as in `arealite envs`, or FAMILY/NAME: `gymnasium/CartPole-v1`,
+            `reasoning_gym/chain_sum`, `textarena/TicTacToe-v0`, `gyllm/…`, `openenv/echo`.
+            `openenv/echo` without `addresses` runs the Docker image `echo-env:latest`.
+        wrappers: Wrappers; the first one is next to the agent.
+        options: Options of the environment, and `runtime={"type": …}`, `imports=[…]`.
+
+    Raises:
+        UserError: The name or an option is unknown, or the environment cannot be set up.
+    """
+    return Requests([run(open_game(name, options, wrappers))])
+
+
+def make_vec(
+    names: str | Sequence[str | Requests], n: int = 1, *, autoreset: bool = False, **options: Any
+) -> Requests:
+    """Create a vector of environments, which step concurrently and may differ.
+
+    Args:
+        names: A name as for `make`, or a list of names and results of `make`.
+        n: Number of copies of each one. Copies share the resources of one environment.
+        autoreset: Whether an environment whose episode is over begins the next one by itself.
+        options: Options of every name, and `wrappers`, as for `make`.
+    """
+    if n < 1 or not names:
+        raise UserError(f"make_vec: n={n} copies of {names!r}. Give at least one environment.")
+    named = [names] if isinstance(names, str) else names
+    made = [make(each, **options) if isinstance(each, str) else each for each in named]
+    own = enumerate(game for each in made for game in each.games for _ in range(n))
+    games = [Game(game.env, game.config, f"::env={number}") for number, game in own]
+    return Requests(games, autoreset=autoreset)
+
+
+async def open_game(name: str, options: Mapping[str, Any], wrappers: Sequence[Wrapper]) -> Game:
+    """Create an environment of `make` and set it up."""
+    kind, _, variant = name.partition("/")
+    own: dict[str, Any] = {VARIANTS[kind]: variant} if variant and kind in VARIANTS else {}
+    if kind == "openenv" and variant:
+        if not {"addresses", "runtime"} & {*options}:
+            own["runtime"] = {"type": "docker", "image": f"{variant}-env:latest"}
+    elif not own:
+        kind = name
+    config = load(kind, {**own, **options})
+    env = make_env(config, config.env)
+    try:
+        await env.setup()
+    except BaseException:
+        await env.close()
+        raise
+    setattr(env, "run", wrapped(env.run, wrappers))  # noqa: B010  (a method)
+    return Game(env, config.env)
+
+
+def load(kind: str, options: Mapping[str, Any]) -> EnvServerConfig:
+    """Return the config of an environment with these options.
+
+    Raises:
+        UserError: The environment or an option is unknown, or a value is invalid.
+    """
+    import_plugins(options.get("imports", ()))
+    envs.check(kind)
+    parts = {EnvConfig: envs.configs, RewardConfig: rewards.configs, ToolsEnvConfig: tools.configs}
+    section = kind if hasattr(base_config.extend(EnvConfig, parts)(), kind) else envs.base_of(kind)
+    places = {"imports": "", "runtime": "env."}
+    try:
+        words = [
+            f"{places.get(key, f'env.{section}.')}{key}={msgspec.json.encode(value).decode()}"
+            for key, value in options.items()
+        ]
+        return base_config.load(EnvServerConfig, [], [f"env.type={kind}", *words], parts)
+    except (TypeError, UserError) as error:
+        raise UserError(f"{kind}: {str(error).removeprefix('command line: ')}") from error
+
+
+class Game:
+    """The episodes of one environment, one after the other."""
+
+    def __init__(self, env: Env, config: EnvConfig, suffix: str = "") -> None:
+        self.env, self.config, self.suffix, self.group_id = env, config, suffix, ""
+        self.session = Session(env, episode_s=EPISODE_S)
+        self.waits: dict[str, SeatObservation] = {}
+        """The oldest pending observation of each actor that must act."""
+
+    async def reset(self, seed: int, task: Task | Row | str | None) -> list[Request]:
+        """Begin an episode of a task; without one, of the task that the seed generates."""
+        if task is None:
+            task = await asyncio.to_thread(next, generate(self.config, "train", seed))
+        elif not isinstance(task, Task):
+            row = {"prompt": task} if isinstance(task, str) else task
+            task = make_task(row, "task", "the task of the reset")
+        content = msgspec.json.encode((task.prompt, task.ground_truth, task.extra_info))
+        self.group_id, self.waits = hashlib.blake2b(content, digest_size=8).hexdigest(), {}
+        reply = await self.session.reset(task, Reset(untrained=self.env.seats))
+        return self.requests(reply, reply.observation.rewards)
+
+    async def step(self, actions: Mapping[str, object]) -> list[Request]:
+        """Apply one action of each actor in `waits`."""
+        steps = [make_step(wait, actions[actor]) for actor, wait in self.waits.items()]
+        given, reply = list[SeatReward](), Reply(EnvObservation())
+        self.waits = {}  # if the episode fails, it is over
+        for step in steps:
+            reply = await self.session.step(step)
+            given += reply.observation.rewards
+        return self.requests(reply, given)
+
+    def requests(self, reply: Reply, given: Sequence[SeatReward]) -> list[Request]:
+        """Return a request for each seat that waits or got a reward; at the end, for each seat."""
+        view, made = reply.observation, list[Request]()
+        pending = [*view.waiting, *([view] if view.turn else [])]
+        waits = {wait.seat: wait for wait in reversed(pending)}
+        self.waits = {seat + self.suffix: wait for seat, wait in waits.items()}
+        for seat in self.env.seats:
+            own, parts = [each for each in given if each.seat == seat], Counter[str]()
+            if not (own or reply.done or seat in waits):
+                continue
+            for each in own:
+                parts.update(each.parts)  # pyright: ignore  (adds numbers)
+            wait = waits.get(seat, SeatObservation())
+            seen = Observation(wait.content, wait.choices, wait.tools)
+            total, ids = fsum(r.value for r in own), (f"{self.session.episode_id}", self.group_id)
+            actor = seat + self.suffix
+            made.append(Request(actor, seen, total, seat in waits, reply.done, *ids, {**parts}))
+        return made
+
+
+def make_step(wait: SeatObservation, action: object) -> Step:
+    """Return the message that answers `wait` with an action.
+
+    Raises:
+        UserError: The action is neither a text nor an Action.
+    """
+    if isinstance(action, str):
+        calls = hermes(action)[1] if wait.tools else []
+        action = Action(action, calls=tuple(ToolCall(f"call_{n}", *c) for n, c in enumerate(calls)))
+    if not isinstance(action, Action):
+        raise UserError(f"step: the action of '{wait.seat}' is {action!r:.100}. Give a text.")
+    return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, "stop")
+
+
+class Requests:
+    """One or several environments as Requests: `reset`, then `step` until a Request is `done`.
+
+    A context manager; `close` stops the environments.
+    """
+
+    def __init__(self, games: Sequence[Game], *, autoreset: bool = False) -> None:
+        self.games, self._autoreset, self._seeds = games, autoreset, count(1)
+
+    @property
+    def actors(self) -> tuple[str, ...]:
+        """The names of all actors."""
+        return tuple(seat + game.suffix for game in self.games for seat in game.env.seats)
+
+    def reset(
+        self, *, seed: int | Sequence[int] | None = None, task: Task | Row | str | None = None
+    ) -> list[Request]:
+        """Begin an episode in each environment; unfinished ones are cancelled.
+
+        Args:
+            seed: Selects the generated task; equal seeds give equal tasks. The environments of a
+                vector count it up, or take a list of seeds. None: the next seeds.
+            task: The task: a row with `prompt`, `ground_truth` and `extra_info`, or a prompt.
+
+        Returns:
+            One Request for each actor that must act; if an episode is over, one for every actor.
+
+        Raises:
+            UserError: The task is invalid, or the environment generates none.
+            EpisodeError: An episode failed.
+        """
+        if isinstance(seed, int):
+            self._seeds = count(seed)
+        if not isinstance(seed, Sequence):
+            seed = [next(self._seeds) for _ in self.games]
+        if len(seed) != len(self.games):
+            raise UserError(f"reset: {len(seed)} seeds for {len(self.games)} environments.")
+        return self._together([g.reset(n, task) for g, n in zip(self.games, seed, strict=True)])
+
+    def step(self, actions: Mapping[str, str | Action] | str | Action) -> list[Request]:
+        """Apply the action of each actor that must act.
+
+        Args:
+            actions: Texts or `Action`s by actor; a single actor's action may be given alone. In
+                an environment with tools, `<tool_call>{…}</tool_call>` in a text calls them.
+
+        Returns:
+            One Request for each actor that must act or got a reward; if an episode is over, one
+            for each of its actors.
+
+        Raises:
+            UserError: All episodes are over, or an actor is unknown or has no action.
+            EpisodeError: An episode failed.
+        """
+        waiting = [actor for game in self.games for actor in game.waits]
+        if not waiting:
+            raise UserError("no episode is running. Call reset() before step().")
+        if not isinstance(actions, Mapping):
+            actions = {waiting[0]: actions}
+        if wrong := sorted(map(str, {*actions} ^ {*waiting})):
+            what = "has no action" if wrong[0] in waiting else "does not have to act"
+            raise UserError(
+                f"step: '{wrong[0]}' {what}. Give one action to each actor whose Request needs "
+                f"one: {', '.join(waiting[:9])}{', …' if len(waiting) > 9 else ''}."
+            )
+        return self._together([self._step(game, actions) for game in self.games if game.waits])
+
+    def close(self) -> None:
+        """End the episodes and stop the environments."""
+        for game in self.games:
+            game.waits = {}
+            run(game.session.end())
+        for env in {game.env for game in self.games}:
+            run(env.close())
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _step(self, game: Game, actions: Mapping[str, object]) -> list[Request]:
+        requests = await game.step(actions)
+        if self._autoreset and not game.waits:
+            requests += await game.reset(next(self._seeds), None)
+        return requests
+
+    def _together(self, calls: Sequence[Coroutine[Any, Any, list[Request]]]) -> list[Request]:
+        async def gather() -> list[list[Request]]:
+            return await asyncio.gather(*calls)
+
+        return [*chain.from_iterable(run(gather()))]

@@ -1,0 +1,136 @@
+"""Containers of a rollout worker, each with an environment server: `env.runtime.type=docker`.
+
+A container is removed when it crashes or hangs, when the environment is closed, and when the worker
+exits. If even the guard of a container was killed, the next start of the trial removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+
+from arealite.api.runtime import RuntimeConfig
+from arealite.base.errors import DeadlineError, UserError
+from arealite.impl.env_client.channel import ServerState
+from arealite.impl.env_client.children import START_S, TERMINATE_S, Children, Running
+from arealite.impl.env_client.servers import PROBE_S, parse
+from arealite.impl.launcher.processes import Child, end_all, free_port, how_ended, spawn
+from arealite.system.health.waits import Wait
+
+LABEL = "arealite"
+"""Label of all containers; the value is the experiment and the trial."""
+CONTAINER = "AREALITE_CONTAINER"
+COMMAND_S = 60.0
+"""Timeout of each command but `docker run`."""
+GUARD = f"""
+exec 3<&0 </dev/null
+(trap '' HUP INT TERM; read -r _ <&3; exec "$1" rm --force "${CONTAINER}" >/dev/null 2>&1) &
+exec "$@" 3<&-
+"""
+"""Shell script that removes the container when the worker's end of the pipe closes."""
+
+
+def check_docker(config: RuntimeConfig) -> None:
+    """Check that Docker runs and has the image.
+
+    Raises:
+        UserError: It does not.
+    """
+    if not config.image or config.image.startswith("-"):
+        raise UserError(
+            f"env.runtime.image='{config.image}': runtime.type=docker needs the name of an image "
+            "that serves OpenEnv. Set env.runtime.image=NAME."
+        )
+    try:
+        docker(config, "image", "inspect", config.image)
+    except (OSError, subprocess.SubprocessError) as error:
+        why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+        raise UserError(
+            f"env.runtime.type=docker: `{config.docker} image inspect {config.image}` failed: "
+            f"{why.rstrip('.')}. Start Docker (or set env.runtime.docker=podman) and pull or build "
+            "the image; without Docker, use runtime.type=subprocess or remote."
+        ) from error
+
+
+def docker(config: RuntimeConfig, *words: str) -> str:
+    """Run a command of Docker; return its output.
+
+    Raises:
+        OSError: Docker is not installed.
+        subprocess.SubprocessError: The command failed or timed out.
+    """
+    return subprocess.run(
+        [config.docker, *words], check=True, capture_output=True, text=True, timeout=COMMAND_S
+    ).stdout
+
+
+class Containers(Children):
+    """Keeps `runtime.processes` containers running and registered in the server pool."""
+
+    async def start(self) -> None:
+        """Remove containers of dead workers of the trial, then start the first ones.
+
+        Raises:
+            UserError: Docker or the image is missing, or a server did not start.
+        """
+        self.max_memory_mb = 0  # Docker enforces the limit
+        self._label = f"{LABEL}={self.args.experiment_name}/{self.args.trial_name}"
+        await asyncio.to_thread(self._remove_leftovers)
+        await super().start()
+
+    def _remove_leftovers(self) -> None:
+        check_docker(self.runtime)
+        own = f"--filter=label={self._label}"
+        for name in docker(self.runtime, "ps", "--all", own, "--format={{.Names}}").split():
+            if not Path("/proc", name.split("-")[1]).exists():
+                docker(self.runtime, "rm", "--force", name)
+
+    async def _launch(self) -> tuple[Child, str]:
+        """Start a container; return it and its address when the server answers."""
+        runtime, address = self.runtime, f"127.0.0.1:{free_port()}"
+        name = f"arealite-{os.getpid()}-{secrets.token_hex(4)}"
+        words = [runtime.docker, "run", "--rm", "--pull=never", f"--name={name}"]
+        words += [f"--label={self._label}", f"--publish={address}:{runtime.port}"]
+        words += [f"--memory={runtime.max_memory_mb}m"] if runtime.max_memory_mb else []
+        words += [f"--env={runtime.token_env}"] if runtime.token_env else []
+        words += [*runtime.docker_args, runtime.image]
+        child = await spawn(name, words, log=None, environment={CONTAINER: name}, guard=GUARD)
+        try:
+            with Wait("its server", owner="collector", on=self.name, seconds=START_S):
+                while not await self._answers(address):
+                    if not child.running:
+                        raise UserError(
+                            f"a container of {runtime.image} did not start "
+                            f"({how_ended(child.code)}). Its error is in the log above."
+                        )
+                    await asyncio.sleep(PROBE_S)
+        except BaseException as error:
+            await self._end(child)
+            if isinstance(error, DeadlineError):
+                raise UserError(
+                    f"a container of {runtime.image} does not answer /health at port "
+                    f"{runtime.port} in {START_S:g} s. Set env.runtime.port to its server's port."
+                ) from error
+            raise
+        return child, address
+
+    async def _answers(self, address: str) -> bool:
+        try:
+            return bool(await self._servers.get(ServerState(parse(address)), "health"))
+        except (aiohttp.ClientError, OSError, EOFError, TimeoutError):
+            return False
+
+    async def _remove(self, child: Running) -> None:
+        await super()._remove(child)
+        await self._end(child.process)
+
+    async def _end(self, child: Child) -> None:
+        await end_all([child], grace_s=TERMINATE_S)
+        with suppress(subprocess.SubprocessError, OSError):  # it has removed itself
+            await asyncio.to_thread(docker, self.runtime, "rm", "--force", child.name)

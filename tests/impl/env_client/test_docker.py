@@ -1,0 +1,180 @@
+"""Environments in containers: started, found, replaced, removed; Docker itself is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from arealite.api.config import ExperimentConfig
+from arealite.base.errors import UserError
+from arealite.cli import configs, preflight
+from arealite.impl.env.requests import make
+from arealite.impl.env_client import docker as docker_module
+from arealite.impl.rollout.collector import Collector
+from tests.fakes import docker_program
+from tests.fakes.env_servers import collecting, failed, played
+from tests.impl.env_client.test_children import pid_of
+from tests.waiting import eventually, has_exited
+
+pytestmark = pytest.mark.processes
+ROOT = Path(__file__).parents[3]
+COLLECTOR = "trainer.ppo.collector"
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the fake `docker` on the PATH; return the folder of its containers."""
+    folder, program = tmp_path / "containers", tmp_path / "docker"
+    folder.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {docker_program.__name__} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_DOCKER", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return folder
+
+
+@asynccontextmanager
+async def contained(env: str = "host_moods", **runtime: Any) -> AsyncIterator[Collector]:
+    """Yield a collector whose environment runs in containers."""
+    options = {"type": "docker", "image": f"env/{env}", "wait_s": 200.0} | runtime
+    async with collecting(env, **options) as collector:
+        yield collector
+
+
+def containers(state: Path) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in state.iterdir()]
+
+
+async def test_episode_runs_in_a_container_that_close_removes(state: Path) -> None:
+    limits = {"max_memory_mb": 512, "docker_args": ["--cpus=2"], "port": 8123}
+    async with contained(**limits) as collector:
+        pid = await pid_of(collector)
+        (one,) = containers(state)
+        assert one["pid"] == pid
+        assert {"--rm", "--memory=512m", "--cpus=2"} <= {*one["words"]}
+        (published,) = [word for word in one["words"] if word.startswith("--publish=")]
+        assert published.startswith("--publish=127.0.0.1:")
+        assert published.endswith(":8123")
+    assert has_exited(pid)
+    assert not containers(state)
+
+
+async def test_killed_container_fails_its_episode_and_is_replaced(state: Path) -> None:
+    async with contained() as collector:
+        first = await pid_of(collector)
+        assert failed(await played(collector, "die")) == "env_server_lost"
+        second = await pid_of(collector)
+        assert first != second
+        os.kill(second, signal.SIGKILL)
+        await eventually(lambda: has_exited(second))
+        assert await pid_of(collector) not in (first, second)
+        assert len(containers(state)) == 1
+
+
+WORKER = """
+import asyncio
+from tests.impl.env_client.test_docker import contained
+
+async def main():
+    async with contained() as collector:
+        print("up", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("is_guard_killed", [False, True])
+async def test_containers_of_a_killed_worker_are_removed(
+    state: Path, is_guard_killed: bool
+) -> None:
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WORKER, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert worker.stdout is not None
+    while (line := await worker.stdout.readline()) != b"up\n":
+        assert line, "the worker exited"
+    (one,) = containers(state)
+    if is_guard_killed:  # nothing of the worker is left, as after the end of its job
+        for child in psutil.Process(worker.pid).children():
+            os.killpg(child.pid, signal.SIGKILL)
+    worker.kill()
+    await worker.wait()
+    if is_guard_killed:
+        assert not has_exited(one["pid"])
+        async with contained() as collector:
+            assert has_exited(one["pid"])
+            assert await pid_of(collector) != one["pid"]
+    await eventually(lambda: has_exited(one["pid"]))
+    await eventually(lambda: not containers(state))
+
+
+async def test_container_that_exits_or_is_mute_is_a_user_error(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"a container of broken did not start \(exit code 1\)"):
+        async with contained(image="broken"):
+            pass
+    monkeypatch.setattr(docker_module, "START_S", 0.5)
+    with pytest.raises(
+        UserError, match=r"mute does not answer /health at port 8000 .*runtime.port"
+    ):
+        async with contained(image="mute"):
+            pass
+    assert not containers(state)
+
+
+def test_openenv_environment_of_an_image_is_played_from_python(state: Path) -> None:
+    runtime = {"type": "docker", "image": "env/host_steps"}
+    options = {"action": {"text": "{text}"}, "observation": ["content"]}
+    with make("openenv", runtime=runtime, **options) as env:
+        (request,) = env.reset(seed=1)
+        assert str(request.observation).startswith("Act in the environment")
+        (request,) = env.step("hello")
+        assert (str(request.observation), request.reward) == ("step 1: hello", 0.5)
+        (request,) = env.step("end")
+        assert request.done
+        assert len(containers(state)) == 1
+    assert not containers(state)
+
+
+def checked(*words: str) -> None:
+    """Check a run's options before it starts, with an environment in containers."""
+    env = [f"{COLLECTOR}.env.type=code", f"{COLLECTOR}.env.runtime.type=docker"]
+    overrides = [*env, *(f"{COLLECTOR}.env.runtime.{word}" for word in words)]
+    preflight.check_envs(configs.load(ExperimentConfig, [], overrides))
+
+
+def test_missing_image_program_or_daemon_is_one_line_before_the_run(tmp_path: Path) -> None:
+    checked("image=env/code")
+    with pytest.raises(UserError, match=r"env.runtime.image='': .*Set env.runtime.image=NAME"):
+        checked()
+    with pytest.raises(UserError, match=r"env.runtime.image='--privileged'"):
+        checked("image=--privileged")
+    with pytest.raises(UserError, match=r"No such image: nowhere\. Start Docker .* pull or build"):
+        checked("image=nowhere")
+    with pytest.raises(UserError, match=r"`none image inspect a` failed: .*'none'.*subprocess"):
+        checked("image=a", "docker=none")
+    dead = tmp_path / "dead"
+    dead.write_text("#!/bin/sh\necho 'Is the docker daemon running?' >&2\nexit 1\n")
+    dead.chmod(0o755)
+    with pytest.raises(UserError, match="failed: Is the docker daemon running") as raised:
+        checked("image=a", f"docker={dead}")
+    assert "\n" not in str(raised.value)
+
+
+def test_image_name_reaches_no_shell(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such image"):
+        checked(f"image='a; touch {tmp_path}/owned'")
+    assert not (tmp_path / "owned").exists()
