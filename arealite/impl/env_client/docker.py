@@ -105,17 +105,14 @@ class Containers(Children):
             with Wait("its server", owner="collector", on=self.name, seconds=START_S):
                 while not await self._answers(address):
                     if not child.running:
-                        raise UserError(
-                            f"a container of {runtime.image} did not start "
-                            f"({how_ended(child.code)}). Its error is in the log above."
-                        )
+                        raise UserError(f"{how_ended(child.code)}; its error is in the log above")
                     await asyncio.sleep(PROBE_S)
         except BaseException as error:
             await self._end(child)
-            if isinstance(error, DeadlineError):
+            if isinstance(error, DeadlineError | UserError):
                 raise UserError(
-                    f"a container of {runtime.image} does not answer /health at port "
-                    f"{runtime.port} in {START_S:g} s. Set env.runtime.port to its server's port."
+                    f"a container of env.runtime.image={runtime.image} does not answer /health at "
+                    f"port {runtime.port} (env.runtime.port): {error}."
                 ) from error
             raise
         return child, address

@@ -40,8 +40,8 @@ class RemoteSeat(Agent):
     trainable = False
 
     def __init__(self, name: str, session: Session, *, trainable: bool) -> None:
-        unused = cast(Any, None)
-        super().__init__(None, client=unused, tokenizer=unused, seat=Seat(name))
+        unused, seat = cast(Any, None), Seat(name, episode_id=str(session.episode_id))
+        super().__init__(None, client=unused, tokenizer=unused, seat=seat)
         self.trainable = trainable
         self._session = session
         self._turn = 0

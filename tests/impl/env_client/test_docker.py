@@ -123,12 +123,12 @@ async def test_containers_of_a_killed_worker_are_removed(
 async def test_container_that_exits_or_is_mute_is_a_user_error(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=r"a container of broken did not start \(exit code 1\)"):
+    with pytest.raises(UserError, match=r"image=broken does not answer .*: exit code 1; its error"):
         async with contained(image="broken"):
             pass
     monkeypatch.setattr(docker_module, "START_S", 0.5)
     with pytest.raises(
-        UserError, match=r"mute does not answer /health at port 8000 .*runtime.port"
+        UserError, match=r"mute does not answer .health at port 8000 .*port.: .* 0.5 s"
     ):
         async with contained(image="mute"):
             pass

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -65,11 +66,9 @@ class GyLLMEnv(LibraryEnv):
         async with self.instance() as instance:
             options = {**config.options, "seed": seed_of(task)}
             reset = instance.env.reset
-            if "seed" in inspect.signature(reset).parameters:
-                begun = await instance.call(lambda: reset(**options))
-            else:
-                begun = await instance.call(reset, options)
-            requests = as_requests(begun)
+            takes_seed = "seed" in inspect.signature(reset).parameters
+            begin = partial(reset, **options) if takes_seed else partial(reset, options)
+            requests = as_requests(await instance.call(begin))
             for _ in range(config.max_steps):
                 asked = take(requests, agents, unread)
                 if not asked or any(request.done for request in requests):

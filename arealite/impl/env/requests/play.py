@@ -11,9 +11,10 @@ import hashlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from itertools import chain, count
+from itertools import count, islice
 from math import fsum
 from typing import Any, TypeVar
 
@@ -70,12 +71,12 @@ os.register_at_fork(after_in_child=event_loop.cache_clear)  # a forked child has
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in the event loop of the environments; return its result."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()  # Ctrl-C
-        raise
+    return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
+
+
+async def gather(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
+    """Run coroutines concurrently; return their lists as one."""
+    return [each for made in await asyncio.gather(*calls) for each in made]
 
 
 def make(name: str, *, wrappers: Sequence[Wrapper] = (), **options: Any) -> Requests:
@@ -91,7 +92,7 @@ def make(name: str, *, wrappers: Sequence[Wrapper] = (), **options: Any) -> Requ
     Raises:
         UserError: The name or an option is unknown, or the environment cannot be set up.
     """
-    return Requests([run(open_game(name, options, wrappers))])
+    return Requests([run(open_game(load(name, options), wrappers))])
 
 
 def make_vec(
@@ -114,16 +115,35 @@ def make_vec(
     return Requests(games, autoreset=autoreset)
 
 
-async def open_game(name: str, options: Mapping[str, Any], wrappers: Sequence[Wrapper]) -> Game:
-    """Create an environment of `make` and set it up."""
+def load(name: str, options: Mapping[str, Any]) -> EnvServerConfig:
+    """Return the config of an environment of `make` with these options.
+
+    Raises:
+        UserError: The environment or an option is unknown, or a value is invalid.
+    """
     kind, _, variant = name.partition("/")
-    own: dict[str, Any] = {VARIANTS[kind]: variant} if variant and kind in VARIANTS else {}
-    if kind == "openenv" and variant:
-        if not {"addresses", "runtime"} & {*options}:
-            own["runtime"] = {"type": "docker", "image": f"{variant}-env:latest"}
-    elif not own:
+    if variant and kind in VARIANTS:
+        options = {VARIANTS[kind]: variant, **options}
+    elif kind != "openenv":
         kind = name
-    config = load(kind, {**own, **options})
+    elif variant and not {"addresses", "runtime"} & {*options}:
+        options = {"runtime": {"type": "docker", "image": f"{variant}-env:latest"}, **options}
+    import_plugins(options.get("imports", ()))
+    envs.check(kind)
+    parts = {EnvConfig: envs.configs, RewardConfig: rewards.configs, ToolsEnvConfig: tools.configs}
+    section = kind if hasattr(base_config.extend(EnvConfig, parts)(), kind) else envs.base_of(kind)
+    words, places = [f"env.type={kind}"], {"imports": "imports", "runtime": "env.runtime"}
+    try:
+        for key, value in options.items():
+            place = places.get(key, f"env.{section}.{key}")
+            words.append(f"{place}={msgspec.json.encode(value).decode()}")
+        return base_config.load(EnvServerConfig, [], words, parts)
+    except (TypeError, UserError) as error:
+        raise UserError(f"{kind}: {str(error).removeprefix('command line: ')}") from error
+
+
+async def open_game(config: EnvServerConfig, wrappers: Sequence[Wrapper]) -> Game:
+    """Create an environment and set it up."""
     env = make_env(config, config.env)
     try:
         await env.setup()
@@ -132,27 +152,6 @@ async def open_game(name: str, options: Mapping[str, Any], wrappers: Sequence[Wr
         raise
     setattr(env, "run", wrapped(env.run, wrappers))  # noqa: B010  (a method)
     return Game(env, config.env)
-
-
-def load(kind: str, options: Mapping[str, Any]) -> EnvServerConfig:
-    """Return the config of an environment with these options.
-
-    Raises:
-        UserError: The environment or an option is unknown, or a value is invalid.
-    """
-    import_plugins(options.get("imports", ()))
-    envs.check(kind)
-    parts = {EnvConfig: envs.configs, RewardConfig: rewards.configs, ToolsEnvConfig: tools.configs}
-    section = kind if hasattr(base_config.extend(EnvConfig, parts)(), kind) else envs.base_of(kind)
-    places = {"imports": "", "runtime": "env."}
-    try:
-        words = [
-            f"{places.get(key, f'env.{section}.')}{key}={msgspec.json.encode(value).decode()}"
-            for key, value in options.items()
-        ]
-        return base_config.load(EnvServerConfig, [], [f"env.type={kind}", *words], parts)
-    except (TypeError, UserError) as error:
-        raise UserError(f"{kind}: {str(error).removeprefix('command line: ')}") from error
 
 
 class Game:
@@ -176,33 +175,34 @@ class Game:
         reply = await self.session.reset(task, Reset(untrained=self.env.seats))
         return self.requests(reply, reply.observation.rewards)
 
-    async def step(self, actions: Mapping[str, object]) -> list[Request]:
-        """Apply one action of each actor in `waits`."""
+    async def step(self, actions: Mapping[str, object], seeds: Iterator[int]) -> list[Request]:
+        """Apply one action of each actor in `waits`; begin a next episode with a seed, if any."""
         steps = [make_step(wait, actions[actor]) for actor, wait in self.waits.items()]
         given, reply = list[SeatReward](), Reply(EnvObservation())
         self.waits = {}  # if the episode fails, it is over
         for step in steps:
             reply = await self.session.step(step)
             given += reply.observation.rewards
-        return self.requests(reply, given)
+        made = self.requests(reply, given)
+        for seed in islice(seeds, int(reply.done)):
+            made += await self.reset(seed, None)
+        return made
 
     def requests(self, reply: Reply, given: Sequence[SeatReward]) -> list[Request]:
         """Return a request for each seat that waits or got a reward; at the end, for each seat."""
-        view, made = reply.observation, list[Request]()
-        pending = [*view.waiting, *([view] if view.turn else [])]
-        waits = {wait.seat: wait for wait in reversed(pending)}
-        self.waits = {seat + self.suffix: wait for seat, wait in waits.items()}
+        view, made, episode = reply.observation, list[Request](), str(self.session.episode_id)
+        waits = {wait.seat: wait for wait in [view, *reversed(view.waiting)] if wait.turn}
+        self.waits = {s + self.suffix: waits[s] for s in self.env.seats if s in waits}
         for seat in self.env.seats:
             own, parts = [each for each in given if each.seat == seat], Counter[str]()
-            if not (own or reply.done or seat in waits):
-                continue
             for each in own:
                 parts.update(each.parts)  # pyright: ignore  (adds numbers)
-            wait = waits.get(seat, SeatObservation())
-            seen = Observation(wait.content, wait.choices, wait.tools)
-            total, ids = fsum(r.value for r in own), (f"{self.session.episode_id}", self.group_id)
-            actor = seat + self.suffix
-            made.append(Request(actor, seen, total, seat in waits, reply.done, *ids, {**parts}))
+            if own or reply.done or seat in waits:
+                wait, needs_action = waits.get(seat, SeatObservation()), seat in waits
+                seen = Observation(wait.content, wait.choices, wait.tools)
+                result = (fsum(each.value for each in own), needs_action, reply.done)
+                ids = (episode, self.group_id, {**parts})
+                made.append(Request(seat + self.suffix, seen, *result, *ids))
         return made
 
 
@@ -220,7 +220,7 @@ def make_step(wait: SeatObservation, action: object) -> Step:
     return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, "stop")
 
 
-class Requests:
+class Requests(AbstractContextManager["Requests"]):
     """One or several environments as Requests: `reset`, then `step` until a Request is `done`.
 
     A context manager; `close` stops the environments.
@@ -253,11 +253,10 @@ class Requests:
         """
         if isinstance(seed, int):
             self._seeds = count(seed)
-        if not isinstance(seed, Sequence):
-            seed = [next(self._seeds) for _ in self.games]
-        if len(seed) != len(self.games):
-            raise UserError(f"reset: {len(seed)} seeds for {len(self.games)} environments.")
-        return self._together([g.reset(n, task) for g, n in zip(self.games, seed, strict=True)])
+        seeds = seed if isinstance(seed, Sequence) else [*islice(self._seeds, len(self.games))]
+        if len(seeds) != len(self.games):
+            raise UserError(f"reset: {len(seeds)} seeds for {len(self.games)} environments.")
+        return run(gather(g.reset(n, task) for g, n in zip(self.games, seeds, strict=True)))
 
     def step(self, actions: Mapping[str, str | Action] | str | Action) -> list[Request]:
         """Apply the action of each actor that must act.
@@ -277,15 +276,15 @@ class Requests:
         waiting = [actor for game in self.games for actor in game.waits]
         if not waiting:
             raise UserError("no episode is running. Call reset() before step().")
-        if not isinstance(actions, Mapping):
-            actions = {waiting[0]: actions}
-        if wrong := sorted(map(str, {*actions} ^ {*waiting})):
+        given = actions if isinstance(actions, Mapping) else {waiting[0]: actions}
+        if wrong := sorted(map(str, {*given} ^ {*waiting})):
             what = "has no action" if wrong[0] in waiting else "does not have to act"
             raise UserError(
                 f"step: '{wrong[0]}' {what}. Give one action to each actor whose Request needs "
                 f"one: {', '.join(waiting[:9])}{', …' if len(waiting) > 9 else ''}."
             )
-        return self._together([self._step(game, actions) for game in self.games if game.waits])
+        seeds = self._seeds if self._autoreset else iter(())
+        return run(gather(game.step(given, seeds) for game in self.games if game.waits))
 
     def close(self) -> None:
         """End the episodes and stop the environments."""
@@ -295,20 +294,5 @@ class Requests:
         for env in {game.env for game in self.games}:
             run(env.close())
 
-    def __enter__(self) -> Requests:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def _step(self, game: Game, actions: Mapping[str, object]) -> list[Request]:
-        requests = await game.step(actions)
-        if self._autoreset and not game.waits:
-            requests += await game.reset(next(self._seeds), None)
-        return requests
-
-    def _together(self, calls: Sequence[Coroutine[Any, Any, list[Request]]]) -> list[Request]:
-        async def gather() -> list[list[Request]]:
-            return await asyncio.gather(*calls)
-
-        return [*chain.from_iterable(run(gather()))]

@@ -25,7 +25,10 @@ Run = Callable[..., Coroutine[Any, Any, None]]
 
 
 class Wrapper:
-    """Base class: changes nothing. Each seat of each episode has a copy of its own."""
+    """Base class. Override `act` and `reward`; other attributes are those of the agent.
+
+    Each seat of each episode has a copy of its own.
+    """
 
     agent: Any = None
     """The agent of the seat, or the next wrapper."""
@@ -38,14 +41,6 @@ class Wrapper:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.agent, name)
-
-    async def act(self, observation: object) -> Action:
-        """Return the agent's action."""
-        return await self.agent.act(observation)
-
-    def reward(self, value: float, **parts: float) -> None:
-        """Give the agent a reward."""
-        self.agent.reward(value, **parts)
 
 
 class TimeIsUp(Exception):

@@ -57,3 +57,19 @@ async def test_seats_must_be_the_actors() -> None:
 def test_rows_without_an_env_id_are_a_user_error() -> None:
     with pytest.raises(UserError, match="env_id is not set"):
         first_rows(make("gyllm"), 1)
+
+
+async def test_environment_of_make_is_played_by_seats_with_choices_parts_and_rewards() -> None:
+    factory = "tests.impl.env.requests.test_wrappers:scaled"
+    options = {"factory": factory, "seats": ["x", "o"], "kwargs": {"opening_moves": 0}}
+    env = make("gyllm", **options)
+    await env.setup()
+    x, o = Player(["1", "2", "3"]), Player(["4", "5"])
+    try:
+        await env.run(task(seed=5), x=x, o=o)
+    finally:
+        await env.close()
+    assert x.seen[1].choices == ("2", "3", "5", "6", "7", "8", "9")
+    assert "You are o." in str(o.seen[0])
+    assert (x.rewards, x.parts) == ([0.0, 0.0, 0.5], {"win": 1.0, "illegal": 0.0})
+    assert (o.rewards, o.parts) == ([0.0, -0.5], {"win": 0.0, "illegal": 0.0})
