@@ -20,6 +20,7 @@ class PartConfig:
     seats: dict[str, AgentConfig] = sub(dict, "agent of each seat; default: collector.agent")
     train: str = opt("generated", "training rows of this environment, like dataset.train")
     eval: str | None = opt(None, "held-out rows of this environment, like dataset.eval")
+    columns: dict[str, str] = sub(dict, "columns of its files, like dataset.columns")
 
 
 @dataclass(frozen=True, kw_only=True)

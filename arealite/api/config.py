@@ -30,15 +30,18 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Rows with `prompt`, `ground_truth` and `extra_info`, as Parquet or JSONL. Rows of sft, dpo
-    and reward have other columns."""
+    """Rows with `prompt`, `ground_truth` and `extra_info`, or a form that docs/data.md lists. Rows
+    of sft, dpo and reward have other columns."""
 
     train: str = opt(
         "",
-        "path of the training rows (sft also reads a run's folder), or `generated`: the "
-        "environment makes them; required",
+        "training rows: a file, a `datasets` folder or a hub id (sft also reads a run's folder); "
+        "or `generated`: the environment makes them; required",
     )
     eval: str | None = opt(None, "path of the held-out rows, or `generated`; null: no evaluation")
+    columns: dict[str, str] = sub(
+        dict, "names of the files' columns by ours: {prompt: question, ground_truth: answer}"
+    )
     rows: int = opt(
         4096, "training rows to generate, or to draw from several environments", at_least=1
     )

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
+from arealite.api.task import Task
 from arealite.base.registry import Registry
 
 
@@ -19,11 +20,38 @@ class MathVerifyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FunctionRewardConfig:
+    """The weighted sum of Python functions."""
+
+    paths: list[str] = sub(list, "functions: module:name or file.py:name")
+    weights: list[float] = sub(list, "weight of each function; []: 1 each")
+
+    def constraints(self) -> Constraints:
+        """Yield the constraint on the number of weights."""
+        weights, paths = len(self.weights), len(self.paths)
+        what = f"weights has {weights} numbers for {paths} functions of paths"
+        yield not weights or weights == paths, f"{what}. Give each function one weight."
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """The reward function of an environment."""
 
     type: str = opt("math_verify", "registered name of the reward function")
     math_verify: MathVerifyConfig = sub(MathVerifyConfig, "options of type=math_verify")
+    function: FunctionRewardConfig = sub(FunctionRewardConfig, "options of type=function")
+
+    def constraints(self) -> Constraints:
+        """Yield the constraint that `type` and `function.paths` agree."""
+        paths = self.function.paths
+        yield (
+            self.type == "function" or not paths,
+            f"function.paths={paths} needs type=function, but type={self.type}. Set type=function.",
+        )
+        yield (
+            self.type != "function" or bool(paths),
+            "type=function needs functions. Set function.paths=[my_rewards.py:my_function].",
+        )
 
 
 class Score(float):
@@ -52,6 +80,23 @@ class Reward(ABC):
             EpisodeError: Scoring failed for a reason outside the completion.
         """
 
+    async def score_task(self, completion: str, task: Task) -> float:
+        """Return the reward of a completion, like `score`, with the whole row.
+
+        Override this method to read other columns: `task.columns` is empty without an override.
+
+        Raises:
+            EpisodeError: Scoring failed, or the row has no ground truth.
+        """
+        return await self.score(completion, task.truth)
+
+    async def check_row(self, task: Task) -> None:
+        """Raise an exception if no completion of this row can be scored.
+
+        A run checks the first rows of each file before it starts any process.
+        """
+        _ = task.truth
+
     async def setup(self) -> None:  # noqa: B027  (optional hook)
         """Start shared, expensive resources."""
 
@@ -63,6 +108,7 @@ rewards: Registry[Reward] = Registry(
     "reward",
     {
         "math_verify": "arealite.impl.reward.math_verify:MathVerifyReward",
+        "function": "arealite.impl.reward.functions:FunctionReward",
         "exact_match": "arealite.impl.reward.exact_match:ExactMatchReward",
     },
 )

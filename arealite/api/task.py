@@ -13,7 +13,7 @@ Row = Mapping[str, object]
 """A row of the data set: `prompt`, `ground_truth` and `extra_info`."""
 
 
-class Task(msgspec.Struct, frozen=True):
+class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     """A row of the data set. Filled by the datapipe."""
 
     task_id: str
@@ -24,11 +24,15 @@ class Task(msgspec.Struct, frozen=True):
     """The row's `ground_truth`; None if the column is missing or null."""
     extra_info: dict[str, Any]
     """The row's `extra_info`; {} if it is missing."""
+    columns: dict[str, Any] = {}
+    """The other columns of the row, by the file's names; {} if no reward of the run reads them
+    (`Reward.score_task`)."""
 
     @property
     def text(self) -> str:
         """The prompt, or the content of its last chat message."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+        is_text = isinstance(self.prompt, str)
+        return self.prompt if is_text else self.prompt[-1].get("content") or ""
 
     @property
     def truth(self) -> str:
@@ -40,6 +44,12 @@ class Task(msgspec.Struct, frozen=True):
         if self.ground_truth is None:
             raise EpisodeError(f"{self.task_id} has no ground_truth, which its environment needs")
         return self.ground_truth
+
+    def eval_samples(self, default: int) -> int:
+        """Return the number of samples in an evaluation: `extra_info.pass@k`, if it is an integer
+        of at least 1, else `default`."""
+        k = self.extra_info.get("pass@k")
+        return k if type(k) is int and k > 0 else default
 
     @property
     def source(self) -> str:

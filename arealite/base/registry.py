@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from arealite.base.errors import UserError
@@ -140,18 +141,31 @@ def import_plugins(modules: Sequence[str]) -> None:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         entry.load()
     for module in modules:
-        name = module
-        if module.endswith(".py"):
-            folder, name = str(Path(module).expanduser().resolve().parent), Path(module).stem
-            if folder not in sys.path:
-                sys.path.insert(0, folder)
-        try:
-            importlib.import_module(name)
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:
-            why = f"importing it raised {type(error).__name__}: {error}"
-            if isinstance(error, ModuleNotFoundError) and error.name == name:
-                why = "no module of that name. It must be importable from the working directory "
-                why += "or PYTHONPATH, or be the path of a .py file."
-            raise UserError(f"imports=[{module}]: {why}") from error
+        import_user_module(module, f"imports=[{module}]")
+
+
+def import_user_module(module: str, option: str) -> ModuleType:
+    """Import a module, or a .py file, that an option names.
+
+    Raises:
+        UserError: The module cannot be found, or its import fails.
+    """
+    name, file = module, Path(module).expanduser().resolve()
+    if is_file := module.endswith(".py"):
+        name = file.stem
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))
+    try:
+        found = importlib.import_module(name)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        why = f"importing it raised {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            why = "no module of that name. It must be importable from the working directory "
+            why += "or PYTHONPATH, or be the path of a .py file."
+        raise UserError(f"{option}: {why}") from error
+    if is_file and Path(getattr(found, "__file__", None) or "").resolve() != file:
+        what = f"another module has the name {name}"
+        raise UserError(f"{option}: {what}. Rename the file, or correct its path.")
+    return found

@@ -72,11 +72,13 @@ def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> S
     found = defaultdict(lambda: defaultdict(list))
     versions = set[int]()
     for row, member, headers in samples.headers():
-        if row < len(tasks) and member < config.n:
+        if row < len(tasks) and member < tasks[row].eval_samples(config.n):
             for header in headers:
                 found[tasks[row].source, header.seat][row].append(header)
                 versions |= {header.oldest_version, header.newest_version}
     failures = samples.failures()
+    sizes = {task.eval_samples(config.n) for task in tasks}
+    ks = config.k or sorted({k for n in sizes for k in default_ks(n)})
     return {
         "model": config.model.path,
         "n": config.n,
@@ -84,18 +86,20 @@ def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> S
         "versions": [min(versions), max(versions)] if versions else [],
         "intervals": INTERVALS,
         "results": [
-            {"source": source, "seat": seat, **score(config, [*by_task.values()])}
+            {"source": source, "seat": seat, **score(config, ks, [*by_task.values()])}
             for (source, seat), by_task in sorted(found.items())
         ],
         "failures": {name: {"attempts": n, "first": text} for name, (n, text) in failures.items()},
     }
 
 
-def score(config: EvaluateConfig, by_task: Sequence[Sequence[TrajectoryHeader]]) -> Score:
+def score(
+    config: EvaluateConfig, ks: Sequence[int], by_task: Sequence[Sequence[TrajectoryHeader]]
+) -> Score:
     """Return the averages of one seat over the tasks of one source."""
     every = [header for headers in by_task for header in headers]
     counts = [(len(hs), sum(h.reward >= config.solved for h in hs)) for hs in by_task]
-    rates = {str(k): mean_pass_at_k(counts, k) for k in config.k or default_ks(config.n)}
+    rates = {str(k): mean_pass_at_k(counts, k) for k in ks}
     return {
         "tasks": len(by_task),
         "samples": len(every),

@@ -38,7 +38,7 @@ from arealite.impl.rollout.collector import check_seats
 from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
 from arealite.system.data.prompts import check_prompts, longest_request, template_line
-from arealite.system.data.tasks import check_first_rows, load_split, shares
+from arealite.system.data.tasks import check_first_rows, describe, load_split, shares
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
 
@@ -94,6 +94,7 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
     if not config.trainer.is_offline:
         yield "data", f"{facts.tasks[0]} tasks to train, {facts.tasks[1]} held out"
+        yield from describe(config)
         yield "servers", ", ".join(facts.addresses) or _server_hint(config)
         yield "staleness", estimates.staleness(config)
     yield from estimates.memory_lines(config, model, facts.shapes, facts.longest)

@@ -103,14 +103,15 @@ def sample(
 ) -> Counter[str]:
     """Run the missing episodes; return the number of failed samples by source."""
     done = samples.done()
-    if all((row, member) in done for row in range(len(tasks)) for member in range(config.n)):
+    counts = [config.n if split == "train" else task.eval_samples(config.n) for task in tasks]
+    if all((row, member) in done for row, n in enumerate(counts) for member in range(n)):
         return Counter()
     import uvloop
 
     try:
         return uvloop.run(_sample(config, tasks, samples, split))
     except KeyboardInterrupt:
-        kept, all_ = len(samples.done()), len(tasks) * config.n
+        kept, all_ = len(samples.done()), sum(counts)
         what = f"{kept} of {all_} samples are stored in {config.folder}"
         print(f"{what}: the same command resumes from there", file=sys.stderr)
         raise

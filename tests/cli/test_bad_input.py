@@ -150,7 +150,7 @@ DATA = [
     ("loop.jsonl", "loop.jsonl does not exist or is not a regular file. Set dataset."),
     ("folder.jsonl", "folder.jsonl does not exist or is not a regular file. Set dataset."),
     ("n" * 300 + ".jsonl", "does not exist or is not a regular file. Set dataset."),
-    ("a_file", "Unknown dataset suffix ''. Known: .jsonl, .parquet."),
+    ("a_file", "Unknown dataset suffix ''. Known: .jsonl, .json, .csv, .parquet."),
 ]
 CONFIGS = [
     ("utf16.yaml", "utf16.yaml is not readable YAML"),

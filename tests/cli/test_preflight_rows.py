@@ -56,7 +56,7 @@ def test_invalid_held_out_rows_and_files_are_refused(tmp_path, model):
     bad = replace(config.dataset, eval=jsonl(tmp_path, [{"question": "x"}]))
     with pytest.raises(UserError, match="line 1: a row needs"):
         preflight(replace(config, dataset=bad))
-    for path, says in (("", "no dataset"), ("x.jsonl", "does not exist"), ("x.csv", "suffix")):
+    for path, says in (("", "no dataset"), ("x.jsonl", "does not exist"), ("x.tsv", "suffix")):
         with pytest.raises(UserError, match=says):
             preflight(replace(config, dataset=replace(config.dataset, train=path)))
     with pytest.raises(UserError, match="is no Hugging Face model folder"):

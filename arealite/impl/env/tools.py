@@ -62,12 +62,12 @@ class ToolsEnv(Env):
 
     @staticmethod
     def check_row(task: Task, /) -> None:
-        """Check that a row has a ground truth and, if any, a list of `tools`.
+        """Check that the row's `tools`, if any, are a list.
 
         Raises:
             EpisodeError: The row is invalid.
         """
-        if task.truth and not isinstance(task.extra_info.get("tools"), list | None):
+        if not isinstance(task.extra_info.get("tools"), list | None):
             raise EpisodeError(f"{task.task_id}: extra_info.tools must be a list of tool names")
 
     async def setup(self) -> None:
@@ -87,7 +87,7 @@ class ToolsEnv(Env):
             action = await self._converse(task, agent, states, tally)
         correct, begin = 0.0, time.perf_counter()
         if not action.calls:
-            correct = await self.scorer.score(action.text, task.truth)
+            correct = await self.scorer.score_task(action.text, task)
         agent.record.seconds_scoring += time.perf_counter() - begin
         parts = scores(correct, tally, wanted)
         value = sum(getattr(self.config.weights, name) * part for name, part in parts.items())

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 from aiohttp.typedefs import Handler
+from msgspec import structs
 
 import arealite
 from arealite.api.env_server import EnvServerConfig, Message, Reply, Reset, Step
@@ -238,7 +239,8 @@ class EnvServer:
         try:
             if reset.task is not None:
                 name = str(reset.task.get("task_id") or "task")
-                return make_task(reset.task, name, "the task of the reset")
+                task = make_task(reset.task, name, "the task of the reset")
+                return structs.replace(task, columns=reset.task.get("columns") or {})
             seed = next(self._seeds) if reset.seed is None else reset.seed
             if self._tasks and env == self._default:
                 return self._tasks[seed % len(self._tasks)]

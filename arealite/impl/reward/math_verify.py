@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 
 from arealite.api.reward import MathVerifyConfig, Reward, Score
+from arealite.api.task import Task
+from arealite.impl.reward.checker import number
 from arealite.impl.reward.pool import CheckerPool
 
 INTEGER = re.compile(r"[-+]?[0-9]{1,64}")
@@ -39,6 +41,15 @@ class MathVerifyReward(Reward):
         if equal is None:
             return Score(0.0, unchecked=1.0)
         return 1.0 if equal else 0.0
+
+    async def check_row(self, task: Task) -> None:
+        """Check that the ground truth has an answer.
+
+        Raises:
+            EpisodeError: It has none, or cannot be compared.
+        """
+        if number(task.truth) is None:
+            await self.pool.check("\\boxed{0}", task.truth)
 
     async def close(self) -> None:
         """End the pool's processes."""

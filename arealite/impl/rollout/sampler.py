@@ -105,19 +105,21 @@ class Sampler:
         self._progress = progress
 
     async def run(self, tasks: Sequence[Task], n: int) -> None:
-        """Sample each task `n` times; samples that exist already are kept.
+        """Sample each task `n` times, or in an evaluation as `Task.eval_samples` says.
+
+        Samples that exist already are kept.
 
         Raises:
             RoleError: more than `datapipe.max_failed_share` of the latest episodes failed.
         """
-        done = self.samples.done()
-        jobs = [
+        done, is_train = self.samples.done(), self.split == "train"
+        every = [
             (number, task, member)
             for number, task in enumerate(tasks)
-            for member in range(n)
-            if (number, member) not in done
+            for member in range(n if is_train else task.eval_samples(n))
         ]
-        self._all = len(tasks) * n
+        jobs = [job for job in every if (job[0], job[2]) not in done]
+        self._all = len(every)
         self._done = self._all - len(jobs)
         left = iter(jobs)
         async with asyncio.TaskGroup() as working:

@@ -13,7 +13,7 @@ from typing import Any
 from arealite.api.tool import Tool, ToolError, function
 from arealite.api.tool_config import SearchToolConfig
 from arealite.base.errors import UserError
-from arealite.system.data.dataset import jsonl_rows
+from arealite.system.data.sources import jsonl_rows
 
 MAX_WORDS = 32
 """Words of a query that are used; further words are ignored."""

@@ -6,9 +6,9 @@ sample. Shape letter: T = tokens of one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,10 @@ from arealite.api.trajectory import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
-from arealite.system.data.dataset import check_prompt, identity, read_rows
+from arealite.system.data.dataset import EMPTY, identity
+from arealite.system.data.forms import chat_form, renamed
+from arealite.system.data.messages import check_prompt, for_template, tool_calls
+from arealite.system.data.sources import read_rows
 from arealite.system.ledger.ledger import open_read_only
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ CONTEXT, ASSISTANT, NEXT_STATE = 0, 1, 2
 """Kinds of tokens: before the first trained answer; in an answer; between and after answers."""
 Row = tuple[str, dict[str, object]]
 """The place of a row, such as "data.jsonl, line 3", and its columns."""
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,14 @@ def render(
             "The prompt is a list of chat messages, but the model's tokenizer has no chat "
             "template. Use a chat model, or write the dataset's prompts as plain text."
         )
+    if any(map(tool_calls, messages)) and "tool_calls" not in str(tokenizer.chat_template):
+        raise UserError(
+            "The messages have `tool_calls`, but the tokenizer's chat template has none. Use a "
+            "model whose template renders them, or remove the messages."
+        )
     try:
         return tokenizer.apply_chat_template(
-            messages,
+            [for_template(message) for message in messages],
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -139,17 +147,20 @@ def read_dataset(config: ExperimentConfig) -> tuple[list[Row], list[Row]]:
     """
     data = config.dataset
     least = config.trainer.sft.min_reward if config.trainer.type == "sft" else None
-    held_out = load_rows(data.eval, "eval", min_reward=least) if data.eval else []
-    return load_rows(data.train, "train", min_reward=least), held_out
+    read = partial(load_rows, min_reward=least, columns=data.columns)
+    return read(data.train, "train"), read(data.eval, "eval") if data.eval else []
 
 
-def load_rows(path: str, split: str, *, min_reward: float | None = None) -> list[Row]:
-    """Read rows from a JSONL or Parquet file, or from the ledger of a run.
+def load_rows(
+    path: str, split: str, *, min_reward: float | None = None, columns: Mapping[str, str] = EMPTY
+) -> list[Row]:
+    """Read rows from a dataset, or from the ledger of a run.
 
     Args:
-        path: The file, a ledger.sqlite, or a run folder.
+        path: A dataset as for `read_rows`, a ledger.sqlite, or a run folder.
         split: train or eval, for errors.
         min_reward: Leave out rows with a smaller reward; rows without a reward are kept.
+        columns: The option `dataset.columns`.
 
     Raises:
         UserError: there are no rows, or none has at least `min_reward`.
@@ -157,7 +168,12 @@ def load_rows(path: str, split: str, *, min_reward: float | None = None) -> list
     place = Path(path).expanduser()
     ledger = RunPaths(place).ledger if path and place.is_dir() else place
     is_ledger = ledger.suffix == ".sqlite"
-    found = _collected(ledger) if is_ledger else list(read_rows(path, split, COLUMNS))
+    if is_ledger and ledger.exists():
+        found = _collected(ledger)
+    else:
+        every = read_rows(path, split, () if columns else COLUMNS)
+        forms = ((where, row, chat_form(row)[1]) for where, row in every)
+        found = [(at, renamed(row, own, columns, at, COLUMNS)) for at, row, own in forms]
     if not found:
         raise UserError(f"dataset.{split}={path} has no rows.")
     if min_reward is None:
@@ -359,9 +375,18 @@ def _chat(
                 "give each answer a row of its own, or change the template."
             )
         kinds += [NEXT_STATE if ids else CONTEXT] * (len(prompt) - len(ids))
-        sampled = _sampled(tokenizer, messages[turn]["content"]) if answered else []
+        sampled = _sampled(tokenizer, _said(tokenizer, messages, turn)) if answered else []
         ids, kinds = prompt + sampled, kinds + [ASSISTANT] * len(sampled)
     return _example(ids, kinds, limit)
+
+
+def _said(tokenizer: Any, messages: Messages, turn: int) -> str:
+    """Return the text of an answer: its content, or with tool calls what the template renders."""
+    if not tool_calls(messages[turn]):
+        return messages[turn]["content"]
+    before = render(tokenizer, messages[:turn])
+    whole = render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
+    return whole[common_prefix_length(before, whole) :].partition(tokenizer.eos_token)[0]
 
 
 def _sampled(tokenizer: Any, text: str) -> list[int]:

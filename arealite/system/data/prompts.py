@@ -121,7 +121,7 @@ def longest_request(config: ExperimentConfig, tasks: Sequence[Task]) -> int | No
     return answer + len(system.encode()) + 64 + max(_text_length(task.prompt) for task in tasks)
 
 
-def _text_length(prompt: str | list[dict[str, str]]) -> int:
+def _text_length(prompt: str | list[dict[str, Any]]) -> int:
     if isinstance(prompt, str):
         return len(prompt.encode())
-    return sum(len(str(message["content"]).encode()) + 32 for message in prompt)
+    return sum(len(str(message).encode()) + 32 for message in prompt)

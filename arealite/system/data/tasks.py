@@ -5,6 +5,7 @@ The list depends only on the config and the files, so every process builds the s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from itertools import cycle, islice, product
 
@@ -14,10 +15,15 @@ from arealite.api.collector import PartConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
+from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.system.data.dataset import COLUMNS, load_tasks, make_task, read_rows
+from arealite.system.data.dataset import load_tasks, make_task, read_tasks
+from arealite.system.data.forms import task_form
+from arealite.system.data.sources import read_rows
 
+SHOWN = 60
+"""Characters of a prompt or ground truth that `arealite check` shows."""
 FIRST_ROWS = 1000
 """Number of rows at the beginning of a file that are checked before a run starts."""
 GENERATED = "generated"
@@ -41,27 +47,83 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
         return _mixed(config, split, count)
     if path == GENERATED:
         return [*islice(generate(config.trainer.ppo.collector.env, split, config.seed), count)]
-    return load_tasks(path or "", split) if is_train or path else []
+    keep = reads_columns(config.trainer.ppo.collector.env)
+    return load_tasks(path or "", split, data.columns, keep=keep) if is_train or path else []
+
+
+def reward_of(config: EnvConfig) -> RewardConfig | None:
+    """Return the option `reward` of an environment; None if it has none."""
+    found = getattr(envs.options(config), "reward", None)
+    return found if isinstance(found, RewardConfig) else None
+
+
+def reads_columns(config: EnvConfig) -> bool:
+    """Return whether the reward of an environment reads `Task.columns`."""
+    reward = reward_of(config)
+    return reward is not None and rewards.get(reward.type).score_task is not Reward.score_task
+
+
+def first_tasks(
+    config: ExperimentConfig, part: PartConfig, split: str
+) -> Iterator[tuple[str, Task]]:
+    """Yield the place and the task of the first rows of a part: FIRST_ROWS of a file, or one
+    generated row."""
+    files = part if config.trainer.ppo.collector.envs else config.dataset
+    path = getattr(files, split)
+    if path == GENERATED:
+        made = islice(generate(part.env, split, config.seed), 1)
+        yield from ((f"the first row that {part.env.type} generates", task) for task in made)
+    elif path:
+        found = read_tasks(path, split, files.columns, keep=reads_columns(part.env))
+        yield from islice(found, FIRST_ROWS)
 
 
 def check_first_rows(config: ExperimentConfig) -> None:
-    """Check that each environment can read the first FIRST_ROWS rows of its files.
+    """Check that each environment can read, and its reward can score, the first rows.
 
     Raises:
-        UserError: a row cannot be read; the error names its file and line.
+        UserError: a reward function or a row cannot be used; the error names the file and line.
     """
-    collector = config.trainer.ppo.collector
-    for part, split in product(collector.parts.values(), ("train", "eval")):
-        path = getattr(part if collector.envs else config.dataset, split)
-        if path and path != GENERATED:
-            rows = islice(read_rows(path, split, COLUMNS), FIRST_ROWS)
-            for index, (where, row) in enumerate(rows):
-                task, kind = make_task(row, f"{split}-{index}", where), part.env.type
-                try:
-                    envs.get(kind).check_row(task)
-                except Exception as error:  # an environment may raise anything
-                    why = f"environment {kind} cannot read it: {type(error).__name__}: {error}"
-                    raise UserError(f"{where}: {why}. Correct or remove the row.") from error
+    for part, split in product(config.trainer.ppo.collector.parts.values(), ("train", "eval")):
+        asyncio.run(_check_tasks(part.env, first_tasks(config, part, split)))
+
+
+async def _check_tasks(config: EnvConfig, rows: Iterator[tuple[str, Task]]) -> None:
+    reward, kind = reward_of(config), config.type
+    scorer = make_reward(reward) if reward else None
+    try:
+        for where, task in rows:
+            try:
+                envs.get(kind).check_row(task)
+                if scorer:
+                    await scorer.check_row(task)
+            except Exception as error:  # an environment may raise anything
+                why = f"environment {kind} cannot read it: {type(error).__name__}: {error}"
+                raise UserError(f"{where}: {why}. Correct or remove the row.") from error
+    finally:
+        if scorer:
+            await scorer.close()
+
+
+def describe(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Yield (heading, text) about the training rows: their form, and the first row as read."""
+    for name, part in config.trainer.ppo.collector.parts.items():
+        files = part if name else config.dataset
+        if files.train != GENERATED:
+            row = next(iter(read_rows(files.train, "train")))[1]
+            mapped = ", ".join(f"{own}={column}" for own, column in files.columns.items())
+            forms = [task_form(row)[0], f"dataset.columns: {mapped}" if mapped else ""]
+            yield from (("data", f"{form} {name}".strip()) for form in forms if form)
+        for _, task in islice(first_tasks(config, part, "train"), 1):
+            others = f"; columns: {', '.join(task.columns)}" if task.columns else ""
+            asked, truth = short(task.text), task.ground_truth
+            yield "example", f"{asked} -> {'null' if truth is None else short(truth)}{others}"
+
+
+def short(text: str) -> str:
+    """Return the beginning of a text in one line, in quotes."""
+    line = " ".join(text.split())
+    return f'"{line}"' if len(line) <= SHOWN else f'"{line[:SHOWN]}…"'
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
@@ -95,7 +157,7 @@ def _mixed(config: ExperimentConfig, split: str, count: int) -> list[Task]:
         drawn = {
             name: islice(_own(config, part, split), count)
             if part.eval == GENERATED
-            else load_tasks(part.eval or "", split)
+            else _read(part, split)
             for name, part in held_out.items()
         }
     named = [_named(task, name) for name, tasks in drawn.items() for task in tasks]
@@ -106,7 +168,12 @@ def _own(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[Tas
     path = part.train if split == "train" else part.eval
     if path == GENERATED:
         return generate(part.env, split, config.seed)
-    return cycle(load_tasks(path or "", split))
+    return cycle(_read(part, split))
+
+
+def _read(part: PartConfig, split: str) -> list[Task]:
+    path = (part.train if split == "train" else part.eval) or ""
+    return load_tasks(path, split, part.columns, keep=reads_columns(part.env))
 
 
 def _named(task: Task, name: str) -> Task:

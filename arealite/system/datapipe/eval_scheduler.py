@@ -41,7 +41,7 @@ class EvalScheduler:
         """Begin an evaluation, unless it is running already."""
         if eval_id not in self.runs:
             self.runs[eval_id] = groups = [
-                Group(eval_id, f"e{eval_id}-{row}", task, self.samples, 0, row)
+                Group(eval_id, f"e{eval_id}-{row}", task, task.eval_samples(self.samples), 0, row)
                 for row, task in enumerate(self.tasks)
             ]
             self.groups |= (by_id := {group.group_id: group for group in groups})
@@ -145,8 +145,9 @@ def score(groups: Sequence[Group]) -> dict[str, float]:
     metrics["eval/tokens_mean"] = fmean(h.trained_tokens for h in headers)
     metrics["eval/oldest_version"] = float(min(h.oldest_version for h in headers))
     metrics["eval/newest_version"] = float(max(h.newest_version for h in headers))
-    counts, size = [(len(own), sum(r >= SOLVED for r in own)) for own in rewards], groups[0].size
-    for k in default_ks(size) if size > 1 else ():
+    counts = [(len(own), sum(r >= SOLVED for r in own)) for own in rewards]
+    sizes = {group.size for group in groups}
+    for k in sorted({k for n in sizes for k in default_ks(n)}) if max(sizes) > 1 else ():
         if estimate := mean_pass_at_k(counts, k):
             metrics[f"eval/pass@{k}"] = estimate.mean
     sources: defaultdict[str, list[float]] = defaultdict(list)

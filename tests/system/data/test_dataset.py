@@ -73,7 +73,7 @@ def test_blank_lines_and_crlf_are_skipped(tmp_path):
         ({"prompt": "a", "ground_truth": 42}, 'Write it as "42"'),
         ({"prompt": "a", "extra_info": "x"}, "`extra_info` is str"),
         ({"promt": "a"}, "Did you mean 'promt'? Rename it"),
-        ({"question": "a"}, "no column `prompt`, only question. Add it."),
+        ({"question": "a"}, "no column `prompt`, only question. Did you mean"),
         ({}, "no column `prompt`, only none."),
         ([1], "not a JSON object"),
     ],
@@ -114,12 +114,12 @@ def test_bad_parquet_is_refused(tmp_path):
     [
         ("", r"Set dataset\.train="),
         ("absent.jsonl", "does not exist"),
-        ("rows.json", r"Unknown dataset suffix '\.json'\. Did you mean '\.jsonl'"),
+        ("rows.jsn", r"Unknown dataset suffix '\.jsn'\. Did you mean '\.json'"),
         ("rows", "Unknown dataset suffix ''"),
     ],
 )
 def test_unusable_file_is_refused(tmp_path, name, says):
-    (tmp_path / "rows.json").write_text("{}")
+    (tmp_path / "rows.jsn").write_text("{}")
     with pytest.raises(UserError, match=says):
         load_tasks(str(tmp_path / name) if name else "", "train")
 

@@ -9,7 +9,6 @@ import random
 import time
 import zlib
 from collections.abc import Iterator
-from operator import attrgetter
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
@@ -29,7 +28,6 @@ class MathEnv(Env):
     """Scores an agent's answer against the task's ground truth."""
 
     resumable = True
-    check_row = staticmethod(attrgetter("truth"))
 
     def __init__(self, args: TrialConfig, config: MathEnvConfig) -> None:
         super().__init__(args, config)
@@ -63,12 +61,12 @@ class MathEnv(Env):
         """Run the agent for one answer, and set its reward. A truncated answer is scored too.
 
         Raises:
-            EpisodeError: The task has no ground truth.
+            EpisodeError: The answer cannot be scored.
         """
-        agent, truth = agents["agent"], task.truth
+        agent = agents["agent"]
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
-        score = await self.scorer.score(action.text, truth)
+        score = await self.scorer.score_task(action.text, task)
         agent.record.seconds_scoring += time.perf_counter() - begin
         agent.reward(score, **getattr(score, "parts", {}))
 

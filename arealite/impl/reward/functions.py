@@ -1,0 +1,226 @@
+"""The reward `function`: the weighted sum of Python functions, which `paths` names.
+
+A function gets the values that its parameters name:
+
+* `reward(completion, ground_truth)`: for one completion, and returns a number. Other parameters
+  are `prompt`, `extra_info`, and the row's columns and keys of `extra_info`.
+* `reward(completions, prompts, …)`: TRL's form. Each argument is a list of one value, and so is the
+  result. A completion is a text, or a list of one message if the prompt is a chat.
+
+A path may also name a `Reward` class. A function that returns None has no opinion on the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from traceback import extract_tb
+from typing import Any
+
+from arealite.api.reward import FunctionRewardConfig, Reward, Score
+from arealite.api.task import Task
+from arealite.base.errors import EpisodeError, UserError
+from arealite.base.registry import import_user_module, unknown
+
+THREADS = 16
+"""Concurrent calls of functions that are not async, in one worker."""
+OPTION = "reward.function.paths"
+TAKEN = ("self", "value")
+"""Names that a part of a reward cannot have: parameters of `Agent.reward`."""
+
+
+class FunctionFailed(EpisodeError):
+    """A reward function raised an exception or returned no number. There is no reward."""
+
+    failure_class = "reward_function"
+
+
+class FunctionReward(Reward):
+    """Adds the weighted results of functions. Each result is a part with the function's name."""
+
+    def __init__(self, config: FunctionRewardConfig) -> None:
+        """Import the functions.
+
+        Raises:
+            UserError: A path or a signature is invalid.
+        """
+        super().__init__(config)
+        self.weights = config.weights or [1.0] * len(config.paths)
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
+        self.parts = dict[str, Reward]()
+        for path in config.paths:
+            name = path.rpartition(":")[2]
+            while name in (*TAKEN, *self.parts):
+                name += "_"
+            self.parts[name] = make_part(path, self.threads)
+
+    async def setup(self) -> None:
+        """Set up the `Reward` classes."""
+        for part in self.parts.values():
+            await part.setup()
+
+    async def score(self, completion: str, ground_truth: str) -> float:
+        """Return the reward of a row without other columns."""
+        return await self.score_task(completion, Task("", "", ground_truth, {}))
+
+    async def score_task(self, completion: str, task: Task) -> float:
+        """Return the weighted sum; its parts are the results without weights.
+
+        Raises:
+            FunctionFailed: A function failed.
+        """
+        every = [part.score_task(completion, task) for part in self.parts.values()]
+        total, parts = 0.0, dict[str, float]()
+        for name, weight, value in zip(
+            self.parts, self.weights, await asyncio.gather(*every), strict=True
+        ):
+            parts |= getattr(value, "parts", {})
+            if value is not NO_OPINION:
+                parts[name] = float(value)
+                total += weight * value
+        result = Score(total)
+        result.parts = parts
+        return result
+
+    async def check_row(self, task: Task) -> None:
+        """Check that each function gets its arguments from this row.
+
+        Raises:
+            EpisodeError: The row lacks an argument.
+        """
+        for part in self.parts.values():
+            await part.check_row(task)
+
+    async def close(self) -> None:
+        """Stop the `Reward` classes. Does not wait for running functions."""
+        for part in self.parts.values():
+            await part.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+NO_OPINION = Score(0.0)
+"""The result of a function that returned None."""
+
+
+def make_part(path: str, threads: ThreadPoolExecutor) -> Reward:
+    """Import the function or `Reward` class that a path names.
+
+    Raises:
+        UserError: The path or the signature is invalid.
+    """
+    module, _, name = path.rpartition(":")
+    option = f"{OPTION}={path}"
+    if not module:
+        raise UserError(f"{option} names no function. Write module:name or file.py:name.")
+    found = import_user_module(module, option)
+    if not callable(target := getattr(found, name, None)):
+        known = [each for each, value in vars(found).items() if inspect.isfunction(value)]
+        raise UserError(f"{option}: {unknown('function', name, known)}")
+    if isinstance(target, type) and issubclass(target, Reward):
+        return target(None)
+    return _Function(path, target, threads)
+
+
+class _Function(Reward):
+    """One function."""
+
+    def __init__(self, path: str, target: Any, threads: ThreadPoolExecutor) -> None:
+        super().__init__(None)
+        self.path, self.target, self.threads = path, target, threads
+        try:
+            parameters = inspect.signature(target).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{OPTION}={path} has no signature. Write a def around it.") from error
+        kinds = {each.kind for each in parameters}
+        self.named = {each.name for each in parameters}
+        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        self.required = [
+            each.name
+            for each in parameters
+            if each.default is each.empty and each.kind.value in (1, 3)
+        ]
+        self.is_batched = "completions" in self.named
+        is_async = inspect.iscoroutinefunction
+        self.is_async = is_async(target) or is_async(type(target).__call__)
+        if inspect.Parameter.POSITIONAL_ONLY in kinds or not (
+            self.takes_all or self.named & {"completion", "completions", "solution_str"}
+        ):
+            raise UserError(
+                f"{OPTION}={path}: its parameters are ({', '.join(self.named)}), and none is named "
+                "`completion`. Write def f(completion, ground_truth), or TRL's "
+                "def f(completions, **columns)."
+            )
+
+    def arguments(self, completion: str, task: Task) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        prompt, truth = task.prompt, task.ground_truth
+        row = {**task.extra_info, **task.columns, "prompt": prompt, "extra_info": task.extra_info}
+        if truth is not None:
+            row["ground_truth"] = truth
+        if self.is_batched:
+            is_text = isinstance(prompt, str)
+            said = completion if is_text else [{"role": "assistant", "content": completion}]
+            row |= {"prompts": prompt, "completions": said}
+            row = {name: [value] for name, value in row.items()}
+        else:
+            row |= {"completion": completion, "solution_str": completion}
+        return row if self.takes_all else {k: v for k, v in row.items() if k in self.named}
+
+    async def check_row(self, task: Task) -> None:
+        """Check that the row has all arguments without a default."""
+        given = self.arguments("", task)
+        if missing := [name for name in self.required if name not in given]:
+            row = ["ground_truth"] * (task.ground_truth is not None)
+            has = ", ".join([*row, *task.columns, *task.extra_info]) or "none"
+            raise EpisodeError(
+                f"reward function {self.path} needs `{missing[0]}`, and the row has the columns "
+                f"{has}. Give the parameter a default, or set dataset.columns.{missing[0]}"
+            )
+
+    async def score(self, completion: str, ground_truth: str) -> float:
+        """Return the result for a row without other columns."""
+        return await self.score_task(completion, Task("", "", ground_truth, {}))
+
+    async def score_task(self, completion: str, task: Task) -> float:
+        """Call the function and return its number.
+
+        Raises:
+            FunctionFailed: The function raised an exception, or returned no number.
+        """
+        given = self.arguments(completion, task)
+        with self._failing():
+            if self.is_async:
+                value = await self.target(**given)
+            else:
+                loop = asyncio.get_running_loop()
+                value = await loop.run_in_executor(self.threads, self._call, given)
+        if self.is_batched:
+            try:
+                (value,) = value
+            except (TypeError, ValueError) as error:
+                what = f"{value!r:.60}, and must return a list with one number per completion"
+                raise FunctionFailed(f"reward function {self.path} returned {what}") from error
+        if value is None:
+            return NO_OPINION
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            what = f"{value!r:.60} ({type(value).__name__}), and must return a number or None"
+            raise FunctionFailed(f"reward function {self.path} returned {what}")
+        return value if isinstance(value, Score) else float(value)
+
+    def _call(self, given: dict[str, Any]) -> Any:
+        with self._failing():  # an asyncio future cannot hold a StopIteration
+            return self.target(**given)
+
+    @contextmanager
+    def _failing(self) -> Generator[None]:
+        try:
+            yield
+        except EpisodeError:
+            raise
+        except (Exception, SystemExit) as error:
+            frame = extract_tb(error.__traceback__)[-1]
+            what = f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            raise FunctionFailed(f"reward function {self.path} {what}") from error

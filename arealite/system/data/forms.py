@@ -1,0 +1,160 @@
+"""Finds AReaLite's columns in the rows of other libraries, and applies `dataset.columns`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from arealite.base.errors import UserError
+from arealite.base.registry import unknown
+
+TASK = ("prompt", "ground_truth", "extra_info")
+"""Columns of a task."""
+PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "text")
+"""Common names of the column with the prompt, for errors."""
+ROLES = {
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"},
+    **{"observation": "tool", "function_response": "tool"},
+}
+"""Role of a chat message by ShareGPT's `from`; other values are roles already."""
+HUMANEVAL = ("prompt", "entry_point", "canonical_solution", "test")
+"""Columns of HumanEval's rows. `task_id` is not required."""
+Row = dict[str, Any]
+_json = msgspec.json.Encoder().encode
+
+
+def task_form(row: Row) -> tuple[str, Row]:
+    """Return (name of the recognised form or "", the row with AReaLite's columns)."""
+    model = row.get("reward_model")
+    if row.get("extra_info") is None and all(row.get(name) is not None for name in HUMANEVAL):
+        info = {"data_source": "humaneval", "entry_point": row["entry_point"], "test": row["test"]}
+        truth = as_text(row["canonical_solution"])
+        return "HumanEval rows", {**row, "ground_truth": truth, "extra_info": info}
+    if "prompt" in row:
+        if row.get("ground_truth") is not None or not isinstance(model, dict):
+            return "", row
+        truth = as_text(cast(Row, model).get("ground_truth"))
+        row = {"extra_info": {}, **row, "ground_truth": truth}
+        if isinstance(row["extra_info"], dict) and "data_source" in row:
+            row["extra_info"] = {"data_source": row["data_source"], **row["extra_info"]}
+        return "verl rows: reward_model.ground_truth", row
+    if {"question", "answer"} <= row.keys():
+        answer, form = row["answer"], "rows: question/answer"
+        if isinstance(answer, str) and "####" in answer:
+            form = "GSM8K rows: question/answer, `####` answers"
+            answer = answer.rpartition("####")[2].strip().replace(",", "")
+        return form, {**row, "prompt": row["question"], "ground_truth": as_text(answer)}
+    if "problem" in row and {"answer", "solution"} & row.keys():
+        form, truth = "rows: problem/answer", row.get("answer")
+        if truth is None:
+            form, truth = "MATH rows: problem/solution, \\boxed answers", row.get("solution")
+            truth = boxed(truth) or truth if isinstance(truth, str) else truth
+        return form, {**row, "prompt": row["problem"], "ground_truth": as_text(truth)}
+    return "", row
+
+
+def chat_form(row: Row) -> tuple[str, Row]:
+    """Return (name of the form, the row with AReaLite's columns), for a row of sft, dpo, reward."""
+    talk = row.get("conversations")
+    if talk is not None and not any(row.get(name) for name in ("messages", "prompt", "tokens")):
+        is_pair = row.get("chosen") is not None
+        names = ["chosen", "rejected"] if is_pair else []
+        return f"ShareGPT rows: {'/'.join(['conversations', *names])}", {
+            **row,
+            "prompt" if is_pair else "messages": _from_sharegpt(talk),
+            **{name: _from_sharegpt(row.get(name)) for name in names},
+        }
+    forms = ("tokens",), ("messages",), ("prompt", "completion"), ("prompt", "chosen", "rejected")
+    for names in (*forms, ("chosen", "rejected")):
+        if all(row.get(name) is not None for name in names):
+            chat = ", chats" if isinstance(row[names[-1]], list) and names[0] != "tokens" else ""
+            return f"rows: {'/'.join(names)}{chat}", row
+    return "", row
+
+
+def _from_sharegpt(value: object) -> object:
+    """Convert one ShareGPT message or a list of them to chat messages; keep anything else."""
+    if isinstance(value, list):
+        return [_message(each) for each in cast(list[object], value)]
+    return [_message(cast(object, value))] if isinstance(value, dict) else value
+
+
+def _message(value: object) -> object:
+    message = cast(Row, value) if isinstance(value, dict) else {}
+    if "from" not in message:
+        return message or value
+    role = str(message["from"])
+    return {"role": ROLES.get(role, role), "content": message.get("value")}
+
+
+def renamed(
+    row: Row, own: Row, columns: Mapping[str, str], where: str, known: Sequence[str] = TASK
+) -> Row:
+    """Return `own` with the columns that `dataset.columns` names; its names win over recognition.
+
+    For a task, a name that is not in `known` is added to `extra_info`.
+
+    Args:
+        row: The row of the file.
+        own: The row with the recognised columns.
+        columns: `dataset.columns`: names of the file's columns by our names. `a.b` is the value b
+            in column a.
+        where: The place of the row, for errors.
+        known: AReaLite's columns.
+
+    Raises:
+        UserError: the row does not have a column, or `columns` has a misspelled name.
+    """
+    own, extra = {**own}, dict[str, object]()
+    for name, path in columns.items():
+        value = _find(row, path, name, where)
+        if name in known:
+            own[name] = as_text(value) if name == "ground_truth" else value
+        elif known is not TASK or difflib.get_close_matches(name, TASK, n=1, cutoff=0.75):
+            raise UserError(unknown("key of dataset.columns", name, known))
+        else:
+            extra[name] = value
+    if extra and isinstance(own.get("extra_info") or {}, dict):
+        own["extra_info"] = {**(own.get("extra_info") or {}), **extra}
+    return own
+
+
+def _find(row: Row, path: str, name: str, where: str) -> object:
+    value: Any = row
+    for key in [path] if path in row else path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            near = difflib.get_close_matches(path, [*row], n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            what = f"no column `{path}` (dataset.columns.{name}), only {', '.join(row) or 'none'}"
+            raise UserError(f"{where}: {what}.{hint}")
+        value = cast(Row, value)[key]
+    return cast(object, value)
+
+
+def no_prompt(names: Sequence[str], where: str) -> UserError:
+    """Return the error for a row without a prompt; it names the file's columns and the fix."""
+    near = [*difflib.get_close_matches("prompt", names, n=1), *(n for n in PROMPTS if n in names)]
+    hint = "Add it, or set dataset.columns.prompt to the name of the column with the prompts."
+    if near:
+        fix = f"Rename it to `prompt`, or set dataset.columns.prompt={near[0]}."
+        hint = f"Did you mean '{near[0]}'? {fix}"
+    return UserError(f"{where}: no column `prompt`, only {', '.join(names) or 'none'}. {hint}")
+
+
+def as_text(value: object) -> str | None:
+    """Return a ground truth as text: numbers, lists and objects as JSON."""
+    return value if isinstance(value, str | None) else _json(value).decode()
+
+
+def boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{…} of a text; None without one."""
+    _, mark, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for end, letter in enumerate(rest if mark else ""):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return rest[:end]
+    return None

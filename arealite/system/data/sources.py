@@ -1,0 +1,195 @@
+"""Reads the rows of a dataset: JSONL, JSON, CSV, Parquet, a `datasets` folder, or a hub id.
+
+Each row comes with its place, such as "data.jsonl, line 3", for errors.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from arealite.base.errors import UserError
+from arealite.base.extras import import_optional
+from arealite.base.registry import unknown
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
+"""Exceptions for a line that is not a JSON object, is nested too deep, or has a number above 64
+bits."""
+DEPTH = 100
+"""Maximum nesting of a row: each process that decodes the row needs stack for every level."""
+ROW = '{"prompt": …, "ground_truth": …}'
+"""Example of a JSONL line, for errors."""
+FOREIGN = ("reward_model", "conversations", "entry_point")
+"""Columns of other libraries' formats: all columns of a Parquet file with one of them are read."""
+HUB_ID = re.compile(r"[\w-]+/[\w-]+(?:\.\d[\w-]*)*(?::[\w.-]*){0,2}")
+"""Matches owner/name, owner/name:config and owner/name:config:split."""
+SPLITS = {"eval": ("eval", "validation", "test")}
+"""Names of the held-out split, in order of preference. Other splits are read from "train"."""
+Place = tuple[str, dict[str, Any]]
+"""The place of a row and its columns."""
+
+
+def read_rows(path: str, split: str, columns: Sequence[str] = ()) -> Iterator[Place]:
+    """Yield the rows of a dataset.
+
+    Args:
+        path: A file, a folder saved with `save_to_disk`, or a hub id.
+        split: train or eval, for errors and folders with several splits.
+        columns: Columns to read from a Parquet file; all are read if `columns` is empty, or if the
+            file has none of them or has another library's format.
+
+    Yields:
+        The place of the row, for errors, and its columns.
+
+    Raises:
+        UserError: the file is missing, of another type, or not readable.
+    """
+    if not path:
+        hint = f"Set dataset.{split}=<file.jsonl, .json, .csv or .parquet>."
+        raise UserError(f"no dataset for split '{split}'. {hint}")
+    file = Path(path).expanduser()
+    if file.is_dir():
+        yield from _folder_rows(file, split)
+        return
+    if not file.exists() and HUB_ID.fullmatch(path):
+        yield from _hub_rows(path, split)
+        return
+    readers = {".jsonl": jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}
+    if file.suffix not in (suffixes := (*readers, ".parquet")):
+        raise UserError(unknown("dataset suffix", file.suffix, suffixes) + f" File: {file}.")
+    if not os.path.isfile(file):
+        hint = f"Set dataset.{split}, or {split} of its part of collector.envs, to a file."
+        raise UserError(f"dataset file {file} does not exist or is not a regular file. {hint}")
+    yield from readers[file.suffix](file) if file.suffix in readers else _parquet(file, columns)
+
+
+def jsonl_rows(file: Path) -> Iterator[Place]:
+    """Yield the place and columns of each row; skip blank lines.
+
+    Raises:
+        UserError: a line is not a JSON object.
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _row(line, f"{file}, line {number}")
+
+
+def _json_rows(file: Path) -> Iterator[Place]:
+    """Yield the rows of an array, counted from 0, or of a file with one object a line."""
+    text = file.read_bytes()
+    if not text.lstrip().startswith(b"["):
+        yield from jsonl_rows(file)
+        return
+    try:
+        found = msgspec.json.decode(text, type=list[msgspec.Raw])
+    except ROW_ERRORS as error:
+        raise UserError(f"{file}: not a JSON array: {error}. Write [{ROW}, …].") from error
+    for number, raw in enumerate(found):
+        yield _row(bytes(raw), f"{file}, row {number}")
+
+
+def _row(line: bytes, where: str) -> Place:
+    try:
+        _encode(row := _decode(line))  # other processes encode it later
+        if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
+            raise RecursionError(f"nested deeper than {DEPTH} levels")
+    except ROW_ERRORS as error:
+        hint = f"Write one object a line, of at most {DEPTH} levels"
+        raise UserError(f"{where}: not a JSON object: {error}. {hint}: {ROW}.") from error
+    return where, row
+
+
+def _depth(value: object) -> int:
+    inner: Any = cast(dict[str, object], value).values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
+
+
+def _csv_rows(file: Path) -> Iterator[Place]:
+    """Yield the rows of a CSV file with a header. All values are texts."""
+    where = f"{file}, line 1"
+    csv.field_size_limit(1 << 30)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            for row in (reader := csv.DictReader(lines, strict=True)):
+                where = f"{file}, line {reader.line_num}"
+                if cast(Any, None) in row or None in row.values():
+                    raise UserError(
+                        f"{where}: not as many cells as the header has columns. Quote cells that "
+                        "contain commas or line breaks."
+                    )
+                yield where, row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: not readable CSV: {error}. Save it as UTF-8.") from error
+
+
+def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
+    """Yield the place and columns of each row; rows are counted from 0."""
+    # Imported only for Parquet files.
+    pyarrow = importlib.import_module("pyarrow")
+    parquet = importlib.import_module("pyarrow.parquet")
+    try:
+        names: list[str] = parquet.read_schema(file).names
+        wanted = [] if {*FOREIGN} & {*names} else [n for n in columns if n in names]
+        table = parquet.read_table(file, columns=wanted or None)
+    except (pyarrow.ArrowException, OSError) as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"dataset file {file} is not readable Parquet: {line}") from error
+    yield from _numbered(file, table.to_pylist())
+
+
+def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
+    """Yield the rows of a folder that `save_to_disk` of the `datasets` library has written."""
+    if (listing := folder / "dataset_dict.json").is_file():
+        folder /= _pick_split(json.loads(listing.read_text())["splits"], split, str(folder), "/")
+    if not (state := folder / "state.json").is_file():
+        raise UserError(
+            f"dataset.{split}={folder} is a folder without a dataset of save_to_disk. Name a file "
+            "(.jsonl, .json, .csv, .parquet), or a folder that save_to_disk has written."
+        )
+    ipc = importlib.import_module("pyarrow.ipc")
+    files = [folder / each["filename"] for each in json.loads(state.read_text())["_data_files"]]
+    try:
+        rows = [r for f in files for r in ipc.open_stream(f.read_bytes()).read_all().to_pylist()]
+    except OSError as error:
+        line = " ".join(str(error).split())
+        raise UserError(f"{folder} is not a readable dataset: {line}. Save it again.") from error
+    yield from _numbered(folder, rows)
+
+
+def _hub_rows(name: str, split: str) -> Iterator[Place]:
+    """Yield the rows of a dataset of the Hugging Face hub: owner/name:config:split."""
+    what = f"dataset.{split}={name}: there is no file of this name, and as a hub id it failed"
+    owner, config, chosen, *_ = [*name.split(":"), "", ""]
+    try:
+        found = import_optional("datasets", "datasets").load_dataset(owner, config or None)
+        rows = found[chosen or _pick_split([*found], split, f"{owner}:{config}", ":")]
+    except Exception as error:  # the library and the network may raise anything
+        line = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{what}: {line}. Correct it, or download the dataset and name a file or a folder."
+        ) from error
+    yield from _numbered(name, rows)
+
+
+def _pick_split(names: Sequence[str], split: str, where: str, mark: str) -> str:
+    for name in SPLITS.get(split, ("train",)):
+        if name in names:
+            return name
+    hint = f"dataset.{split}={where}{mark}NAME"
+    raise UserError(f"{where} has the splits {', '.join(names)}. Choose one: {hint}.")
+
+
+def _numbered(place: object, rows: Iterable[dict[str, Any]]) -> Iterator[Place]:
+    for number, row in enumerate(rows):
+        yield f"{place}, row {number}", row
