@@ -20,7 +20,14 @@ from arealite.api.llm_server import LLMServer, LLMServerConfig, servers
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.api.publisher_config import PublisherConfig
-from arealite.api.reward import MathVerifyConfig, Reward, RewardConfig, make_reward, rewards
+from arealite.api.reward import (
+    FunctionRewardConfig,
+    MathVerifyConfig,
+    Reward,
+    RewardConfig,
+    make_reward,
+    rewards,
+)
 from arealite.api.tool import Tool, tools
 from arealite.api.trainer import Trainer, trainers
 from tests.fakes.foreign import ADAPTERS, installed
@@ -69,10 +76,15 @@ def test_default_type_is_registered(_table: Any, _base: type, config: type | Non
         assert config().type in _table.names()
 
 
+def is_right(completion: str, ground_truth: str) -> bool:
+    return completion == ground_truth
+
+
 @pytest.mark.parametrize("name", built_in(rewards))
 async def test_reward_scores_a_right_answer_above_a_wrong_one(name: str):
     patient = MathVerifyConfig(timeout_s=60.0)
-    reward = make_reward(RewardConfig(type=name, math_verify=patient))
+    function = FunctionRewardConfig(paths=[f"{__name__}:is_right"])
+    reward = make_reward(RewardConfig(type=name, math_verify=patient, function=function))
     await reward.setup()
     try:
         assert await reward.score("42", "42") > await reward.score("41", "42")

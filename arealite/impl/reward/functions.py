@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from traceback import extract_tb
 from typing import Any
 
@@ -73,17 +72,12 @@ class FunctionReward(Reward):
             FunctionFailed: A function failed.
         """
         every = [part.score_task(completion, task) for part in self.parts.values()]
-        total, parts = 0.0, dict[str, float]()
-        for name, weight, value in zip(
-            self.parts, self.weights, await asyncio.gather(*every), strict=True
-        ):
-            parts |= getattr(value, "parts", {})
-            if value is not NO_OPINION:
-                parts[name] = float(value)
-                total += weight * value
-        result = Score(total)
-        result.parts = parts
-        return result
+        values = dict(zip(self.parts, await asyncio.gather(*every), strict=True))
+        score = Score(sum(w * v for w, v in zip(self.weights, values.values(), strict=True)))
+        for name, value in values.items():
+            own = {} if value is NO_OPINION else {name: float(value)}
+            score.parts |= getattr(value, "parts", {}) | own
+        return score
 
     async def check_row(self, task: Task) -> None:
         """Check that each function gets its arguments from this row.
@@ -131,96 +125,82 @@ class _Function(Reward):
         super().__init__(None)
         self.path, self.target, self.threads = path, target, threads
         try:
-            parameters = inspect.signature(target).parameters.values()
+            self.signature = inspect.signature(target)
         except (TypeError, ValueError) as error:
             raise UserError(f"{OPTION}={path} has no signature. Write a def around it.") from error
-        kinds = {each.kind for each in parameters}
-        self.named = {each.name for each in parameters}
-        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        self.required = [
-            each.name
-            for each in parameters
-            if each.default is each.empty and each.kind.value in (1, 3)
-        ]
-        self.is_batched = "completions" in self.named
-        is_async = inspect.iscoroutinefunction
-        self.is_async = is_async(target) or is_async(type(target).__call__)
-        if inspect.Parameter.POSITIONAL_ONLY in kinds or not (
-            self.takes_all or self.named & {"completion", "completions", "solution_str"}
-        ):
+        kinds = {each.name: each.kind for each in self.signature.parameters.values()}
+        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        self.is_batched = "completions" in kinds
+        is_named = self.takes_all or {*kinds} & {"completion", "completions", "solution_str"}
+        if not is_named or inspect.Parameter.POSITIONAL_ONLY in kinds.values():
             raise UserError(
-                f"{OPTION}={path}: its parameters are ({', '.join(self.named)}), and none is named "
+                f"{OPTION}={path}: its parameters are ({', '.join(kinds)}), and none is named "
                 "`completion`. Write def f(completion, ground_truth), or TRL's "
                 "def f(completions, **columns)."
             )
 
     def arguments(self, completion: str, task: Task) -> dict[str, Any]:
         """Return the arguments of a call by name."""
-        prompt, truth = task.prompt, task.ground_truth
-        row = {**task.extra_info, **task.columns, "prompt": prompt, "extra_info": task.extra_info}
-        if truth is not None:
-            row["ground_truth"] = truth
+        info, truth = task.extra_info, task.ground_truth
+        row = {**info, **task.columns, "prompt": task.prompt, "extra_info": info}
+        row |= {} if truth is None else {"ground_truth": truth}
         if self.is_batched:
-            is_text = isinstance(prompt, str)
+            is_text = isinstance(task.prompt, str)
             said = completion if is_text else [{"role": "assistant", "content": completion}]
-            row |= {"prompts": prompt, "completions": said}
+            row |= {"prompts": task.prompt, "completions": said}
             row = {name: [value] for name, value in row.items()}
         else:
             row |= {"completion": completion, "solution_str": completion}
-        return row if self.takes_all else {k: v for k, v in row.items() if k in self.named}
+        known = row if self.takes_all else self.signature.parameters
+        return {name: value for name, value in row.items() if name in known}
 
     async def check_row(self, task: Task) -> None:
         """Check that the row has all arguments without a default."""
-        given = self.arguments("", task)
-        if missing := [name for name in self.required if name not in given]:
-            row = ["ground_truth"] * (task.ground_truth is not None)
-            has = ", ".join([*row, *task.columns, *task.extra_info]) or "none"
+        try:
+            self.signature.bind(**self.arguments("", task))
+        except TypeError as error:
+            has = ["ground_truth"] * (task.ground_truth is not None)
+            has = ", ".join([*has, *task.columns, *task.extra_info]) or "none"
             raise EpisodeError(
-                f"reward function {self.path} needs `{missing[0]}`, and the row has the columns "
-                f"{has}. Give the parameter a default, or set dataset.columns.{missing[0]}"
-            )
+                f"reward function {self.path}: {error}. The row has the columns {has}. Give the "
+                "parameter a default, or name its column: dataset.columns.PARAMETER=COLUMN"
+            ) from error
 
     async def score(self, completion: str, ground_truth: str) -> float:
         """Return the result for a row without other columns."""
         return await self.score_task(completion, Task("", "", ground_truth, {}))
 
     async def score_task(self, completion: str, task: Task) -> float:
-        """Call the function and return its number.
+        """Call the function in a thread, and return its number.
 
         Raises:
             FunctionFailed: The function raised an exception, or returned no number.
         """
-        given = self.arguments(completion, task)
-        with self._failing():
-            if self.is_async:
-                value = await self.target(**given)
-            else:
-                loop = asyncio.get_running_loop()
-                value = await loop.run_in_executor(self.threads, self._call, given)
-        if self.is_batched:
-            try:
-                (value,) = value
-            except (TypeError, ValueError) as error:
-                what = f"{value!r:.60}, and must return a list with one number per completion"
-                raise FunctionFailed(f"reward function {self.path} returned {what}") from error
-        if value is None:
-            return NO_OPINION
-        if isinstance(value, str) or not hasattr(value, "__float__"):
-            what = f"{value!r:.60} ({type(value).__name__}), and must return a number or None"
-            raise FunctionFailed(f"reward function {self.path} returned {what}")
-        return value if isinstance(value, Score) else float(value)
-
-    def _call(self, given: dict[str, Any]) -> Any:
-        with self._failing():  # an asyncio future cannot hold a StopIteration
-            return self.target(**given)
-
-    @contextmanager
-    def _failing(self) -> Generator[None]:
+        call = partial(self._call, self.arguments(completion, task))
+        value, error = await asyncio.get_running_loop().run_in_executor(self.threads, call)
         try:
-            yield
+            if error is not None:
+                raise error
+            value = await value if inspect.isawaitable(value) else value
         except EpisodeError:
             raise
         except (Exception, SystemExit) as error:
             frame = extract_tb(error.__traceback__)[-1]
             what = f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
             raise FunctionFailed(f"reward function {self.path} {what}") from error
+        value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch
+        match value if self.is_batched else [value]:
+            case [None]:
+                return NO_OPINION
+            case [int() | float() as number]:
+                return number
+        wanted = "a list with one number per completion" if self.is_batched else "a number or None"
+        what = f"returned {value!r:.60}, and must return {wanted}"
+        raise FunctionFailed(f"reward function {self.path} {what}")
+
+    def _call(self, given: dict[str, Any]) -> tuple[Any, BaseException | None]:
+        """Return (result, None) or (None, exception): a future cannot hold a StopIteration."""
+        try:
+            return self.target(**given), None
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a function may raise anything)
+            return None, error

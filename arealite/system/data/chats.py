@@ -24,7 +24,7 @@ from arealite.base.names import RunPaths
 from arealite.system.data.dataset import EMPTY, identity
 from arealite.system.data.forms import chat_form, renamed
 from arealite.system.data.messages import check_prompt, for_template, tool_calls
-from arealite.system.data.sources import read_rows
+from arealite.system.data.sources import is_saved, read_rows
 from arealite.system.ledger.ledger import open_read_only
 
 if TYPE_CHECKING:
@@ -166,9 +166,9 @@ def load_rows(
         UserError: there are no rows, or none has at least `min_reward`.
     """
     place = Path(path).expanduser()
-    ledger = RunPaths(place).ledger if path and place.is_dir() else place
-    is_ledger = ledger.suffix == ".sqlite"
-    if is_ledger and ledger.exists():
+    is_run = bool(path) and place.is_dir() and not is_saved(place)
+    ledger = RunPaths(place).ledger if is_run else place
+    if ledger.suffix == ".sqlite":
         found = _collected(ledger)
     else:
         every = read_rows(path, split, () if columns else COLUMNS)

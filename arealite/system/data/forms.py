@@ -13,6 +13,8 @@ from arealite.base.registry import unknown
 
 TASK = ("prompt", "ground_truth", "extra_info")
 """Columns of a task."""
+CHAT = ("tokens", "messages", "prompt", "completion", "chosen", "rejected")
+"""Columns of a row of sft, dpo and reward."""
 PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "text")
 """Common names of the column with the prompt, for errors."""
 ROLES = {
@@ -58,36 +60,25 @@ def task_form(row: Row) -> tuple[str, Row]:
 
 def chat_form(row: Row) -> tuple[str, Row]:
     """Return (name of the form, the row with AReaLite's columns), for a row of sft, dpo, reward."""
-    talk = row.get("conversations")
-    if talk is not None and not any(row.get(name) for name in ("messages", "prompt", "tokens")):
-        is_pair = row.get("chosen") is not None
-        names = ["chosen", "rejected"] if is_pair else []
-        return f"ShareGPT rows: {'/'.join(['conversations', *names])}", {
-            **row,
-            "prompt" if is_pair else "messages": _from_sharegpt(talk),
-            **{name: _from_sharegpt(row.get(name)) for name in names},
-        }
-    forms = ("tokens",), ("messages",), ("prompt", "completion"), ("prompt", "chosen", "rejected")
-    for names in (*forms, ("chosen", "rejected")):
-        if all(row.get(name) is not None for name in names):
-            chat = ", chats" if isinstance(row[names[-1]], list) and names[0] != "tokens" else ""
-            return f"rows: {'/'.join(names)}{chat}", row
-    return "", row
+    if row.get("conversations") is not None and not any(map(row.get, CHAT[:3])):
+        pair = [name for name in ("chosen", "rejected") if row.get(name) is not None]
+        names = {"prompt" if pair else "messages": "conversations", **{n: n for n in pair}}
+        own = {name: _from_sharegpt(row[column]) for name, column in names.items()}
+        return f"ShareGPT rows: {'/'.join(names.values())}", {**row, **own}
+    return f"rows: {'/'.join(name for name in CHAT if row.get(name) is not None)}", row
 
 
-def _from_sharegpt(value: object) -> object:
+def _from_sharegpt(value: Any) -> Any:
     """Convert one ShareGPT message or a list of them to chat messages; keep anything else."""
-    if isinstance(value, list):
-        return [_message(each) for each in cast(list[object], value)]
-    return [_message(cast(object, value))] if isinstance(value, dict) else value
-
-
-def _message(value: object) -> object:
-    message = cast(Row, value) if isinstance(value, dict) else {}
-    if "from" not in message:
-        return message or value
-    role = str(message["from"])
-    return {"role": ROLES.get(role, role), "content": message.get("value")}
+    if isinstance(value, dict) and "from" not in value:
+        return cast(Row, value)
+    every: list[Any] = value if isinstance(value, list) else [value]
+    return [
+        {"role": ROLES.get(each["from"], each["from"]), "content": each.get("value")}
+        if isinstance(each, dict) and "from" in each
+        else each
+        for each in every
+    ]
 
 
 def renamed(

@@ -148,6 +148,11 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
     yield from _numbered(file, table.to_pylist())
 
 
+def is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` of the `datasets` library has written a folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
 def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
     """Yield the rows of a folder that `save_to_disk` of the `datasets` library has written."""
     if (listing := folder / "dataset_dict.json").is_file():

@@ -115,15 +115,9 @@ def describe(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
             forms = [task_form(row)[0], f"dataset.columns: {mapped}" if mapped else ""]
             yield from (("data", f"{form} {name}".strip()) for form in forms if form)
         for _, task in islice(first_tasks(config, part, "train"), 1):
-            others = f"; columns: {', '.join(task.columns)}" if task.columns else ""
-            asked, truth = short(task.text), task.ground_truth
-            yield "example", f"{asked} -> {'null' if truth is None else short(truth)}{others}"
-
-
-def short(text: str) -> str:
-    """Return the beginning of a text in one line, in quotes."""
-    line = " ".join(text.split())
-    return f'"{line}"' if len(line) <= SHOWN else f'"{line[:SHOWN]}…"'
+            truth = task.ground_truth and task.ground_truth[:SHOWN]
+            others = f", columns {', '.join(task.columns)}" if task.columns else ""
+            yield "example", f"prompt {task.text[:SHOWN]!r}, ground_truth {truth!r}{others}"
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
