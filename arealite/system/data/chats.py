@@ -22,7 +22,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import EMPTY, identity
-from arealite.system.data.forms import chat_form, renamed
+from arealite.system.data.forms import chat_form, chat_row, renamed
 from arealite.system.data.messages import check_prompt, for_template, tool_calls
 from arealite.system.data.sources import is_saved, read_rows
 from arealite.system.ledger.ledger import open_read_only
@@ -151,6 +151,12 @@ def read_dataset(config: ExperimentConfig) -> tuple[list[Row], list[Row]]:
     return read(data.train, "train"), read(data.eval, "eval") if data.eval else []
 
 
+def describe_rows(config: ExperimentConfig) -> str:
+    """Return the numbers of rows of an offline trainer, and the form of the first."""
+    train, held_out = read_dataset(config)
+    return f"{len(train)} rows to train, {len(held_out)} held out; {chat_form(train[0][1])}"
+
+
 def load_rows(
     path: str, split: str, *, min_reward: float | None = None, columns: Mapping[str, str] = EMPTY
 ) -> list[Row]:
@@ -172,8 +178,7 @@ def load_rows(
         found = _collected(ledger)
     else:
         every = read_rows(path, split, () if columns else COLUMNS)
-        forms = ((where, row, chat_form(row)[1]) for where, row in every)
-        found = [(at, renamed(row, own, columns, at, COLUMNS)) for at, row, own in forms]
+        found = [(at, renamed(row, chat_row(row), columns, at, COLUMNS)) for at, row in every]
     if not found:
         raise UserError(f"dataset.{split}={path} has no rows.")
     if min_reward is None:
@@ -365,6 +370,7 @@ def _chat(
         try:
             answered = turn < len(messages)
             prompt = _render(tokenizer, messages[:turn], add_generation_prompt=answered)
+            sampled = _sampled(tokenizer, _said(tokenizer, messages, turn)) if answered else []
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         if prompt[: len(ids)] != ids:
@@ -375,7 +381,6 @@ def _chat(
                 "give each answer a row of its own, or change the template."
             )
         kinds += [NEXT_STATE if ids else CONTEXT] * (len(prompt) - len(ids))
-        sampled = _sampled(tokenizer, _said(tokenizer, messages, turn)) if answered else []
         ids, kinds = prompt + sampled, kinds + [ASSISTANT] * len(sampled)
     return _example(ids, kinds, limit)
 

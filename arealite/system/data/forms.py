@@ -58,27 +58,30 @@ def task_form(row: Row) -> tuple[str, Row]:
     return "", row
 
 
-def chat_form(row: Row) -> tuple[str, Row]:
-    """Return (name of the form, the row with AReaLite's columns), for a row of sft, dpo, reward."""
-    if row.get("conversations") is not None and not any(map(row.get, CHAT[:3])):
-        pair = [name for name in ("chosen", "rejected") if row.get(name) is not None]
-        names = {"prompt" if pair else "messages": "conversations", **{n: n for n in pair}}
-        own = {name: _from_sharegpt(row[column]) for name, column in names.items()}
-        return f"ShareGPT rows: {'/'.join(names.values())}", {**row, **own}
-    return f"rows: {'/'.join(name for name in CHAT if row.get(name) is not None)}", row
+def chat_row(row: Row) -> Row:
+    """Return a row of sft, dpo or reward with AReaLite's columns; ShareGPT's are converted."""
+    if row.get("conversations") is None or any(map(row.get, CHAT[:3])):
+        return row
+    pair = {n: row[n] for n in ("chosen", "rejected") if isinstance(row.get(n), dict | list)}
+    every = {"prompt" if pair or "chosen" in row else "messages": row["conversations"], **pair}
+    return {**row, **{name: _from_sharegpt(value) for name, value in every.items()}}
 
 
-def _from_sharegpt(value: Any) -> Any:
+def chat_form(row: Row) -> str:
+    """Return the name of the form of a row that `chat_row` has returned."""
+    kind = "ShareGPT rows" if "conversations" in row else "rows"
+    return f"{kind}: {'/'.join(name for name in CHAT if row.get(name) is not None)}"
+
+
+def _from_sharegpt(value: Any) -> list[Any]:
     """Convert one ShareGPT message or a list of them to chat messages; keep anything else."""
-    if isinstance(value, dict) and "from" not in value:
-        return cast(Row, value)
-    every: list[Any] = value if isinstance(value, list) else [value]
-    return [
-        {"role": ROLES.get(each["from"], each["from"]), "content": each.get("value")}
-        if isinstance(each, dict) and "from" in each
-        else each
-        for each in every
-    ]
+    if isinstance(value, list):
+        return [message for each in cast(list[Any], value) for message in _from_sharegpt(each)]
+    if not isinstance(value, dict) or "from" not in value:
+        return [value]
+    message = cast(Row, value)
+    role = str(message["from"])
+    return [{"role": ROLES.get(role, role), "content": message.get("value")}]
 
 
 def renamed(

@@ -29,7 +29,7 @@ DEPTH = 100
 """Maximum nesting of a row: each process that decodes the row needs stack for every level."""
 ROW = '{"prompt": …, "ground_truth": …}'
 """Example of a JSONL line, for errors."""
-FOREIGN = ("reward_model", "conversations", "entry_point")
+FOREIGN = {"reward_model", "conversations", "entry_point"}
 """Columns of other libraries' formats: all columns of a Parquet file with one of them are read."""
 HUB_ID = re.compile(r"[\w-]+/[\w-]+(?:\.\d[\w-]*)*(?::[\w.-]*){0,2}")
 """Matches owner/name, owner/name:config and owner/name:config:split."""
@@ -140,8 +140,9 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
     parquet = importlib.import_module("pyarrow.parquet")
     try:
         names: list[str] = parquet.read_schema(file).names
-        wanted = [] if {*FOREIGN} & {*names} else [n for n in columns if n in names]
-        table = parquet.read_table(file, columns=wanted or None)
+        wanted = [name for name in columns if name in names]
+        is_own = {*wanted} - {"ground_truth", "extra_info"} and not FOREIGN & {*names}
+        table = parquet.read_table(file, columns=wanted if is_own else None)
     except (pyarrow.ArrowException, OSError) as error:
         line = " ".join(str(error).split())
         raise UserError(f"dataset file {file} is not readable Parquet: {line}") from error

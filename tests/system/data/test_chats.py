@@ -278,3 +278,63 @@ def test_identity_changes_with_the_rows_of_a_step(tmp_path: Path) -> None:
     ]
     assert len({json.dumps(each) for each in found}) == len(found)
     assert chats.identity_of_rows(config, list(run)) == found[0]
+
+
+CALLING = """{% for m in messages %}<{{ m.role }}>{{ m.content or "" }}{% for c in m.tool_calls %}\
+[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}\
+{% if m.role == "assistant" %}<eos>{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+def tool_tokenizer() -> Any:
+    tokenizer = make_tokenizer('0123456789+?=<>[]{}": abcdefghijklmnopqrstuvwxyz')
+    tokenizer.chat_template = CALLING.replace("\\\n", "")
+    return tokenizer
+
+
+TALK = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}')]},
+    {"role": "tool", "content": "2"},
+    ANSWER,
+]
+RENDERED = '<user>1+1?<assistant>[add {"a": 1}]<eos><tool>2<assistant>'
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}, {"a": 1, "b": None}])
+def test_tool_calls_are_rendered_by_the_template(arguments: Any) -> None:
+    tokenizer = tool_tokenizer()
+    messages = [TALK[0], {**TALK[1], "tool_calls": [call(arguments)]}, TALK[2]]
+    assert chats.render(tokenizer, messages) == RENDERED
+    assert tokenizer.decode(chats.tokenize(tokenizer, messages)) == RENDERED
+
+
+def test_tool_calls_of_parquet_have_no_null_values(tmp_path: Path) -> None:
+    ((_, row),) = chats.load_rows(parquet(tmp_path, [{"messages": TALK}]), "train")
+    assert row["messages"][0] == {**USER, "tool_calls": None}
+    assert chats.render(tool_tokenizer(), row["messages"][:3]) == RENDERED
+
+
+def test_answer_with_tool_calls_is_trained_as_the_template_renders_it() -> None:
+    tokenizer = tool_tokenizer()
+    (example,) = encode({"messages": TALK}, tokenizer=tokenizer)
+    trained = tokenizer.decode(example.tokens[example.kinds == chats.ASSISTANT])
+    assert trained == '[add {"a": 1}]<eos>2<eos>'
+    assert tokenizer.decode(example.tokens) == RENDERED + "2<eos>"
+
+
+def test_template_without_tool_calls_is_refused() -> None:
+    with pytest.raises(UserError, match="line 7: The messages have `tool_calls`, but the token"):
+        encode({"messages": TALK})
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "assistant", "content": None}, {**TALK[1], "tool_calls": []}]
+)
+def test_message_without_content_and_tool_calls_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="`messages` must be"):
+        encode({"messages": [USER, message]})
