@@ -69,6 +69,9 @@ class Score(float):
 class Reward(ABC):
     """Scores completions. Each worker process has one instance for all episodes."""
 
+    needs_truth = True
+    """Whether a row without a ground truth cannot be scored."""
+
     def __init__(self, config: Any) -> None:
         self.config = config
 
@@ -95,7 +98,7 @@ class Reward(ABC):
 
         A run checks the first rows of each file before it starts any process.
         """
-        _ = task.truth
+        _ = self.needs_truth and task.truth
 
     async def setup(self) -> None:  # noqa: B027  (optional hook)
         """Start shared, expensive resources."""

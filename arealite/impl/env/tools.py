@@ -82,6 +82,7 @@ class ToolsEnv(Env):
             EpisodeError: The row is invalid, or a tool is broken.
         """
         self.check_row(task)
+        _ = self.scorer.needs_truth and task.truth
         agent, tally, wanted = agents["agent"], Tally(), task.extra_info.get("tools")
         async with self.box.episode(task) as states:
             action = await self._converse(task, agent, states, tally)

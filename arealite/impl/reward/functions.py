@@ -40,6 +40,8 @@ class FunctionFailed(EpisodeError):
 class FunctionReward(Reward):
     """Adds the weighted results of functions. Each result is a part with the function's name."""
 
+    needs_truth = False
+
     def __init__(self, config: FunctionRewardConfig) -> None:
         """Import the functions.
 

@@ -58,19 +58,18 @@ def read_rows(path: str, split: str, columns: Sequence[str] = ()) -> Iterator[Pl
         hint = f"Set dataset.{split}=<file.jsonl, .json, .csv or .parquet>."
         raise UserError(f"no dataset for split '{split}'. {hint}")
     file = Path(path).expanduser()
-    if file.is_dir():
-        yield from _folder_rows(file, split)
-        return
-    if not file.exists() and HUB_ID.fullmatch(path):
-        yield from _hub_rows(path, split)
-        return
     readers = {".jsonl": jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}
-    if file.suffix not in (suffixes := (*readers, ".parquet")):
+    if file.suffix in (suffixes := (*readers, ".parquet")):
+        if not os.path.isfile(file):
+            hint = f"Set dataset.{split}, or {split} of its part of collector.envs, to a file."
+            raise UserError(f"dataset file {file} does not exist or is not a regular file. {hint}")
+        yield from readers[file.suffix](file) if file.suffix in readers else _parquet(file, columns)
+    elif os.path.isdir(file):
+        yield from _folder_rows(file, split)
+    elif HUB_ID.fullmatch(path) and not os.path.exists(file):
+        yield from _hub_rows(path, split)
+    else:
         raise UserError(unknown("dataset suffix", file.suffix, suffixes) + f" File: {file}.")
-    if not os.path.isfile(file):
-        hint = f"Set dataset.{split}, or {split} of its part of collector.envs, to a file."
-        raise UserError(f"dataset file {file} does not exist or is not a regular file. {hint}")
-    yield from readers[file.suffix](file) if file.suffix in readers else _parquet(file, columns)
 
 
 def jsonl_rows(file: Path) -> Iterator[Place]:

@@ -61,9 +61,9 @@ class MathEnv(Env):
         """Run the agent for one answer, and set its reward. A truncated answer is scored too.
 
         Raises:
-            EpisodeError: The answer cannot be scored.
+            EpisodeError: The task has no ground truth, or the answer cannot be scored.
         """
-        agent = agents["agent"]
+        agent, _ = agents["agent"], self.scorer.needs_truth and task.truth
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
         score = await self.scorer.score_task(action.text, task)
