@@ -1,7 +1,8 @@
-"""Checks of the rows of an offline run before it starts; it needs no server."""
+"""Checks of the rows of a run before it starts; they need no server."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from arealite.api.offline import DPOConfig, OfflineConfig, SFTConfig
 from arealite.base.config import check_ranges
 from arealite.base.errors import UserError
 from arealite.cli import resume
-from arealite.cli.preflight import check_options, preflight
+from arealite.cli.main import main
+from arealite.cli.preflight import check_options, preflight, report
 from tests.impl.trainer.test_offline import faked, rows, settings
 from tests.models import tiny_model
 from tests.system.data.test_dataset import jsonl
@@ -138,3 +140,142 @@ def test_resume_option_of_an_offline_run_is_checked(tmp_path, model):
     trainer = faked(back)
     trainer.train()
     assert len(trainer.engine.batches) == 2, "steps 4 and 5 again"  # type: ignore[attr-defined]
+
+
+def checked(folder: Path, model: Path, found: list[Any], *words: str) -> int:
+    """Run `arealite check` on rows for the environment math."""
+    options = {
+        "model.path": model,
+        "dataset.train": jsonl(folder, found),
+        "cluster.run_root": folder,
+        "cluster.name_root": folder / "names",
+        "trainer.ppo.batch_size": 4,
+        "trainer.ppo.collector.group_size": 4,
+        "trainer.ppo.collector.sampling.max_new_tokens": 4,
+    }
+    return main(["check", *(f"{key}={value}" for key, value in options.items()), *words])
+
+
+FUNCTIONS = """
+def reward(completion, ground_truth):
+    return completion == ground_truth
+
+def rated(completions, difficulty, **columns):
+    return [0.0 for _ in completions]
+
+def stateful(completions, trainer_state, **columns):
+    return [0.0]
+"""
+REWARD = "trainer.ppo.collector.env.math.reward."
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("functions") / "check_functions.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "says"),
+    [
+        (
+            {"question": "1+1?", "answer": "We add.\n#### 2", "difficulty": 1},
+            "",
+            [
+                "data       GSM8K rows: question/answer, `####` answers",
+                "example    prompt '1+1?', ground_truth '2'\n",
+            ],
+        ),
+        (
+            {"q": [{"role": "user", "content": "1" * 9}], "a": 2, "answer": 5},
+            "dataset.columns={prompt: q, ground_truth: a}",
+            [
+                "data       dataset.columns: prompt=q, ground_truth=a",
+                "example    prompt '111111111', ground_truth '2'\n",
+            ],
+        ),
+    ],
+)
+def test_check_shows_the_form_and_the_first_row(
+    tmp_path, model, capsys, row, columns, says
+) -> None:
+    assert checked(tmp_path, model, [row, row], *filter(None, [columns])) == 0
+    out = capsys.readouterr().out
+    for line in ["data       2 tasks to train, 0 held out", *says]:
+        assert line in out
+
+
+def test_check_shows_the_columns_that_reach_a_function(tmp_path, model, capsys, functions) -> None:
+    row = {"prompt": "1+1?", "difficulty": 3}
+    words = [f"{REWARD}type=function", f"{REWARD}function.paths=[{functions}:rated]"]
+    assert checked(tmp_path, model, [row], *words) == 0
+    says = "example    prompt '1+1?', ground_truth None, columns difficulty"
+    assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "says"),
+    [
+        ({"prompt": "1"}, [], "line 2: environment math cannot read it: EpisodeError: train-1 has"),
+        (
+            {"prompt": "1", "ground_truth": "???"},
+            [],
+            "line 2: environment math cannot read it: Bad",
+        ),
+        ({"prompt": "1", "ground_truth": ""}, [], "can be compared with ground_truth=''"),
+        ({"prompt": "1", "ground_truth": " "}, [f"{REWARD}type=exact_match"], "truth is empty"),
+        (
+            {"prompt": "1"},
+            ["reward"],
+            "line 2: environment math cannot read it: EpisodeError: reward function .*:reward: "
+            "missing a required argument: 'ground_truth'. The row has the columns none",
+        ),
+        (
+            {"prompt": "1", "ground_truth": "1"},
+            ["rated"],
+            "line 1: .*'difficulty'. The row has the columns ground_truth",
+        ),
+        (
+            {"prompt": "1", "ground_truth": "1"},
+            ["stateful"],
+            "line 1: .*missing a required argument: 'trainer_state'",
+        ),
+        ({"prompt": "1"}, ["rewards"], "Unknown function 'rewards'. Did you mean 'reward'"),
+    ],
+)
+def test_row_that_cannot_be_scored_is_refused(
+    tmp_path, model, capsys, functions, row, words, says
+) -> None:
+    if words and "=" not in words[0]:
+        paths = f"{REWARD}function.paths=[{functions}:{words[0]}]"
+        words = [f"{REWARD}type=function", paths]
+    assert checked(tmp_path, model, [{"prompt": "2", "ground_truth": "2"}, row], *words) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_generated_rows_without_a_column_of_the_function_are_refused(
+    tmp_path, model, capsys, functions
+) -> None:
+    words = [f"{REWARD}type=function", f"{REWARD}function.paths=[{functions}:rated]"]
+    assert checked(tmp_path, model, [], *words, "dataset.train=generated", "dataset.rows=4") == 2
+    err = capsys.readouterr().err
+    assert "the first row that math generates: environment math cannot read it" in err
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]},
+            "6 rows to train, 0 held out; ShareGPT rows: messages",
+        ),
+        (
+            {"prompt": "1", "completion": "2"},
+            "6 rows to train, 0 held out; rows: prompt/completion",
+        ),
+    ],
+)
+def test_check_shows_the_form_of_offline_rows(tmp_path, model, row, says) -> None:
+    config = with_rows(settings(tmp_path, model), tmp_path, [row] * 6)
+    assert ("data", says) in [*report(config)]
