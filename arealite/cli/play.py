@@ -30,7 +30,7 @@ from arealite.cli.main import first
 from arealite.impl.agent.calls import hermes
 from arealite.impl.env_client import make_env
 from arealite.system.data.dataset import load_tasks
-from arealite.system.data.tasks import generate
+from arealite.system.data.tasks import generate, reads_columns
 
 COLLECTOR = "trainer.ppo.collector."
 DESCRIPTION = """\
@@ -153,7 +153,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the task and the opponent")
     parser.add_argument(
-        "--task", metavar="FILE", help="tasks, JSONL or Parquet; default: generated tasks"
+        "--task", metavar="FILE", help="tasks, as for dataset.train; default: generated tasks"
     )
     parser.add_argument("--row", type=int, default=0, help="number of the task, from 0")
     parser.add_argument("words", nargs="*", metavar="key=value", help="options")
@@ -181,7 +181,7 @@ def names_of(schema: object) -> list[str]:
 async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:
     """Play one episode and print its rewards."""
     collector = config.trainer.ppo.collector
-    task = find_task(collector.env, options)
+    task = find_task(config, options)
     env = make_env(config, collector.env)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(env.close)
@@ -195,15 +195,17 @@ async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:
         print(f"{name}: reward {player.total:g}" + (f" ({parts})" if parts else ""))
 
 
-def find_task(env: EnvConfig, options: argparse.Namespace) -> Task:
+def find_task(config: ExperimentConfig, options: argparse.Namespace) -> Task:
     """Return the task to play.
 
     Raises:
         UserError: There is no task with this number, or the environment generates no tasks.
     """
-    row, file = options.row, options.task
+    row, file, env = options.row, options.task, config.trainer.ppo.collector.env
     drawn: Iterable[Task] = (
-        load_tasks(file, "play") if file else generate(env, "play", options.seed)
+        load_tasks(file, "play", config.dataset.columns, keep=reads_columns(env))
+        if file
+        else generate(env, "play", options.seed)
     )
     if row < 0 or not (found := [*islice(drawn, row, row + 1)]):
         raise UserError(f"--row {row}: {file or env.type} has no such row. Rows begin with 0.")

@@ -150,3 +150,22 @@ def test_piped_table_has_full_names_and_one_line_per_row(
     assert row["source"].strip() in reward
     assert any("p" * 60 in line for line in lines)
     assert lines[-1] == f"3 × timeout: {failures['timeout']['first']}"
+
+
+def test_row_with_pass_at_k_has_its_own_number_of_samples(evaluate: Command) -> None:
+    evaluate.write(
+        {"prompt": "ok"},
+        {"prompt": "ok", "extra_info": {"pass@k": 4}},
+        {"prompt": "ok", "extra_info": {"pass@k": "many"}},
+    )
+    assert evaluate("n=2", "solved=4") == 0, evaluate.out
+    (row,) = result(evaluate)["results"]
+    assert row["samples"] == 2 + 4 + 2
+    assert {k: rate["mean"] for k, rate in row["pass"].items()} == {
+        "1": pytest.approx(0.25 / 3),
+        "2": pytest.approx(0.5 / 3),
+        "4": 1.0,
+    }
+    asked = len(Answering.asked)
+    assert evaluate("n=2", "solved=4") == 0
+    assert len(Answering.asked) == asked, "all samples are kept"

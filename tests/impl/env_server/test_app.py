@@ -7,13 +7,18 @@ import json
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.env_server import Reset, Step
+from arealite.api.env_config import EnvConfig
+from arealite.api.env_server import EnvServerConfig, Reset, Step
+from arealite.api.game_config import MathEnvConfig
+from arealite.api.reward import FunctionRewardConfig, RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
+from arealite.impl.env_server.app import EnvServer
 from arealite.impl.env_server.session import Session
 from arealite.system.health.waits import table
 from tests.fakes.env_hosts import Moods
@@ -427,3 +432,21 @@ async def test_sessions_of_all_environments_share_the_limit_and_posts_have_paths
             url = f"http://{address}/env/host_steps/reset"
             async with session.post(url, json=large) as answer:
                 assert answer.status == 200
+
+
+def rated(completion: str, difficulty: float) -> float:
+    return difficulty * len(completion)
+
+
+async def test_columns_of_a_task_reach_the_reward_function() -> None:
+    function = FunctionRewardConfig(paths=[f"{__name__}:rated"])
+    math = MathEnvConfig(reward=RewardConfig(type="function", function=function))
+    server = EnvServer(EnvServerConfig(env=EnvConfig(type="math", math=math)))
+    task = Task("train-0", "1+1?", None, {}, {"difficulty": 0.5})
+    async with server.serving() as address, wired(address) as wire:
+        await wire.ask("reset", {"task": msgspec.to_builtins(task)})
+        assert (await wire.ask("step", {"text": "four"}))["reward"] == 2.0
+        del task.columns["difficulty"]
+        await wire.ask("reset", {"task": msgspec.to_builtins(task)})
+        refused = await wire.ask("step", {"text": "four"})
+        assert refused["failure_class"] == "reward_function"

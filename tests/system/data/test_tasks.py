@@ -17,9 +17,11 @@ from arealite.api.collector import CollectorConfig, PartConfig
 from arealite.api.config import DatasetConfig, ExperimentConfig
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
+from arealite.api.game_config import MathEnvConfig
+from arealite.api.reward import FunctionRewardConfig, RewardConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
-from arealite.system.data.tasks import load_split, shares
+from arealite.system.data.tasks import check_first_rows, load_split, shares
 from tests.system.data.test_dataset import jsonl
 
 
@@ -129,3 +131,23 @@ def test_task_without_an_environment_has_the_source_of_its_row() -> None:
     assert Task("t", "p", None, {"data_source": "openai/gsm8k"}).source == "openai/gsm8k"
     assert Task("t", "p", None, {"data_source": "x", "env": "y"}).source == "y"
     assert Task("t", "p", None, {}).source == ""
+
+
+def rated(completion: str, difficulty: float) -> float:
+    return difficulty
+
+
+def test_columns_are_kept_for_the_parts_whose_reward_reads_them(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, [{"question": "a", "answer": "#### 1", "difficulty": 3}])
+    function = FunctionRewardConfig(paths=[f"{__name__}:rated"])
+    reward = RewardConfig(type="function", function=function)
+    columns = {"ground_truth": "difficulty"}
+    parts = {
+        "rated": PartConfig(env=EnvConfig(math=MathEnvConfig(reward=reward)), train=file),
+        "math": PartConfig(env=EnvConfig(), train=file, columns=columns),
+    }
+    config = configured(parts=parts, rows=2)
+    check_first_rows(config)
+    first, second = load_split(config, "train")
+    assert first.columns == {"question": "a", "answer": "#### 1", "difficulty": 3}
+    assert (first.ground_truth, second.ground_truth, second.columns) == ("1", "3", {})

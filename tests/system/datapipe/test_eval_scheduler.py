@@ -72,3 +72,19 @@ def test_pass_at_k_leaves_failed_samples_out() -> None:
         "eval/pass@2": pytest.approx((2 / 3 + 0) / 2),
         "eval/pass@3": 1.0,  # only the first task has three samples
     }
+
+
+def test_row_with_pass_at_k_has_its_own_number_of_samples() -> None:
+    usual, own, odd = tasks(3, "eval")
+    own.extra_info["pass@k"] = 4
+    odd.extra_info["pass@k"] = 0.25
+    evals = EvalScheduler([usual, own, odd], samples=1, max_attempts=1)
+    evals.begin(0)
+    for members in ([0], [0, 1, 2, 3], [0]):
+        lease = evals.lease(boot=1, version=0, credit=8)
+        assert lease and lease.members == members
+        for member in members:
+            assert evals.add_episode(episode(lease, member, reward=float(member == 3)))
+    ((_, metrics),) = evals.take_finished()
+    assert metrics["eval/pass@4"] == 1.0, "of the only row with four samples"
+    assert metrics["eval/pass@1"] == pytest.approx(0.25 / 3)
