@@ -91,6 +91,11 @@ class Registry(Generic[T]):
             self._table[name] = target
         return target  # type: ignore[return-value]
 
+    def name_of(self, cls: object) -> str | None:
+        """Return the name under which a class is registered; None if it is not."""
+        line = f"{getattr(cls, '__module__', '')}:{getattr(cls, '__qualname__', '')}"
+        return next((name for name, known in self._table.items() if known in (cls, line)), None)
+
     def base_of(self, name: str) -> str:
         """Return the built-in part that part `name` is or extends; without one, `name`."""
         classes = getattr(self._table.get(name), "__mro__", ())
