@@ -1,12 +1,16 @@
-"""Turn the arguments of the Python API into the words of a command line, and check them."""
+"""A command of AReaLite as a child process of a script or a notebook."""
 
 from __future__ import annotations
 
+import codecs
 import os
+import signal
+import subprocess
+import sys
 import threading
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,28 +18,30 @@ from arealite.api.agent import agents
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.sampling import SamplingRunConfig
-from arealite.base.errors import UserError
+from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.cli import configs
 from arealite.cli.preflight import is_self_served
-from arealite.python.objects import data_path, registered, reward_words, word
-from arealite.python.process import NESTED, Process
+from arealite.impl.launcher.exit_reason import ERROR, exit_reason
+from arealite.impl.launcher.processes import GUARD, how_ended
+from arealite.python.objects import data_path, encode, model_folder, registered, reward_options
 from arealite.system.names.registry import NameRegistry
 
 T = TypeVar("T")
 C = TypeVar("C", bound=ExperimentConfig)
-S = TypeVar("S", bound=SamplingRunConfig)
+Parts = Mapping[str, Any]
 Overrides = Mapping[str, object] | Sequence[str] | None
 Config = str | Path | Sequence[str | Path]
-Values = Mapping[str, Any]
-CHECKER = "arealite-check"
-"""Name of the thread that checks a run: in a notebook, an event loop runs in the main thread."""
-COLLECTOR = "trainer.ppo.collector"
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+NESTED, CHECKER = "AREALITE_NESTED", "arealite-check"
+"""Environment variable of the processes that this API starts, and name of the checking thread."""
+GUARDED = GUARD.replace("kill -9 0", "kill -TERM 0")
+"""Shell script: when this process exits, the command gets SIGTERM and writes its checkpoint."""
+POLL_S = 0.2
+_running = set["Command"]()
+"""Keeps running commands: the end of an object closes its pipe, which stops its command."""
 
 
 def checked(check: Callable[[], T]) -> T:
-    """Return the result of a check, made in a thread that has no event loop.
+    """Return the result of a check, made in a thread: notebooks run an event loop in theirs.
 
     Raises:
         UserError: A process of a run, or the check itself, imports the calling script.
@@ -49,85 +55,70 @@ def checked(check: Callable[[], T]) -> T:
         return thread.submit(check).result()
 
 
-def words(overrides: Overrides) -> list[str]:
-    """Return overrides as words of the command line.
-
-    Raises:
-        UserError: They are neither a dict nor a list.
-    """
+def words(overrides: Overrides, **options: object) -> list[str]:
+    """Return overrides, and the options that are not None, as words of the command line."""
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r}: use a dict, as in {{'trainer.ppo.lr': 1e-6}}.")
-    if isinstance(overrides, Mapping):
-        return [word(key, value) for key, value in overrides.items()]
-    return list(overrides or ())
+    given = {key: value for key, value in options.items() if value is not None}
+    own = [*overrides] if isinstance(overrides, Sequence) else []
+    given |= overrides if isinstance(overrides, Mapping) else {}
+    return [*own, *(f"{key}={encode(value).decode()}" for key, value in given.items())]
 
 
-def command(
-    schema: type[C],
-    config: Config,
-    model: str | Path | None,
-    data: Values,
-    parts: Values,
-    own: Sequence[str],
+def resolve(
+    schema: type[C], config: Config, own: list[str], data: Parts, parts: Parts
 ) -> tuple[C, list[str]]:
     """Return the config of a command, and its words.
 
     Args:
         schema: The command's root config class.
         config: Preset or file, or several.
-        model: Folder or id of the model.
-        data: Datasets by option.
-        parts: `reward`, `env` and `agent`.
         own: Words of the user.
+        data: Rows by option; None: not given.
+        parts: `model`, `reward`, `env` and `agent`; None: not given.
 
     Raises:
         UserError: An argument is wrong.
     """
     files = [preset(each) for each in ([config] if isinstance(config, str | Path) else config)]
     base = configs.load(schema, files, own)
-    found = [*own, *([word("model.path", model_folder(model))] if model else [])]
     folder = run_paths(base).root.parent
-    given = {key: value for key, value in data.items() if value is not None}
-    found += [word(key, data_path(value, folder, key)) for key, value in given.items()]
-    found += part_words(base, {name: part for name, part in parts.items() if part is not None})
-    made = configs.load(schema, files, found)
+    own += words({k: data_path(rows, folder, k) for k, rows in data.items() if rows is not None})
+    own += part_words(base, {name: part for name, part in parts.items() if part is not None})
+    made = configs.load(schema, files, own)
     is_served = is_self_served(made) or made.llm_server.addresses or made.trainer.is_offline
     if not (is_served or NameRegistry.of(made).list("llm_server")):
-        found.append("launcher.llm_servers=1")
-        made = configs.load(schema, files, found)
-    return made, [*(f"--config={file}" for file in files), *found]
+        own.append("launcher.llm_servers=1")
+        made = configs.load(schema, files, own)
+    return made, [*(f"--config={file}" for file in files), *own]
 
 
-def part_words(base: ExperimentConfig, parts: Values) -> list[str]:
-    """Return the words of `env`, `agent` and `reward`, and of `imports`.
+def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
+    """Return the words of `model`, `env`, `agent`, `reward`, and of the `imports` that they need.
 
     Raises:
         UserError: The run has no such part, or no other process can import it.
     """
-    collector, imports, found = base.trainer.ppo.collector, [*base.imports], list[str]()
-    if parts and (base.trainer.is_offline or collector.envs):
+    at, collector = "trainer.ppo.collector", base.trainer.ppo.collector
+    found, imports, env = dict[str, object](), [*base.imports], collector.env.type
+    if (base.trainer.is_offline or collector.envs) and (wrong := [*parts.keys() - {"model"}]):
+        fix = f"Set {at}.envs.NAME in overrides" if collector.envs else "Remove it"
         what = "several environments" if collector.envs else "no environment"
-        name = min(parts)
-        fix = f"Set {COLLECTOR}.envs.NAME.… in overrides" if collector.envs else f"Remove {name}"
-        raise UserError(
-            f"{name}={parts[name]}: trainer.type={base.trainer.type} has {what}. {fix}."
-        )
-    names = {"env": collector.env.type, "agent": collector.agent.type}
-    for option, table in (("env", envs), ("agent", agents)):
-        if option in parts:
-            names[option], modules = registered(parts[option], table)
-            table.check(names[option])
-            found.append(word(f"{COLLECTOR}.{option}.type", names[option]))
+        raise UserError(f"{wrong[0]}: a run of trainer.type={base.trainer.type} has {what}. {fix}.")
+    if "model" in parts:
+        found["model.path"] = model_folder(parts["model"])
+    for name, table in (("env", envs), ("agent", agents)):
+        if name in parts:
+            found[f"{at}.{name}.type"], modules = registered(parts[name], table)
             imports += [module for module in modules if module not in imports]
     if "reward" in parts:
-        name = names["env"]
-        options = envs.configs.get(name) or getattr(EnvConfig(), name := envs.base_of(name), None)
-        if not hasattr(options, "reward") and "reward" not in getattr(
-            options, "__annotations__", ()
-        ):
-            raise UserError(f"reward: environment {names['env']} computes its own. Remove reward.")
-        found += reward_words(parts["reward"], f"{COLLECTOR}.env.{name}.reward")
-    return [*found, word("imports", imports)] if imports != base.imports else found
+        env = str(found.get(f"{at}.env.type", env))
+        key = env if env in envs.configs else envs.base_of(env)
+        options = envs.configs.get(key) or type(getattr(EnvConfig(), key, None))
+        if "reward" not in getattr(options, "__dataclass_fields__", ()):
+            raise UserError(f"reward: environment {env} computes its own. Remove the argument.")
+        found[f"{at}.env.{key}.reward"] = reward_options(parts["reward"])
+    return words(found, imports=imports if imports != base.imports else None)
 
 
 def preset(name: str | Path) -> Path:
@@ -136,54 +127,77 @@ def preset(name: str | Path) -> Path:
     return file if file.suffix in (".yaml", ".yml") else configs.CONFIG_DIR / f"{name}.yaml"
 
 
-def model_folder(model: str | Path) -> str:
-    """Return the folder of a model; download a model of the Hugging Face Hub if it is not cached.
+class Command:
+    """A running command. Its output is in the file `log`."""
 
-    Raises:
-        UserError: The Hub cannot be reached, or has no such model.
-    """
-    if Path(model).expanduser().exists() or str(model).count("/") != 1:
-        return str(model)
-    from huggingface_hub import snapshot_download  # slow to import
+    def __init__(self, argv: Sequence[str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "arealite.cli.main", *argv]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", GUARDED, "sh", *command],
+                stdin=subprocess.PIPE,  # closes when this process ends, whatever the reason
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {NESTED: "1", "PYTHONPATH": os.pathsep.join(own_folders())},
+                start_new_session=True,  # Ctrl-C reaches only this process
+            )
+        self.log = log
+        _running.add(self)
 
-    try:
-        return snapshot_download(str(model), allow_patterns=HUB_FILES)
-    except Exception as error:
-        why = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"model={model} is no folder, and no model of the Hugging Face Hub was found: "
-            f"{type(error).__name__}: {why}. Download it elsewhere, and pass its folder."
-        ) from error
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while the command runs."""
+        if (code := self.process.poll()) is not None and self.process.stdin:
+            self.process.stdin.close()
+            _running.discard(self)
+        return code
+
+    def wait(self) -> int:
+        """Print the output until the command ends; return its exit code.
+
+        An interrupt (Ctrl-C, or the stop button of a notebook) is sent on to the command, and is
+        raised when the command has ended.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        decode, code = codecs.getincrementaldecoder("utf-8")("replace").decode, None
+        with self.log.open("rb") as output:
+            while code is None:
+                try:
+                    with suppress(subprocess.TimeoutExpired):
+                        self.process.wait(POLL_S)
+                    code = self.code
+                    print(decode(output.read()), end="", flush=True)
+                except KeyboardInterrupt as error:
+                    interrupt = error
+                    self.process.send_signal(signal.SIGINT)
+        if interrupt:
+            raise interrupt
+        return code
+
+    def until(self, ready: Callable[[], str]) -> str:
+        """Return the first text of `ready` that is not empty.
+
+        Raises:
+            ArealiteError: The command has ended.
+        """
+        while not (found := ready()):
+            if self.code is not None:
+                raise self.error("the server")
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(POLL_S)
+        return found
+
+    def error(self, what: str) -> ArealiteError:
+        """Return the error of a command that failed: its end, its last error line, its log."""
+        code = self.code or 0
+        why = exit_reason(self.log.read_text("utf-8", "replace"), code).removeprefix(ERROR)
+        kind = UserError if code == UserError.exit_code else RoleError
+        return kind(f"{what} failed ({how_ended(code)}): {why} Log: {self.log}")
 
 
-def sample(
-    kind: str,
-    schema: type[SamplingRunConfig],
-    config: Config,
-    model: str | Path,
-    data: Values,
-    parts: Values,
-    own: Sequence[str],
-) -> Path:
-    """Run `eval` or `collect` to its end; return the file of its result.
-
-    The trial has a new name, so that no sample of an earlier call is used again.
-
-    Raises:
-        UserError: The input is wrong.
-        ArealiteError: The command failed.
-    """
-    own = [f"trial_name={kind}-{uuid.uuid4().hex[:8]}", *own]
-    made, argv = checked(lambda: command(schema, config, model, data, parts, own))
-    root = run_paths(made).root
-    out = Path(made.out).expanduser() if made.out else root.with_name(f"{root.name}.jsonl")
-    if kind == "eval" and not made.out:
-        out = made.folder / "eval.json"
-    elif not made.out:
-        argv.append(word("out", out))
-    before = out.stat().st_mtime_ns if out.exists() else 0
-    process = Process([kind, *argv], root.with_name(f"{root.name}.log"))
-    code = process.wait()  # 1: some samples failed
-    if code not in (0, 1) or not out.exists() or out.stat().st_mtime_ns == before:
-        raise process.error(f"arealite {kind}")
-    return out
+def own_folders() -> list[str]:
+    """List the folders of `sys.path` that other processes of this Python do not have."""
+    installed = (f"{sys.prefix}{os.sep}", f"{sys.base_prefix}{os.sep}")
+    every = [folder for folder in sys.path if folder and "-packages" not in folder]
+    return [folder for folder in every if not folder.startswith(installed)]

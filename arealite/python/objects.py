@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,17 @@ from arealite.system.data.row_files import write_rows
 
 TO_ROWS = ("to_list", "to_dicts", "to_pylist")
 """Methods that return rows: of datasets.Dataset, polars.DataFrame, pyarrow.Table."""
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
 
-def word(key: str, value: object) -> str:
-    """Return an option of the command line. The value is JSON, which is also YAML."""
-    return f"{key}={msgspec.json.encode(value, enc_hook=_plain).decode()}"
+def encode(value: object) -> bytes:
+    """Return a value as JSON, which is also YAML. Paths and values of numpy are converted."""
+    return msgspec.json.encode(
+        value, enc_hook=lambda x: x.tolist() if hasattr(x, "tolist") else str(Path(x))
+    )
 
 
-def import_path(value: object, option: str) -> str:
+def import_path(value: Any, option: str) -> str:
     """Return the path by which another process imports a function or class.
 
     Returns:
@@ -32,47 +35,32 @@ def import_path(value: object, option: str) -> str:
     Raises:
         UserError: No other process can import the object.
     """
-    name: str = getattr(value, "__qualname__", None) or type(value).__name__
-    module = getattr(value, "__module__", None) or ""
-    home = _home(module)
-    if "<lambda>" in name:
-        why = "is a lambda"
-    elif "<locals>" in name:
-        why = "is defined inside a function"
-    elif not home:
-        why = "is defined in a notebook or a console"
-    elif getattr(sys.modules.get(module), name, None) is not value:
-        why = f"is not the object {name} of module {home}"
-    else:
+    name, home = getattr(value, "__qualname__", ""), getattr(value, "__module__", None) or ""
+    module = sys.modules.get(home)
+    if home == "__main__":
+        file = Path(getattr(module, "__file__", None) or "")
+        home = str(file.absolute()) if file.suffix == ".py" and file.is_file() else ""
+        home = module.__spec__.name if module and module.__spec__ else home  # python -m module
+    if home and getattr(module, name, None) is value:
         return f"{home}:{name}"
-    short = name.rpartition(".")[2].strip("<>")
     raise UserError(
-        f"{option}={short} {why}, so the processes of the run cannot import it. Write it as a "
-        f"function or class of a file, for example my_{option}.py (in a notebook, begin the cell "
-        f"with %%writefile my_{option}.py), and pass {option}='my_{option}.py:NAME'."
+        f"{option}={name or repr(value)}: other processes cannot import a lambda, a function in a "
+        f"function, or code of a notebook cell. Write a function or class at the top level of a "
+        f"file (in a notebook, begin a cell with %%writefile my_{option}.py), and import it, or "
+        f"pass {option}='my_{option}.py:NAME'."
     )
 
 
-def _home(module: str) -> str:
-    """Return the name or file by which other processes import a module; "" for a notebook."""
-    if module != "__main__":
-        return module
-    main = sys.modules[module]
-    if spec := getattr(main, "__spec__", None):  # python -m module
-        return spec.name
-    file = Path(getattr(main, "__file__", None) or "")
-    return str(file.absolute()) if file.suffix == ".py" and file.is_file() else ""
-
-
-def registered(value: str | type, registry: Registry[Any]) -> tuple[str, list[str]]:
+def registered(value: Any, registry: Registry[Any]) -> tuple[str, list[str]]:
     """Return a part's registered name, and the values of `imports` that register it.
 
     Raises:
-        UserError: The class is not registered, or no other process can import it.
+        UserError: The part is not registered, or no other process can import its class.
     """
     if isinstance(value, str):
+        registry.check(value)
         return value, []
-    name, kind = registry.name_of(value), registry.kind
+    kind, name = registry.kind, registry.name_of(value)
     if name is None:
         raise UserError(
             f"{kind}={getattr(value, '__name__', value)} is not registered. Write "
@@ -82,64 +70,72 @@ def registered(value: str | type, registry: Registry[Any]) -> tuple[str, list[st
     return name, [] if module.startswith("arealite.") else [module]
 
 
-def reward_words(reward: object, key: str) -> list[str]:
-    """Return the options for a reward: a name, a function, a class, a list or weights by function.
+def reward_options(reward: Any) -> dict[str, object]:
+    """Return the options of a reward: a name, a function, a class, a list, or a dict of weights.
 
     Raises:
         UserError: No other process can import a function.
     """
     if isinstance(reward, str) and ":" not in reward:
-        return [word(f"{key}.type", reward)]
-    parts: Iterable[Any] = reward if isinstance(reward, list | tuple | Mapping) else [reward]
+        return {"type": reward}
+    parts = reward
+    if not isinstance(reward, list | tuple | Mapping):
+        parts = [reward]
     paths = [each if isinstance(each, str) else import_path(each, "reward") for each in parts]
-    found = [word(f"{key}.type", "function"), word(f"{key}.function.paths", paths)]
-    if isinstance(reward, Mapping):
-        found.append(word(f"{key}.function.weights", [*reward.values()]))
-    return found
+    weights = [*parts.values()] if isinstance(reward, Mapping) else []
+    return {"type": "function", "function": {"paths": paths, "weights": weights}}
 
 
-def data_path(data: Any, folder: Path, key: str) -> str:
+def data_path(data: Any, folder: Path, option: str) -> str:
     """Return the value of a dataset option; write rows in memory to a file named by their content.
 
     Args:
         data: A path, `generated`, or rows: dicts, a Dataset, a DataFrame.
         folder: Folder of the file.
-        key: The option, for errors.
+        option: The option, for errors.
 
     Raises:
         UserError: A row is not a dict of JSON values, or there are no rows.
     """
     if isinstance(data, str | Path):
         return str(data)
-    method = next((name for name in TO_ROWS if hasattr(data, name)), None)
-    if method is None and hasattr(data, "iterrows"):
-        rows = data.to_dict("records")  # pandas
-    else:
-        rows = [*(getattr(data, method)() if method else data)]
-    encoded = list[msgspec.Raw]()
-    for number, row in enumerate(rows):
-        try:
-            if not isinstance(row, Mapping):
-                raise TypeError(f"it is {type(row).__name__}")
-            encoded.append(msgspec.Raw(msgspec.json.encode(row, enc_hook=_plain)))
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            split = " Of a dict of splits, pass one." if isinstance(data, Mapping) else ""
-            what = f"row {number} is no dict of JSON values: {error}"
-            raise UserError(f"{key}: {what}. Pass a list of dicts, or a file.{split}") from error
+    method = next((name for name in TO_ROWS if hasattr(data, name)), "")
+    is_pandas = not method and hasattr(data, "iterrows")
+    rows = data.to_dict("records") if is_pandas else getattr(data, method)() if method else data
+    encoded = list[Any]()
+    try:
+        for row in rows:
+            encoded.append(msgspec.Raw(encode({**row})))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        what = f"row {len(encoded)} is no dict of JSON values ({error})"
+        fix = "Pass a list of dicts, a file, or one split, as in data['train']"
+        raise UserError(f"{option}: {what}. {fix}.") from error
     if not encoded:
-        raise UserError(f"{key} has no rows. Pass at least one.")
+        raise UserError(f"{option} has no rows. Pass at least one.")
     digest = hashlib.blake2b(b"\n".join(map(bytes, encoded)), digest_size=8).hexdigest()
     file = folder / f"data-{digest}.jsonl"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_rows(file, encoded)  # pyright: ignore[reportArgumentType]
+        write_rows(file, encoded)
     return str(file)
 
 
-def _plain(value: Any) -> object:
-    """Convert a value that JSON does not have: a path, or a number or an array of numpy."""
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+def model_folder(model: Any) -> str:
+    """Return the folder of a model; download a model of the Hugging Face Hub if it is not cached.
+
+    Raises:
+        UserError: The Hub cannot be reached, or has no such model.
+    """
+    if Path(model).expanduser().exists() or str(model).count("/") != 1:
+        return str(model)
+    import huggingface_hub  # slow to import
+
+    hub: Any = huggingface_hub
+    try:
+        return hub.snapshot_download(str(model), allow_patterns=HUB_FILES)
+    except Exception as error:  # the package raises many kinds
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        raise UserError(
+            f"model={model} is no folder, and is not available from the Hugging Face Hub ({why}). "
+            "Download it on another machine, and pass its folder."
+        ) from error
