@@ -175,6 +175,12 @@ class Command:
             raise interrupt
         return code
 
+    def stop(self, number: int) -> None:
+        """Send a signal, and return when the command has ended."""
+        self.process.send_signal(number)
+        self.process.wait()
+        _ = self.code
+
     def until(self, ready: Callable[[], str]) -> str:
         """Return the first text of `ready` that is not empty.
 
@@ -190,8 +196,9 @@ class Command:
 
     def error(self, what: str) -> ArealiteError:
         """Return the error of a command that failed: its end, its last error line, its log."""
-        code = self.code or 0
-        why = exit_reason(self.log.read_text("utf-8", "replace"), code).removeprefix(ERROR)
+        code, text = self.code or 0, self.log.read_text("utf-8", "replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip().startswith(ERROR)]
+        why = (lines or [exit_reason(text, code)])[-1].removeprefix(ERROR)
         kind = UserError if code == UserError.exit_code else RoleError
         return kind(f"{what} failed ({how_ended(code)}): {why} Log: {self.log}")
 

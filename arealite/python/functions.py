@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import uuid
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,7 @@ class Server:
 
     def close(self) -> None:
         """Stop the server."""
-        self._command.process.terminate()
-        self._command.process.wait()
+        self._command.stop(signal.SIGTERM)
 
     def __enter__(self) -> Server:
         return self

@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -78,9 +78,9 @@ def reward_options(reward: Any) -> dict[str, object]:
     """
     if isinstance(reward, str) and ":" not in reward:
         return {"type": reward}
-    parts = reward
-    if not isinstance(reward, list | tuple | Mapping):
-        parts = [reward]
+    parts: Any = [reward]
+    if isinstance(reward, list | tuple | Mapping):
+        parts = cast(Any, reward)
     paths = [each if isinstance(each, str) else import_path(each, "reward") for each in parts]
     weights = [*parts.values()] if isinstance(reward, Mapping) else []
     return {"type": "function", "function": {"paths": paths, "weights": weights}}

@@ -92,9 +92,8 @@ class Run:
         Raises:
             UserError: Another process started the run.
         """
-        process, self._is_stopped = self._started().process, True
-        process.send_signal(signal.SIGINT)
-        process.wait()
+        command, self._is_stopped = self._started(), True
+        command.stop(signal.SIGINT)
 
     def progress(self) -> Facts:
         """Return the present state, step, reward and other figures of the run."""
