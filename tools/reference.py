@@ -1,4 +1,4 @@
-"""Write docs/reference/: config keys, commands and metrics, generated from the code.
+"""Write docs/reference/: config keys, commands, metrics and the Python API, from the code.
 
     python3 tools/reference.py           # write the pages
     python3 tools/reference.py --check   # exit 1 if a page differs from the code
@@ -35,6 +35,7 @@ from arealite.base import errors  # noqa: E402
 from arealite.base.extras import extra_requirement  # noqa: E402
 from arealite.cli import main as cli  # noqa: E402
 from arealite.impl.logger.names import catalogue  # noqa: E402
+from tools import reference_python  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 NOTE = "<!-- Written by tools/reference.py: change the code, then run it (`make reference`). -->\n"
@@ -75,6 +76,7 @@ def pages() -> dict[str, str]:
         "config.md": f"{NOTE}\n{config_page()}",
         "commands.md": f"{NOTE}\n{commands_page()}",
         "metrics.md": f"{NOTE}\n{metrics_page()}",
+        "python.md": f"{NOTE}\n{reference_python.page()}",
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import arealite
 from arealite.api.config import ExperimentConfig
 from arealite.base import config as base_config
 from arealite.cli.main import COMMANDS
@@ -36,7 +37,7 @@ def made() -> dict[str, str]:
     return reference.pages()
 
 
-@pytest.mark.parametrize("name", ["config.md", "commands.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["config.md", "commands.md", "metrics.md", "python.md"])
 def test_generated_page_is_up_to_date(made: dict[str, str], name: str) -> None:
     assert (reference.FOLDER / name).read_text("utf-8") == made[name], "run `make reference`"
 
@@ -51,6 +52,15 @@ def test_reference_has_every_key_command_and_metric(made: dict[str, str]) -> Non
     assert all(f"\n## {name}\n" in made["commands.md"] for name in COMMANDS)
     assert "Traceback" not in made["commands.md"]
     assert all(f"\n| `{name}` | " in made["metrics.md"] for name in catalogue())
+
+
+def test_reference_has_every_public_name_of_python(made: dict[str, str]) -> None:
+    headings = re.findall(r"(?m)^### (\w+)$", made["python.md"])
+    assert {*arealite.__all__} <= {*headings}
+    assert "#### Run.trajectories\n" in made["python.md"]
+    assert "    reward: Any = None,\n" in made["python.md"], "one parameter a line"
+    assert "* `overrides`: Other options" in made["python.md"]
+    assert "abstract async run(task: Task, **agents: Agent) -> None" in made["python.md"]
 
 
 @pytest.mark.parametrize(
