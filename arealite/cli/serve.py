@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from arealite.api.env_server import EnvServerConfig
 from arealite.base import log
@@ -17,9 +17,6 @@ from arealite.base.signals import STOP
 from arealite.cli import configs, options
 from arealite.cli.words import Word, describe, translate
 from arealite.impl.launcher.processes import die_with_parent
-
-if TYPE_CHECKING:
-    from arealite.impl.env_server.app import EnvServer
 
 WORDS = (
     Word("--environments", "A,B,C", "environments=[{}]"),
@@ -32,7 +29,6 @@ Several environments are at /env/NAME/ws, and a reset with `env` selects one.
     arealite serve --environments code,math,debate --port 50051
 
 {describe(WORDS)}"""
-DEFAULT = configs.CONFIG_DIR / "env_server.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         command="arealite serve",
         description=DESCRIPTION,
         schema=EnvServerConfig,
-        default=DEFAULT,
+        default=configs.CONFIG_DIR / "env_server.yaml",
     )
     die_with_parent()
     # The parent reads only one line of stdout. Other output of the environment would fill the pipe,
@@ -56,25 +52,6 @@ def main(argv: Sequence[str]) -> int:
 
         uvloop.run(_serve(config, parent))
     return 0
-
-
-def server(
-    environments: Sequence[str], *, port: int = 0, overrides: Sequence[str] = ()
-) -> EnvServer:
-    """Return a server of environments. `async with server(…).serving() as address` starts it.
-
-    Args:
-        environments: Types of the environments; the first is the default.
-        port: Port on loopback; 0: a free port.
-        overrides: Options of `arealite serve`, like "env.code.sandbox.backend=unsafe".
-
-    Raises:
-        UserError: A name, an option or a value is wrong.
-    """
-    from arealite.impl.env_server.app import EnvServer
-
-    own = [f"environments=[{','.join(environments)}]", f"server.port={port}"]
-    return EnvServer(configs.load(EnvServerConfig, DEFAULT, [*own, *overrides]))
 
 
 async def _serve(config: EnvServerConfig, parent: TextIO) -> None:

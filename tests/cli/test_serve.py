@@ -15,10 +15,7 @@ from typing import Any
 
 import pytest
 
-from arealite.base.errors import UserError
 from arealite.cli import main as cli
-from arealite.cli import serve as serve_module
-from tests.fakes.env_servers import wired
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,15 +121,6 @@ def test_flags_start_one_server_of_several_environments(tmp_path: Path) -> None:
         assert len(letters.strip(".:")) == 3, first
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-
-
-async def test_server_of_python_hosts_the_named_environments() -> None:
-    made = serve_module.server(["reverse", "math"], overrides=["seed=3"])
-    async with made.serving() as address, wired(address) as wire:
-        observed = (await wire.ask("reset", {"env": "math"}))["observation"]
-        assert "boxed" in observed["content"]
-    with pytest.raises(UserError, match="Unknown env"):
-        serve_module.server(["maths"])
 
 
 def test_serve_help_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,10 +42,8 @@ class ObservingCollector(Collector):
     ) -> tuple[Episode, list[bytes]]:
         """Run one episode; see Collector.run."""
         self._seen = getattr(self, "_seen", {})
-        try:
-            episode, payloads = await super().run(lease, member, turns)
-        finally:
-            seen = self._seen.pop((lease.group_id, member), {})
+        episode, payloads = await super().run(lease, member, turns)
+        seen = self._seen.pop((lease.group_id, member), {})
         for number, header in enumerate(episode.headers):
             segments, sampled = decode_segments(payloads[number]), 0
             for i, segment in enumerate(segments):

@@ -30,12 +30,10 @@ STEPS = {
     "multiply each number by {a}": "[x * {a} for x in values]",
     "keep only the numbers that {a} divides": "[x for x in values if x % {a} == 0]",
     "keep only the numbers above {b}": "[x for x in values if x > {b}]",
-    "drop the first {a} numbers": "values[{a}:]",
     "sort the numbers in ascending order": "sorted(values)",
     "reverse their order": "values[::-1]",
     "remove repetitions, and keep the first of equal numbers": "list(dict.fromkeys(values))",
     "replace negative numbers by 0": "[max(x, 0) for x in values]",
-    "replace each number by its square": "[x * x for x in values]",
 }
 ENDS = {
     "return the numbers": "values",
