@@ -22,15 +22,7 @@ import msgspec
 
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.env_server import (
-    EnvObservation,
-    EnvServerConfig,
-    Reply,
-    Reset,
-    SeatObservation,
-    SeatReward,
-    Step,
-)
+from arealite.api.env_server import EnvServerConfig, Reply, Reset, SeatObservation, SeatReward, Step
 from arealite.api.episode import Action
 from arealite.api.observation import Observation, ToolCall
 from arealite.api.requests import Request
@@ -49,10 +41,8 @@ from arealite.system.data.dataset import make_task
 from arealite.system.data.tasks import generate
 
 T = TypeVar("T")
-VARIANTS = {
-    "gymnasium": "env_id", "textarena": "env_id", "gyllm": "env_id", "reasoning_gym": "dataset",
-    "matrix_game": "game",
-}  # fmt: skip
+VARIANTS = {"reasoning_gym": "dataset", "matrix_game": "game"}
+VARIANTS |= dict.fromkeys(("gymnasium", "textarena", "gyllm"), "env_id")
 """The option that NAME of `FAMILY/NAME` sets, by family."""
 EPISODE_S = 1e6
 """Longest episode; a person may think for long."""
@@ -75,8 +65,12 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
-    """Run coroutines concurrently; return their lists as one."""
-    return [each for made in await asyncio.gather(*calls) for each in made]
+    """Run coroutines concurrently; when all have ended, return their lists as one."""
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, BaseException):
+            raise error
+    return [each for made in ended if isinstance(made, list) for each in made]
 
 
 def make(name: str, *, wrappers: Sequence[Wrapper] = (), **options: Any) -> Requests:
@@ -178,13 +172,11 @@ class Game:
     async def step(self, actions: Mapping[str, object], seeds: Iterator[int]) -> list[Request]:
         """Apply one action of each actor in `waits`; begin a next episode with a seed, if any."""
         steps = [make_step(wait, actions[actor]) for actor, wait in self.waits.items()]
-        given, reply = list[SeatReward](), Reply(EnvObservation())
         self.waits = {}  # if the episode fails, it is over
-        for step in steps:
-            reply = await self.session.step(step)
-            given += reply.observation.rewards
-        made = self.requests(reply, given)
-        for seed in islice(seeds, int(reply.done)):
+        replies = [await self.session.step(step) for step in steps]
+        given = [each for reply in replies for each in reply.observation.rewards]
+        made = self.requests(replies[-1], given)
+        for seed in islice(seeds, int(replies[-1].done)):
             made += await self.reset(seed, None)
         return made
 
