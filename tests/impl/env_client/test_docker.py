@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ COLLECTOR = "trainer.ppo.collector"
 
 
 @pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Put the fake `docker` on the PATH; return the folder of its containers."""
     folder, program = tmp_path / "containers", tmp_path / "docker"
     folder.mkdir()
@@ -41,7 +41,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_DOCKER", str(folder))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return folder
+    yield folder
+    for left in containers(folder):  # of a failed test
+        os.killpg(left["pid"], signal.SIGKILL)
 
 
 @asynccontextmanager

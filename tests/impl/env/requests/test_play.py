@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import threading
 
 import pytest
@@ -16,6 +17,7 @@ from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.requests import Requests, make, make_vec
 from tests.fakes import env_hosts
+from tests.waiting import has_exited
 
 assert env_hosts is not None  # registers the environments
 
@@ -159,6 +161,15 @@ def test_wrong_name_or_option_is_one_line(name: str, options: dict, error: str) 
     assert "command line" not in str(raised.value)
 
 
+@pytest.mark.processes
+def test_environment_in_a_child_process_is_played_and_stopped() -> None:
+    with make("host_moods", imports=[env_hosts.__name__], runtime={"type": "subprocess"}) as env:
+        env.reset(task="pid")
+        pid = int(str(env.step("go")[0].observation))
+        assert pid != os.getpid()
+    assert has_exited(pid)
+
+
 async def test_make_works_in_a_running_event_loop_as_in_a_notebook() -> None:
     with make("reverse") as env:
         (request,) = env.reset(task="abc")
@@ -261,6 +272,14 @@ def test_vector_takes_a_seed_for_each_environment() -> None:
             env.reset(seed=[1, 2, 3])
     with pytest.raises(UserError, match=r"n=0 copies of 'math'"):
         make_vec("math", 0)
+
+
+def test_failed_episode_of_a_vector_raises_when_the_others_have_stepped() -> None:
+    with make_vec([make("host_moods"), "host_pair"]) as env:
+        requests = env.reset(task="unlucky")
+        with pytest.raises(EpisodeError, match="no luck today"):
+            env.step({each.actor: "a" for each in requests})
+        assert len(env.reset(task="fine")) == 3
 
 
 def test_environment_that_cannot_be_set_up_is_closed() -> None:
