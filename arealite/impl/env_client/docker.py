@@ -53,8 +53,8 @@ def check_docker(config: RuntimeConfig) -> None:
         why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
         raise UserError(
             f"env.runtime.type=docker: `{config.docker} image inspect {config.image}` failed: "
-            f"{why.rstrip('.?')}. Start Docker (or set env.runtime.docker=podman) and pull or build "
-            "the image; without Docker, use runtime.type=subprocess or remote."
+            f"{why.rstrip('.?')}. Start Docker (or set env.runtime.docker=podman) and pull or "
+            "build the image; without Docker, use runtime.type=subprocess or remote."
         ) from error
 
 
