@@ -18,9 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from arealite.base import log
-from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
-from arealite.base.places import check_address
 from arealite.cli.options import run_parser
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.view.panel import panel
@@ -48,27 +46,14 @@ def main(argv: Sequence[str]) -> int:
     watch, terminal = RunReader(RunPaths(options.run)), Terminal()
     with suppress(KeyboardInterrupt):
         if options.web or options.port is not None:
-            serve_page(watch.paths, options.port or 0)
+            from arealite.impl.view.live import serve  # imports aiohttp
+
+            asyncio.run(serve(watch.paths, options.port or 0, partial(print, flush=True)))
         elif terminal.is_drawable and not options.once:
             draw(watch, terminal, every_s=options.every)
         else:
             print_lines(watch, terminal, every_s=0.0 if options.once else options.every)
     return 0
-
-
-def serve_page(paths: RunPaths, port: int) -> None:
-    """Serve the live page until Ctrl-C.
-
-    Raises:
-        UserError: the port is in use.
-    """
-    from arealite.impl.view.live import serve  # imports aiohttp
-
-    try:
-        check_address("127.0.0.1", port, at="view")
-    except UserError as error:
-        raise UserError(str(error).replace("view.port=", "--port ")) from error
-    asyncio.run(serve(paths, port, partial(print, flush=True)))
 
 
 def draw(watch: RunReader, terminal: Terminal, *, every_s: float) -> None:

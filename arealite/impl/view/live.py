@@ -100,7 +100,7 @@ async def serve(paths: RunPaths, port: int, say: Callable[[str], object]) -> Non
     """Serve the page until the task is cancelled; pass its address with its token to `say`.
 
     Raises:
-        UserError: the folder is no run folder.
+        UserError: the folder is no run folder, or the port is in use.
     """
     loop, thread, token = asyncio.get_running_loop(), ThreadPoolExecutor(1), secrets.token_hex(16)
     run = await loop.run_in_executor(thread, LiveRun, paths)
@@ -119,5 +119,9 @@ async def serve(paths: RunPaths, port: int, say: Callable[[str], object]) -> Non
         await web.TCPSite(runner, "127.0.0.1", port).start()
         say(f"live page: http://127.0.0.1:{runner.addresses[0][1]}/?token={token}")
         await asyncio.Event().wait()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--port {port}: {error}. Use another port, or 0 for a free one."
+        ) from error
     finally:
         await runner.cleanup()
