@@ -120,8 +120,7 @@ async def serve(paths: RunPaths, port: int, say: Callable[[str], object]) -> Non
         say(f"live page: http://127.0.0.1:{runner.addresses[0][1]}/?token={token}")
         await asyncio.Event().wait()
     except (OSError, OverflowError) as error:
-        raise UserError(
-            f"--port {port}: {error}. Use another port, or 0 for a free one."
-        ) from error
+        why = str(error).rstrip(".")
+        raise UserError(f"--port {port}: {why}. Use another port, or 0 for a free one.") from error
     finally:
         await runner.cleanup()
