@@ -11,6 +11,7 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from inspect import iscoroutinefunction, isfunction, unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -60,6 +61,7 @@ class Registry(Generic[T]):
                     f"{self.kind} '{name}' is already registered; "
                     f"choose another name for {cls.__name__}."
                 )
+            check_async(cls)
             self._table[name] = cast(type[T], cls)
             if config is not None:
                 self.configs[name] = config
@@ -110,6 +112,15 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """List the known names, sorted."""
         return sorted(self._table)
+
+
+def check_async(cls: type) -> None:
+    """Raise UserError if a method is no coroutine, but overrides one."""
+    for name, own in vars(cls).items():
+        above = any(iscoroutinefunction(getattr(base, name, None)) for base in cls.__bases__)
+        if above and isfunction(own) and not iscoroutinefunction(unwrap(own)):
+            where = f"{cls.__qualname__}.{name}"
+            raise UserError(f"{where} must be a coroutine: write `async def {name}(…)`.")
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,56 @@ def test_registering_a_taken_name_is_refused():
     assert table.configs == {"mine": int}
     with pytest.raises(UserError, match="already registered"):
         table.register("mine")(type("Other", (), {}))
+
+
+def test_method_that_must_be_a_coroutine_is_checked_when_it_is_registered():
+    class Played:
+        async def run(self) -> int:
+            return 1
+
+        def name(self) -> str:
+            return ""
+
+    def counted(method):
+        @functools.wraps(method)
+        def call(self):
+            return method(self)
+
+        return call
+
+    table: Registry[object] = Registry("env", {})
+    with pytest.raises(UserError, match=r"Bad\.run must be a coroutine: write `async def run"):
+
+        @table.register("bad")
+        class Bad(Played):
+            def run(self) -> int:
+                return 2
+
+    assert table.names() == []
+
+    @table.register("good")
+    class Good(Played):
+        @counted
+        async def run(self) -> int:
+            return 3
+
+        def name(self) -> str:
+            return "good"
+
+    assert table.get("good") is Good
+
+
+def test_environment_without_async_is_one_line_before_a_run(tmp_path: Path):
+    file = tmp_path / "plain_env.py"
+    file.write_text(
+        "from arealite.api.env import Env, envs\n"
+        "@envs.register('plain_env')\n"
+        "class PlainEnv(Env):\n"
+        "    def run(self, task, agent):\n"
+        "        agent.reward(1.0)\n"
+    )
+    with pytest.raises(UserError, match=r"^PlainEnv\.run must be a coroutine"):
+        import_plugins([str(file)])
 
 
 def test_every_built_in_entry_is_a_class():

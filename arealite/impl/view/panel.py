@@ -77,7 +77,9 @@ def progress(shot: Snapshot) -> Iterator[Row]:
 
 
 def shares(shot: Snapshot) -> Iterator[Row]:
-    """Yield a bar per role: its time in the newest steps, by part."""
+    """Yield a bar per role, its time in the newest steps; before the first, what happens now."""
+    if shot.now:
+        yield 0, "now", Text(shot.now)
     lines = [*shot.metrics.recent]
     if lines:
         yield 9, "", Text()

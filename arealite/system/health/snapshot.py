@@ -136,6 +136,8 @@ class Snapshot:
     """The blocking roles, the worst first."""
     waits: Sequence[str] = ()
     """The trainer's waits, as in "trainer-0: batch 12 on datapipe-0"."""
+    now: str = ""
+    """What happens before the first step; "" after it."""
 
 
 class RunReader:
@@ -185,6 +187,9 @@ class RunReader:
             servers=servers,
             findings=findings if is_running else [],
             waits=[f"{r.name}: {w.what} on {w.on}" for r in trainers for w in r.vitals.waits],
+            now=starting(roles, has_servers=bool(servers))
+            if is_running and not metrics.steps
+            else "",
         )
 
     def _read_config(self) -> None:
@@ -207,6 +212,18 @@ class RunReader:
         with suppress(OSError):
             written = max(written, self.paths.metrics.stat().st_mtime)
         return folder_time(self.paths.root) - written > QUIET_S
+
+
+def starting(roles: Sequence[RoleStatus], *, has_servers: bool) -> str:
+    """Return what a run does before its first step: the wait of its trainer, or the start."""
+    trainer = next((role for role in roles if role.name == "trainer-0" and is_alive(role)), None)
+    if trainer is None:
+        return "the processes start"
+    for wait in trainer.vitals.waits:
+        if wait.on == "datapipe-0" and not has_servers:
+            return "the trainer is ready; no language-model server has started yet"
+        return wait.detail or f"the trainer waits for {wait.what} of {wait.on or 'any process'}"
+    return "the trainer loads the model"
 
 
 def is_alive(role: RoleStatus) -> bool:

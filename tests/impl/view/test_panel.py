@@ -89,6 +89,13 @@ def row(lines: list[str], label: str) -> str:
     return " ".join(found.strip("│ ").split())
 
 
+def test_panel_shows_the_start_of_a_run():
+    of = shot(metrics=measured(), now="the trainer loads the model", failures={})
+    assert row(drawn(of), "now") == "now the trainer loads the model"
+    assert row(drawn(of, height=4), "now"), "it stays in a small terminal"
+    assert not [line for line in drawn(shot()) if "│ now" in line]
+
+
 def test_panel_of_a_run_has_all_rows():
     lines = drawn(shot())
     assert "demo/a · async_ppo · running" in lines[0]

@@ -124,6 +124,24 @@ def test_states_of_a_run_from_start_to_end(run: Run):
     assert seen(watch) == ("finished", True)
 
 
+def test_what_a_run_does_before_its_first_step_is_shown(run: Run):
+    watch, names = RunReader(run.paths), NameRegistry.of(run.config)
+    assert watch.read().now == "", "no process yet"
+    show(run.vitals, "datapipe-0")
+    assert watch.read().now == "the processes start"
+    show(run.vitals, "trainer-0")
+    assert watch.read().now == "the trainer loads the model"
+    batch = wait("BatchRequest 0", "datapipe-0", 1.0, detail="batch 0: 3 of 64 groups")
+    show(run.vitals, "trainer-0", batch)
+    assert "no language-model server has started yet" in watch.read().now
+    names.put("llm_server", "a", {})
+    assert watch.read().now == "batch 0: 3 of 64 groups"
+    show(run.vitals, "trainer-0", wait("ranks to meet", "", 1.0))
+    assert watch.read().now == "the trainer waits for ranks to meet of any process"
+    run.paths.metrics.write_text(line(0))
+    assert watch.read().now == ""
+
+
 def test_crashed_run_is_over_when_its_files_no_longer_change(run: Run):
     watch = RunReader(run.paths)
     show(run.vitals, "trainer-0", started=1)  # another process has its pid

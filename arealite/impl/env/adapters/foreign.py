@@ -51,7 +51,9 @@ class LibraryEnv(Env):
     @classmethod
     def rows(cls, config: GyLLMConfig | GymnasiumConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield rows with different seeds, without end."""
-        name = (config.factory or config.env_id).rpartition(":")[2]
+        module, _, name = (config.factory or config.env_id).rpartition(":")
+        if name == "make":  # the game's name is its argument, or that of its module
+            name = str(config.kwargs.get("id") or module.rpartition(".")[2])
         return seeded_rows(name, cls.prompt(config, name), split, seed)
 
     @classmethod

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from arealite.api.adapter_config import GymnasiumConfig
 from arealite.base.errors import RewardNotFinite, UserError
 from arealite.impl.env.adapters.blocking import Instance
 from arealite.impl.env.adapters.gymnasium import GymnasiumEnv, actions
@@ -144,6 +145,20 @@ def test_actions_have_names_or_numbers_else_a_user_error() -> None:
     assert actions(Discrete(2), ["left", "right"]) == (0, ("left", "right"))
     with pytest.raises(UserError, match="texts and numbers"):
         actions(object(), [])
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"env_id": "FrozenLake-v1"}, "FrozenLake-v1"),
+        ({"factory": "my.lake:Lake"}, "Lake"),
+        ({"factory": "my.lake:make"}, "lake"),
+        ({"factory": "gymnasium:make", "kwargs": {"id": "CartPole-v1"}}, "CartPole-v1"),
+    ],
+)
+def test_prompt_has_the_name_of_the_game(options: dict[str, Any], name: str) -> None:
+    row = next(GymnasiumEnv.rows(GymnasiumConfig(**options), split="train", seed=1))
+    assert row["prompt"] == f"You act in {name}."
 
 
 def test_rows_are_seeded_and_differ_between_splits() -> None:
