@@ -5,6 +5,7 @@ The module imports no torch and reads only file headers, so a bad folder is foun
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -20,11 +21,34 @@ LENGTHS = {"embed_tokens.weight": "vocab_size", "input_layernorm.weight": "hidde
 """Maps the end of a tensor's name to the config.json field that its first dimension equals."""
 
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
 def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     """Return the content of a JSON file in a folder; {} if it is missing or invalid."""
     with suppress(OSError, ValueError):
         return json.loads((Path(folder).expanduser() / name).read_text(encoding="utf-8"))
     return {}
+
+
+def local_folder(path: str | None) -> str | None:
+    """Return the folder of `model.path`; a Hugging Face id like Qwen/Qwen3-0.6B is downloaded once.
+
+    Raises:
+        UserError: There is no such folder, and the hub has no such model or cannot be reached.
+    """
+    if not path or not HUB_ID.fullmatch(path) or Path(path).exists():
+        return path
+    hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        return hub.snapshot_download(path, allow_patterns=HUB_FILES)
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise UserError(
+            f"model.path={path} is no folder here, and no model of the Hugging Face hub that can "
+            f"be read ({why:.200}). Name a folder, or download the model where a network is."
+        ) from error
 
 
 def has_chat_template(folder: Path | str) -> bool:

@@ -26,6 +26,7 @@ from arealite.api.tool_config import ToolsEnvConfig
 from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
+from arealite.base.model_folder import local_folder
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
 from arealite.cli.presets import CONFIG_DIR
@@ -84,7 +85,14 @@ def parse(schema: type[C], argv: Sequence[str], *, command: str, description: st
     layers = options.parse(
         argv, command=command, description=description, schema=schema, default=default
     )
-    return load(schema, layers.files, layers.overrides)
+    return with_model(load(schema, layers.files, layers.overrides))
+
+
+def with_model(config: C) -> C:
+    """Return a config whose `model.path` is a folder; see model_folder.local_folder."""
+    if not isinstance(config, ExperimentConfig | ServerConfig):
+        return config
+    return replace(config, model=replace(config.model, path=local_folder(config.model.path)))
 
 
 def check_derived() -> None:
@@ -144,7 +152,7 @@ def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list
     layers = options.parse_stages(
         argv, command=command, description=description, schema=ExperimentConfig, default=default
     )
-    return load_stages(layers)
+    return [with_model(config) for config in load_stages(layers)]
 
 
 def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig, ServerConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model, weight_files
+from arealite.cli import configs
 from arealite.cli.main import main
 from arealite.system.data.prompts import check_prompts, check_tokens
 from tests.e2e.conftest import ENVIRONMENT, ROOT, write_rows
@@ -238,3 +239,54 @@ def test_prompts_of_environments_with_their_own_prompts_are_not_tokenized(model:
     check("browser")
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
         check("math")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub that cannot be reached; return the names that were asked for."""
+    asked = list[str]()
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        raise FileNotFoundError("no route to the hub.\nPlease check your connection.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return asked
+
+
+def test_hub_id_without_a_network_is_one_line(hub: list[str], capsys: Any) -> None:
+    assert main(["check", "model.path=Qwen/Qwen3-0.6B"]) == 2
+    shown = capsys.readouterr().err
+    assert hub == ["Qwen/Qwen3-0.6B"]
+    assert "model.path=Qwen/Qwen3-0.6B is no folder here" in shown
+    assert "no route to the hub" in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["/no/where", "./no", "../a/b", "~/models/m", "m", "a/b/c"])
+def test_path_of_a_missing_folder_is_not_asked_from_the_hub(
+    path: str, hub: list[str], capsys: Any
+) -> None:
+    assert main(["check", f"model.path={path}"]) == 2
+    assert hub == []
+    assert f"model.path={path} is no Hugging Face model folder" in capsys.readouterr().err
+
+
+def test_downloaded_model_is_recorded_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: f"{tmp_path}/{name}")
+    words = ["model.path=Qwen/Qwen3-0.6B", "launcher.llm_servers=1"]
+    [config] = configs.parse_stages(words, command="c", description="")
+    assert config.model.path == f"{tmp_path}/Qwen/Qwen3-0.6B"
+    assert configs.own_server(config).model.path == config.model.path
+    server = configs.parse(ServerConfig, words[:1], command="c", description="")
+    assert server.model.path == config.model.path
+
+
+def test_folder_wins_over_a_hub_id(
+    tmp_path: Path, hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen/Qwen3-0.6B").mkdir(parents=True)
+    [config] = configs.parse_stages(["model.path=Qwen/Qwen3-0.6B"], command="c", description="")
+    assert (config.model.path, hub) == ("Qwen/Qwen3-0.6B", [])
