@@ -27,7 +27,7 @@ from tests.waiting import spawned
 
 pytestmark = [pytest.mark.processes, needs_chromium]
 
-PATIENCE_MS = 10_000.0
+PATIENCE_MS = 120_000.0
 WORDS = ["question ", "answer ", "other "]
 LINES = metrics(4)
 
