@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import functools
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace

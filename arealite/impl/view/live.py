@@ -91,9 +91,7 @@ class LiveRun:
         """Return labels and texts on the state of the run."""
         rows = [("", shot.state), ("cannot be read", self._problem)]
         rows += [(label, text.plain) for _, label, text in (next(progress(shot)), *health(shot))]
-        if shot.state == "running" and not shot.metrics.steps:
-            rows.append(("waits for step 1", "; ".join(shot.waits) or "the trainer starts"))
-        return [(label, text) for label, text in rows if text]
+        return [(label, text) for label, text in [*rows, ("now", shot.now)] if text]
 
 
 async def serve(paths: RunPaths, port: int, say: Callable[[str], object]) -> None:

@@ -134,8 +134,6 @@ class Snapshot:
     servers: Sequence[Entry]
     findings: Sequence[Finding]
     """The blocking roles, the worst first."""
-    waits: Sequence[str] = ()
-    """The trainer's waits, as in "trainer-0: batch 12 on datapipe-0"."""
     now: str = ""
     """What happens before the first step; "" after it."""
 
@@ -168,7 +166,6 @@ class RunReader:
             of_role = {k: int(v) for k, v in role.vitals.counters.items() if k.startswith(FAILED)}
             failures.update({k.removeprefix(FAILED): v for k, v in of_role.items()})
         living = {role.name.partition("-")[0] for role in roles if is_alive(role)} - {"llm_server"}
-        trainers = [role for role in roles if role.name.startswith("trainer")]
         is_offline = TrainerConfig(type=config.trainer.type).is_offline  # metrics have its total
         total = 0 if is_offline else config.trainer.ppo.total_steps
         total = int(metrics.newest.get("train/total_steps", total))
@@ -186,7 +183,6 @@ class RunReader:
             failures=metrics.failures | failures,
             servers=servers,
             findings=findings if is_running else [],
-            waits=[f"{r.name}: {w.what} on {w.on}" for r in trainers for w in r.vitals.waits],
             now=starting(roles, has_servers=bool(servers))
             if is_running and not metrics.steps
             else "",

@@ -214,10 +214,11 @@ def test_state_before_step_1_names_the_wait(tmp_path: Path) -> None:
     page = LiveRun(run.paths)
     assert dict(asked(page)["state"])[""] == "not running"
     show(run.vitals, "trainer-0")
-    assert dict(asked(page)["state"])["waits for step 1"] == "the trainer starts"
+    assert dict(asked(page)["state"])["now"] == "the trainer loads the model"
     show(run.vitals, "trainer-0", wait("batch 0", "datapipe-0", 8.0))
     about = asked(page)
-    assert dict(about["state"])["waits for step 1"] == "trainer-0: batch 0 on datapipe-0"
+    now = "the trainer is ready; no language-model server has started yet"
+    assert dict(about["state"])["now"] == now
     assert dict(about["state"])["step"] == "0 of 3"
     assert about["about"]["metrics"] == {}
 
