@@ -30,8 +30,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Rows with `prompt`, `ground_truth` and `extra_info`, or a form that docs/data.md lists. Rows
-    of sft, dpo and reward have other columns."""
+    """Rows in a form that docs/data.md lists: usually `prompt`, `ground_truth`, `extra_info`."""
 
     train: str = opt(
         "",

@@ -26,12 +26,6 @@ class FunctionRewardConfig:
     paths: list[str] = sub(list, "functions: module:name or file.py:name")
     weights: list[float] = sub(list, "weight of each function; []: 1 each")
 
-    def constraints(self) -> Constraints:
-        """Yield the constraint on the number of weights."""
-        weights, paths = len(self.weights), len(self.paths)
-        what = f"weights has {weights} numbers for {paths} functions of paths"
-        yield not weights or weights == paths, f"{what}. Give each function one weight."
-
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
@@ -42,8 +36,13 @@ class RewardConfig:
     function: FunctionRewardConfig = sub(FunctionRewardConfig, "options of type=function")
 
     def constraints(self) -> Constraints:
-        """Yield the constraint that `type` and `function.paths` agree."""
-        paths = self.function.paths
+        """Yield the constraints on `function`."""
+        paths, weights = self.function.paths, self.function.weights
+        yield (
+            len(weights) in (0, len(paths)),
+            f"function.weights has {len(weights)} numbers for {len(paths)} functions of paths. "
+            "Give each function one weight.",
+        )
         yield (
             self.type == "function" or not paths,
             f"function.paths={paths} needs type=function, but type={self.type}. Set type=function.",

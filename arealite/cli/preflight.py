@@ -35,10 +35,10 @@ from arealite.cli.fold import fold
 from arealite.cli.resume import check_resume
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
-from arealite.system.data.chats import check_examples, describe_rows
+from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
 from arealite.system.data.prompts import check_prompts, longest_request, template_line
-from arealite.system.data.tasks import check_first_rows, describe, load_split, shares
+from arealite.system.data.tasks import check_first_rows, describe, describe_rows, load_split, shares
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
 
@@ -93,7 +93,7 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     kind, context = model.get("model_type", "?"), model.get("max_position_embeddings", "?")
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
     if config.trainer.is_offline:
-        yield "data", describe_rows(config)
+        yield from describe_rows(config)
     else:
         yield "data", f"{facts.tasks[0]} tasks to train, {facts.tasks[1]} held out"
         yield from describe(config)

@@ -31,7 +31,7 @@ from arealite.impl.rollout.sampler import ObservingCollector, Sampler
 from arealite.system.data.dataset import identity
 from arealite.system.data.prompts import check_prompts
 from arealite.system.data.samples import Samples
-from arealite.system.data.tasks import GENERATED, load_split
+from arealite.system.data.tasks import GENERATED, check_first_rows, load_split
 from arealite.system.locks import lock_file
 from arealite.system.names.registry import NameRegistry
 
@@ -171,6 +171,7 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     NameRegistry.of(config).check()
     configs.check_names(config)
     check_name("name", config.name)
+    check_first_rows(config, [split])
     model, _ = read_model(preflight.required(config.model.path, "model.path"))
     preflight.check_run_folder(config)
     found = [] if config.launcher.llm_servers else preflight.find_servers(config, model)

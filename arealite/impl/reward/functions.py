@@ -74,9 +74,9 @@ class FunctionReward(Reward):
             FunctionFailed: A function failed.
         """
         every = [part.score_task(completion, task) for part in self.parts.values()]
-        values = dict(zip(self.parts, await asyncio.gather(*every), strict=True))
-        score = Score(sum(w * v for w, v in zip(self.weights, values.values(), strict=True)))
-        for name, value in values.items():
+        values = await asyncio.gather(*every)
+        score = Score(sum(w * v for w, v in zip(self.weights, values, strict=True)))
+        for name, value in zip(self.parts, values, strict=True):
             own = {} if value is NO_OPINION else {name: float(value)}
             score.parts |= getattr(value, "parts", {}) | own
         return score

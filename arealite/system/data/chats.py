@@ -22,7 +22,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import EMPTY, identity
-from arealite.system.data.forms import chat_form, chat_row, renamed
+from arealite.system.data.forms import chat_row, renamed
 from arealite.system.data.messages import check_prompt, for_template, tool_calls
 from arealite.system.data.sources import is_saved, read_rows
 from arealite.system.ledger.ledger import open_read_only
@@ -106,10 +106,8 @@ def render(
             "template. Use a chat model, or write the dataset's prompts as plain text."
         )
     if any(map(tool_calls, messages)) and "tool_calls" not in str(tokenizer.chat_template):
-        raise UserError(
-            "The messages have `tool_calls`, but the tokenizer's chat template has none. Use a "
-            "model whose template renders them, or remove the messages."
-        )
+        what = "the model's chat template renders no `tool_calls`, which the messages have"
+        raise UserError(f"{what}. Use another model or template, or remove the messages.")
     try:
         return tokenizer.apply_chat_template(
             [for_template(message) for message in messages],
@@ -149,12 +147,6 @@ def read_dataset(config: ExperimentConfig) -> tuple[list[Row], list[Row]]:
     least = config.trainer.sft.min_reward if config.trainer.type == "sft" else None
     read = partial(load_rows, min_reward=least, columns=data.columns)
     return read(data.train, "train"), read(data.eval, "eval") if data.eval else []
-
-
-def describe_rows(config: ExperimentConfig) -> str:
-    """Return the numbers of rows of an offline trainer, and the form of the first."""
-    train, held_out = read_dataset(config)
-    return f"{len(train)} rows to train, {len(held_out)} held out; {chat_form(train[0][1])}"
 
 
 def load_rows(

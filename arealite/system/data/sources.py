@@ -55,8 +55,7 @@ def read_rows(path: str, split: str, columns: Sequence[str] = ()) -> Iterator[Pl
         UserError: the file is missing, of another type, or not readable.
     """
     if not path:
-        hint = f"Set dataset.{split}=<file.jsonl, .json, .csv or .parquet>."
-        raise UserError(f"no dataset for split '{split}'. {hint}")
+        raise UserError(f"no dataset for split '{split}'. Set dataset.{split}=FILE.")
     file = Path(path).expanduser()
     readers = {".jsonl": jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}
     if file.suffix in (suffixes := (*readers, ".parquet")):
@@ -103,10 +102,10 @@ def _row(line: bytes, where: str) -> Place:
         _encode(row := _decode(line))  # other processes encode it later
         if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
             raise RecursionError(f"nested deeper than {DEPTH} levels")
+        return where, row
     except ROW_ERRORS as error:
         hint = f"Write one object a line, of at most {DEPTH} levels"
         raise UserError(f"{where}: not a JSON object: {error}. {hint}: {ROW}.") from error
-    return where, row
 
 
 def _depth(value: object) -> int:
@@ -123,10 +122,8 @@ def _csv_rows(file: Path) -> Iterator[Place]:
             for row in (reader := csv.DictReader(lines, strict=True)):
                 where = f"{file}, line {reader.line_num}"
                 if cast(Any, None) in row or None in row.values():
-                    raise UserError(
-                        f"{where}: not as many cells as the header has columns. Quote cells that "
-                        "contain commas or line breaks."
-                    )
+                    what = f"{where}: not as many cells as the header has columns"
+                    raise UserError(f"{what}. Quote cells with commas or line breaks.")
                 yield where, row
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{where}: not readable CSV: {error}. Save it as UTF-8.") from error
@@ -143,8 +140,8 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
         is_own = {*wanted} - {"ground_truth", "extra_info"} and not FOREIGN & {*names}
         table = parquet.read_table(file, columns=wanted if is_own else None)
     except (pyarrow.ArrowException, OSError) as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"dataset file {file} is not readable Parquet: {line}") from error
+        what = f"dataset file {file} is not readable Parquet"
+        raise UserError(f"{what}: {one_line(error)}") from error
     yield from _numbered(file, table.to_pylist())
 
 
@@ -158,17 +155,15 @@ def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
     if (listing := folder / "dataset_dict.json").is_file():
         folder /= _pick_split(json.loads(listing.read_text())["splits"], split, str(folder), "/")
     if not (state := folder / "state.json").is_file():
-        raise UserError(
-            f"dataset.{split}={folder} is a folder without a dataset of save_to_disk. Name a file "
-            "(.jsonl, .json, .csv, .parquet), or a folder that save_to_disk has written."
-        )
+        what = f"dataset.{split}={folder} is a folder without a dataset of save_to_disk"
+        raise UserError(f"{what}. Name a file, or a folder that save_to_disk has written.")
     ipc = importlib.import_module("pyarrow.ipc")
     files = [folder / each["filename"] for each in json.loads(state.read_text())["_data_files"]]
     try:
         rows = [r for f in files for r in ipc.open_stream(f.read_bytes()).read_all().to_pylist()]
     except OSError as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"{folder} is not a readable dataset: {line}. Save it again.") from error
+        what = f"{folder} is not a readable dataset: {one_line(error)}"
+        raise UserError(f"{what}. Save it again.") from error
     yield from _numbered(folder, rows)
 
 
@@ -180,19 +175,22 @@ def _hub_rows(name: str, split: str) -> Iterator[Place]:
         found = import_optional("datasets", "datasets").load_dataset(owner, config or None)
         rows = found[chosen or _pick_split([*found], split, f"{owner}:{config}", ":")]
     except Exception as error:  # the library and the network may raise anything
-        line = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{what}: {line}. Correct it, or download the dataset and name a file or a folder."
-        ) from error
+        fix = "Correct it, or download the dataset and name a file or a folder"
+        raise UserError(f"{what}: {one_line(error)}. {fix}.") from error
     yield from _numbered(name, rows)
+
+
+def one_line(error: Exception) -> str:
+    """Return the beginning of an error's text in one line."""
+    return " ".join(str(error).split())[:300]
 
 
 def _pick_split(names: Sequence[str], split: str, where: str, mark: str) -> str:
     for name in SPLITS.get(split, ("train",)):
         if name in names:
             return name
-    hint = f"dataset.{split}={where}{mark}NAME"
-    raise UserError(f"{where} has the splits {', '.join(names)}. Choose one: {hint}.")
+    every = ", ".join(names)
+    raise UserError(f"{where} has the splits {every}. Set dataset.{split}={where}{mark}NAME.")
 
 
 def _numbered(place: object, rows: Iterable[dict[str, Any]]) -> Iterator[Place]:

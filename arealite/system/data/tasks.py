@@ -6,7 +6,7 @@ The list depends only on the config and the files, so every process builds the s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle, islice, product
 
 from msgspec import structs
@@ -18,8 +18,9 @@ from arealite.api.env_config import EnvConfig
 from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError
+from arealite.system.data.chats import read_dataset
 from arealite.system.data.dataset import load_tasks, make_task, read_tasks
-from arealite.system.data.forms import task_form
+from arealite.system.data.forms import chat_form, task_form
 from arealite.system.data.sources import read_rows
 
 SHOWN = 60
@@ -78,13 +79,13 @@ def first_tasks(
         yield from islice(found, FIRST_ROWS)
 
 
-def check_first_rows(config: ExperimentConfig) -> None:
+def check_first_rows(config: ExperimentConfig, splits: Sequence[str] = ("train", "eval")) -> None:
     """Check that each environment can read, and its reward can score, the first rows.
 
     Raises:
         UserError: a reward function or a row cannot be used; the error names the file and line.
     """
-    for part, split in product(config.trainer.ppo.collector.parts.values(), ("train", "eval")):
+    for part, split in product(config.trainer.ppo.collector.parts.values(), splits):
         asyncio.run(_check_tasks(part.env, first_tasks(config, part, split)))
 
 
@@ -110,14 +111,21 @@ def describe(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     for name, part in config.trainer.ppo.collector.parts.items():
         files = part if name else config.dataset
         if files.train != GENERATED:
-            row = next(iter(read_rows(files.train, "train")))[1]
+            form = task_form(next(iter(read_rows(files.train, "train")))[1])[0]
             mapped = ", ".join(f"{own}={column}" for own, column in files.columns.items())
-            forms = [task_form(row)[0], f"dataset.columns: {mapped}" if mapped else ""]
-            yield from (("data", f"{form} {name}".strip()) for form in forms if form)
+            texts = form, mapped and f"dataset.columns: {mapped}"
+            yield from (("data", f"{text} {name}".strip()) for text in texts if text)
         for _, task in islice(first_tasks(config, part, "train"), 1):
             truth = task.ground_truth and task.ground_truth[:SHOWN]
             others = f", columns {', '.join(task.columns)}" if task.columns else ""
             yield "example", f"prompt {task.text[:SHOWN]!r}, ground_truth {truth!r}{others}"
+
+
+def describe_rows(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """Yield (heading, text) about the rows of an offline trainer: numbers, and the first's form."""
+    train, held_out = read_dataset(config)
+    text = f"{len(train)} rows to train, {len(held_out)} held out; {chat_form(train[0][1])}"
+    yield "data", text
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:

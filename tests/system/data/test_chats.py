@@ -328,7 +328,9 @@ def test_answer_with_tool_calls_is_trained_as_the_template_renders_it() -> None:
 
 
 def test_template_without_tool_calls_is_refused() -> None:
-    with pytest.raises(UserError, match="line 7: The messages have `tool_calls`, but the token"):
+    with pytest.raises(
+        UserError, match="line 7: the model's chat template renders no `tool_calls`"
+    ):
         encode({"messages": TALK})
 
 

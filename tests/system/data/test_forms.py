@@ -253,7 +253,7 @@ def test_folder_with_splits_gives_the_split_of_the_option(tmp_path: Path) -> Non
     assert [load_tasks(str(tmp_path), s)[0].prompt for s in ("train", "eval")] == ["a", "b"]
     assert load_tasks(str(tmp_path / "extra"), "train")[0].prompt == "c"
     listing.write_text('{"splits": ["test", "extra"]}')
-    says = f"has the splits test, extra. Choose one: dataset.train={tmp_path}/NAME"
+    says = f"has the splits test, extra. Set dataset.train={tmp_path}/NAME"
     with pytest.raises(UserError, match=says):
         load_tasks(str(tmp_path), "train")
 
@@ -300,7 +300,7 @@ def test_hub_id_is_loaded_by_the_datasets_library(
     ("answer", "says"),
     [
         (ConnectionError("Couldn't reach\nthe Hub"), "it failed: Couldn't reach the Hub. Correct"),
-        ({"a": [], "b": []}, "has the splits a, b. Choose one: dataset.train=o/n::NAME"),
+        ({"a": [], "b": []}, "has the splits a, b. Set dataset.train=o/n::NAME"),
         (None, "datasets is not installed: pip install datasets"),
     ],
 )
