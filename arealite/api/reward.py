@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from arealite.api.fields import Constraints, opt, sub
 from arealite.api.task import Task
+from arealite.base.errors import EpisodeError
 from arealite.base.registry import Registry
 
 
@@ -44,12 +45,9 @@ class RewardConfig:
             "Give each function one weight.",
         )
         yield (
-            self.type == "function" or not paths,
-            f"function.paths={paths} needs type=function, but type={self.type}. Set type=function.",
-        )
-        yield (
-            self.type != "function" or bool(paths),
-            "type=function needs functions. Set function.paths=[my_rewards.py:my_function].",
+            (self.type == "function") == bool(paths),
+            f"type={self.type} does not fit function.paths={paths}. Set type=function and "
+            "function.paths=[my_rewards.py:my_function], or neither.",
         )
 
 
@@ -69,7 +67,7 @@ class Reward(ABC):
     """Scores completions. Each worker process has one instance for all episodes."""
 
     needs_truth = True
-    """Whether a row without a ground truth cannot be scored."""
+    """Whether a row without a ground truth, or with an empty one, cannot be scored."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -93,11 +91,15 @@ class Reward(ABC):
         return await self.score(completion, task.truth)
 
     async def check_row(self, task: Task) -> None:
-        """Raise an exception if no completion of this row can be scored.
+        """Check that completions of this row can be scored.
 
         A run checks the first rows of each file before it starts any process.
+
+        Raises:
+            EpisodeError: They cannot.
         """
-        _ = self.needs_truth and task.truth
+        if self.needs_truth and not task.truth.strip():
+            raise EpisodeError("ground_truth is empty, and the reward compares with it")
 
     async def setup(self) -> None:  # noqa: B027  (optional hook)
         """Start shared, expensive resources."""

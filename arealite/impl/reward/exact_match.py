@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 
 from arealite.api.reward import Reward
-from arealite.api.task import Task
-from arealite.base.errors import EpisodeError
 
 
 class ExactMatchReward(Reward):
@@ -21,15 +19,6 @@ class ExactMatchReward(Reward):
         parts = re.split(r"\banswer(?:\s*:|\s+is\b)", completion.strip(), flags=re.IGNORECASE)
         last = parts[-1].strip().split("\n")
         return float(words(last[0 if len(parts) > 1 else -1]) == words(ground_truth))
-
-    async def check_row(self, task: Task) -> None:
-        """Check that the ground truth is not empty.
-
-        Raises:
-            EpisodeError: It is missing or empty.
-        """
-        if not task.truth.strip():
-            raise EpisodeError("ground_truth is empty, and reward exact_match compares with it")
 
 
 def words(text: str) -> list[str]:

@@ -60,8 +60,7 @@ class FunctionReward(Reward):
 
     async def setup(self) -> None:
         """Set up the `Reward` classes."""
-        for part in self.parts.values():
-            await part.setup()
+        await asyncio.gather(*(part.setup() for part in self.parts.values()))
 
     async def score(self, completion: str, ground_truth: str) -> float:
         """Return the reward of a row without other columns."""
@@ -87,13 +86,11 @@ class FunctionReward(Reward):
         Raises:
             EpisodeError: The row lacks an argument.
         """
-        for part in self.parts.values():
-            await part.check_row(task)
+        await asyncio.gather(*(part.check_row(task) for part in self.parts.values()))
 
     async def close(self) -> None:
         """Stop the `Reward` classes. Does not wait for running functions."""
-        for part in self.parts.values():
-            await part.close()
+        await asyncio.gather(*(part.close() for part in self.parts.values()))
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -22,8 +22,13 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import EMPTY, identity
-from arealite.system.data.forms import chat_row, renamed
-from arealite.system.data.messages import check_prompt, for_template, tool_calls
+from arealite.system.data.forms import (
+    chat_row,
+    check_prompt,
+    for_template,
+    renamed,
+    tool_calls,
+)
 from arealite.system.data.sources import is_saved, read_rows
 from arealite.system.ledger.ledger import open_read_only
 

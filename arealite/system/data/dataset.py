@@ -18,8 +18,7 @@ from msgspec import structs
 from arealite.api.config import ExperimentConfig
 from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
-from arealite.system.data.forms import TASK, no_prompt, renamed, task_form
-from arealite.system.data.messages import check_prompt
+from arealite.system.data.forms import TASK, check_prompt, no_prompt, renamed, task_form
 from arealite.system.data.sources import read_rows
 
 _encode = msgspec.msgpack.Encoder().encode

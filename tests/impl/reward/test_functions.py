@@ -295,10 +295,13 @@ async def test_row_without_a_required_column_is_refused(
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (RewardConfig(type="function"), "type=function needs functions. Set function.paths="),
+        (
+            RewardConfig(type="function"),
+            r"type=function does not fit function.paths=\[\]. Set type=function",
+        ),
         (
             RewardConfig(function=FunctionRewardConfig(paths=["a:b"])),
-            "needs type=function, but type=math_verify",
+            "type=math_verify does not fit function.paths=",
         ),
         (
             RewardConfig(
