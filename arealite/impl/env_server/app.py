@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,7 +32,7 @@ from arealite.impl.env_server.wire import CAPACITY, Refused, decoder, encode, fr
 from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
 from arealite.system.data.dataset import load_tasks, make_task
-from arealite.system.data.tasks import GENERATED, generate
+from arealite.system.data.tasks import GENERATED, generate, reads_columns
 from arealite.system.health.waits import END_S, Wait
 
 logger = log.get(__name__)
@@ -64,8 +63,8 @@ class EnvServer:
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
         """Cancelled episodes that still clean up."""
-        path = config.tasks
-        self._tasks = [] if path == GENERATED else load_tasks(str(Path(path)), "train")
+        path, keep = config.tasks, reads_columns(config.env)
+        self._tasks = [] if path == GENERATED else load_tasks(path, "train", keep=keep)
         self._seeds = count(config.seed)
         self._max_bytes = self.options.max_message_kb * 1024
         self._token = os.environ.get(self.options.token_env, "")
