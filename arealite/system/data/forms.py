@@ -34,32 +34,32 @@ _json = msgspec.json.Encoder().encode
 
 def task_form(row: Row) -> tuple[str, Row]:
     """Return (name of the recognised form or "", the row with AReaLite's columns)."""
-    model = row.get("reward_model")
+    model, own = row.get("reward_model"), row.get("ground_truth")
     if row.get("extra_info") is None and all(row.get(name) is not None for name in HUMANEVAL):
         info = {"data_source": "humaneval", "entry_point": row["entry_point"], "test": row["test"]}
         truth = as_text(row["canonical_solution"])
         return "HumanEval rows", {**row, "ground_truth": truth, "extra_info": info}
     if "prompt" in row:
-        if row.get("ground_truth") is not None or not isinstance(model, dict):
+        if own is not None or not isinstance(model, dict):
             return "", row
-        truth = as_text(cast(Row, model).get("ground_truth"))
-        row = {"extra_info": {}, **row, "ground_truth": truth}
-        if isinstance(row["extra_info"], dict) and "data_source" in row:
-            row["extra_info"] = {"data_source": row["data_source"], **row["extra_info"]}
-        return "verl rows: reward_model.ground_truth", row
+        truth, extra = cast(Row, model).get("ground_truth"), row.get("extra_info") or Row()
+        if isinstance(extra, dict) and "data_source" in row:
+            extra = {"data_source": row["data_source"], **cast(Row, extra)}
+        form = "verl rows: reward_model.ground_truth"
+        return form, {**row, "ground_truth": as_text(truth), "extra_info": extra}
     if {"question", "answer"} <= row.keys():
-        answer, form = row["answer"], "rows: question/answer"
-        if isinstance(answer, str) and "####" in answer:
+        form, prompt, truth = "rows: question/answer", row["question"], row["answer"]
+        if isinstance(truth, str) and "####" in truth:
             form = "GSM8K rows: question/answer, `####` answers"
-            answer = answer.rpartition("####")[2].strip().replace(",", "")
-        return form, {**row, "prompt": row["question"], "ground_truth": as_text(answer)}
-    if "problem" in row and {"answer", "solution"} & row.keys():
-        form, truth = "rows: problem/answer", row.get("answer")
+            truth = truth.rpartition("####")[2].strip().replace(",", "")
+    elif "problem" in row and {"answer", "solution"} & row.keys():
+        form, prompt, truth = "rows: problem/answer", row["problem"], row.get("answer")
         if truth is None:
             form, truth = "MATH rows: problem/solution, \\boxed answers", row.get("solution")
             truth = boxed(truth) or truth if isinstance(truth, str) else truth
-        return form, {**row, "prompt": row["problem"], "ground_truth": as_text(truth)}
-    return "", row
+    else:
+        return "", row
+    return form, {**row, "prompt": prompt, "ground_truth": as_text(truth if own is None else own)}
 
 
 def chat_row(row: Row) -> Row:

@@ -109,6 +109,13 @@ def test_every_kind_of_file_is_read(tmp_path: Path, write: Any) -> None:
             {},
         ),
         ({"problem": "p", "solution": "s", "answer": "7"}, "rows: problem/answer", "p", "7", {}),
+        (
+            {"question": "q", "answer": "#### 4", "ground_truth": "5"},
+            "GSM8K rows: question/answer, `####` answers",
+            "q",
+            "5",
+            {},
+        ),
         ({"prompt": "a", "ground_truth": "b", "reward_model": {"x": 1}}, "", "a", "b", {}),
     ],
 )
