@@ -37,18 +37,10 @@ class RewardConfig:
     function: FunctionRewardConfig = sub(FunctionRewardConfig, "options of type=function")
 
     def constraints(self) -> Constraints:
-        """Yield the constraints on `function`."""
-        paths, weights = self.function.paths, self.function.weights
-        yield (
-            len(weights) in (0, len(paths)),
-            f"function.weights has {len(weights)} numbers for {len(paths)} functions of paths. "
-            "Give each function one weight.",
-        )
-        yield (
-            (self.type == "function") == bool(paths),
-            f"type={self.type} does not fit function.paths={paths}. Set type=function and "
-            "function.paths=[my_rewards.py:my_function], or neither.",
-        )
+        """Yield the constraint that `function.paths` are used."""
+        paths, kind = self.function.paths, self.type
+        fix = "Set type=function, or remove function.paths"
+        yield kind == "function" or not paths, f"type={kind} uses no function.paths={paths}. {fix}."
 
 
 class Score(float):

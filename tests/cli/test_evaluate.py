@@ -169,3 +169,9 @@ def test_row_with_pass_at_k_has_its_own_number_of_samples(evaluate: Command) -> 
     asked = len(Answering.asked)
     assert evaluate("n=2", "solved=4") == 0
     assert len(Answering.asked) == asked, "all samples are kept"
+
+
+def test_row_that_the_reward_cannot_score_is_refused_before_sampling(evaluate: Command) -> None:
+    assert evaluate(env="math") == 2
+    assert "rows.jsonl, line 1: environment math cannot read it: EpisodeError" in evaluate.out
+    assert not Answering.asked

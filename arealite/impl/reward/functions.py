@@ -46,10 +46,13 @@ class FunctionReward(Reward):
         """Import the functions.
 
         Raises:
-            UserError: A path or a signature is invalid.
+            UserError: A path, a signature or the number of weights is invalid.
         """
         super().__init__(config)
         self.weights = config.weights or [1.0] * len(config.paths)
+        if not config.paths or len(self.weights) != len(config.paths):
+            what = f"{OPTION}={config.paths} with reward.function.weights={config.weights}"
+            raise UserError(f"{what}: name functions, and one weight for each function or none.")
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
         self.parts = dict[str, Reward]()
         for path in config.paths:

@@ -292,25 +292,15 @@ async def test_row_without_a_required_column_is_refused(
     await reward.close()
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (
-            RewardConfig(type="function"),
-            r"type=function does not fit function.paths=\[\]. Set type=function",
-        ),
-        (
-            RewardConfig(function=FunctionRewardConfig(paths=["a:b"])),
-            "type=math_verify does not fit function.paths=",
-        ),
-        (
-            RewardConfig(
-                type="function", function=FunctionRewardConfig(paths=["a:b"], weights=[1.0, 2.0])
-            ),
-            "function.weights has 2 numbers for 1 functions",
-        ),
-    ],
-)
-def test_contradicting_options_are_refused(config: RewardConfig, says: str) -> None:
+@pytest.mark.parametrize(("paths", "weights"), [([], []), (["a:b"], [1.0, 2.0])])
+def test_missing_functions_and_weights_are_refused(paths: list[str], weights: list[float]) -> None:
+    function = FunctionRewardConfig(paths=paths, weights=weights)
+    with pytest.raises(UserError, match="name functions, and one weight for each function or none"):
+        make_reward(RewardConfig(type="function", function=function))
+
+
+def test_functions_of_another_type_are_refused() -> None:
+    config = RewardConfig(function=FunctionRewardConfig(paths=["a:b"]))
+    says = r"type=math_verify uses no function.paths=\['a:b'\]. Set type=function"
     with pytest.raises(UserError, match=says):
         check_constraints(config, "")
