@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ROOT
 from tests.e2e.many_workers import EACH, WORKERS
 from tests.impl.launcher.test_local import ScriptedLauncher, after, launched, trains
@@ -20,7 +21,7 @@ class Launcher(ScriptedLauncher):
     """Starts the roles of tests.e2e.many_workers."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(root, {"trainer": after(root / "reached") + trains(0)})
+        super().__init__(root, {"trainer": after(root / "reached") + trains(1)})
         self.root = root
         self.options = replace(self.options, max_workers=WORKERS)
 
@@ -39,7 +40,9 @@ def test_32_worker_processes_are_started_for_idle_servers_and_stopped_for_busy_o
     logs = "\n".join(file.read_text() for file in launcher.paths.logs.glob("*.log"))
     assert code == 0, shown + logs
     reached = json.loads((tmp_path / "reached").read_text())
-    assert reached == {"full": [EACH] * WORKERS, "left": ["rollout-0@host"], "failed": {}}
+    assert reached == {"full": [EACH] * WORKERS, "left": ["rollout-0@host"]}
+    report = audit(launcher.paths.ledger)
+    assert report.ok and not report.failures_by_class
     assert shown.count("is started: the other workers are full") == WORKERS - 1
     assert shown.count("is stopped: fewer workers are needed") == WORKERS - 1
     assert "died" not in shown

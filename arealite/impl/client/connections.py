@@ -11,6 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -54,11 +55,9 @@ class Pool:
             loop, idle = asyncio.get_running_loop(), self._idle[endpoint.place]
             while idle and idle[0].idle_since < loop.time() - KEEPALIVE_S:
                 idle.pop(0).transport.close()
-            connection = idle.pop() if idle else None
-            while connection is not None and connection.transport.is_closing():
-                connection = idle.pop() if idle else None
-            if connection is None:
-                connection = await self._connect(endpoint)
+            while idle and idle[-1].transport.is_closing():
+                idle.pop()
+            connection = idle.pop() if idle else await self._connect(endpoint)
             try:
                 reply = await connection.exchange(endpoint.head, body)
             except BaseException:
@@ -78,9 +77,8 @@ class Pool:
 
     def close(self) -> None:
         """Close the idle connections."""
-        for idle in self._idle.values():
-            while idle:
-                idle.pop().transport.close()
+        for connection in chain(*self._idle.values()):
+            connection.transport.close()
 
 
 class Head(NamedTuple):
@@ -174,12 +172,14 @@ class Connection(asyncio.Protocol):
         if head.is_last or len(body) > length:
             self.transport.close()
         self._data, self._head, self._chunks = bytearray(), None, bytearray()
-        reply, self._reply = self._reply, None
-        if reply is not None and not reply.done():
+        if (reply := self._take_reply()) is not None:
             reply.set_result((head.status, bytes(body[:length])))
 
     def _fail(self, why: str) -> None:
         self.transport.abort()
-        reply, self._reply = self._reply, None
-        if reply is not None and not reply.done():
+        if (reply := self._take_reply()) is not None:
             reply.set_exception(ConnectionError(why))
+
+    def _take_reply(self) -> asyncio.Future[tuple[int, bytes]] | None:
+        reply, self._reply = self._reply, None
+        return None if reply is None or reply.done() else reply
