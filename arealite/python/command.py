@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import signal
 import subprocess
@@ -102,9 +101,9 @@ def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
     at, collector = "trainer.ppo.collector", base.trainer.ppo.collector
     found, imports, env = dict[str, object](), [*base.imports], collector.env.type
     if (base.trainer.is_offline or collector.envs) and (wrong := [*parts.keys() - {"model"}]):
-        fix = f"Set {at}.envs.NAME in overrides" if collector.envs else "Remove it"
-        what = "several environments" if collector.envs else "no environment"
-        raise UserError(f"{wrong[0]}: a run of trainer.type={base.trainer.type} has {what}. {fix}.")
+        what = f"several environments: set {at}.envs.NAME in overrides" if collector.envs else ""
+        what = what or f"no environment, because trainer.type={base.trainer.type}: remove it"
+        raise UserError(f"{min(wrong)}: the run has {what}.")
     if "model" in parts:
         found["model.path"] = model_folder(parts["model"])
     for name, table in (("env", envs), ("agent", agents)):
@@ -133,13 +132,14 @@ class Command:
     def __init__(self, argv: Sequence[str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "arealite.cli.main", *argv]
+        own = {NESTED: "1", "PYTHONPATH": os.pathsep.join(own_folders())}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 ["/bin/sh", "-c", GUARDED, "sh", *command],
                 stdin=subprocess.PIPE,  # closes when this process ends, whatever the reason
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {NESTED: "1", "PYTHONPATH": os.pathsep.join(own_folders())},
+                env=os.environ | own | {"FORCE_COLOR": ""},  # a notebook sets it
                 start_new_session=True,  # Ctrl-C reaches only this process
             )
         self.log = log
@@ -160,14 +160,14 @@ class Command:
         raised when the command has ended.
         """
         interrupt: KeyboardInterrupt | None = None
-        decode, code = codecs.getincrementaldecoder("utf-8")("replace").decode, None
-        with self.log.open("rb") as output:
+        code = None
+        with self.log.open(encoding="utf-8", errors="replace") as output:
             while code is None:
                 try:
                     with suppress(subprocess.TimeoutExpired):
                         self.process.wait(POLL_S)
                     code = self.code
-                    print(decode(output.read()), end="", flush=True)
+                    print(output.read(), end="", flush=True)
                 except KeyboardInterrupt as error:
                     interrupt = error
                     self.process.send_signal(signal.SIGINT)

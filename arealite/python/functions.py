@@ -146,7 +146,7 @@ def sample(
     own = [f"trial_name={name}", *own]  # `own` may name another
     made, argv = checked(lambda: resolve(schema, config, own, rows, parts))
     folder = run_paths(made).root.parent
-    out = Path(made.out or folder / f"{name}.jsonl").expanduser()
+    out = Path(made.out or folder / f"{name}.{'json' if kind == 'eval' else 'jsonl'}").expanduser()
     command = Command([kind, *argv, *words(None, out=out)], folder / f"{name}.log")
     before = out.stat().st_mtime_ns if out.exists() else 0
     if command.wait() not in (0, 1) or not out.exists() or out.stat().st_mtime_ns == before:

@@ -156,6 +156,8 @@ class Run:
         rows = list[dict[str, Any]]()
         for number, state, packed, payload in found:
             header = {k: v for k, v in asdict(decode_header(packed)).items() if k not in HIDDEN}
+            parts = header.pop("reward_parts").items()
+            header |= {f"reward/{name}": value for name, value in parts}
             for segment in decode_segments(payload) if payload else ():  # it may have been dropped
                 own: dict[str, Any] = columns(segment, decode)
                 prompt = decode(own["tokens"][: segment.loss_mask.find(1)])
@@ -198,4 +200,6 @@ def _ids(tokens: list[int], **_: object) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())  # pyright: ignore
+    if isinstance(value, list):
+        return f"{len(value)} rows"  # pyright: ignore[reportUnknownArgumentType]
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -121,13 +121,13 @@ def test_reward_becomes_options_of_its_environment() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"config": "sft", "reward": things.length}, "trainer.type=sft has no environment"),
-        ({"config": "dpo", "env": "math"}, "trainer.type=dpo has no environment"),
+        ({"config": "sft", "reward": things.length}, "no environment, because trainer.type=sft"),
+        ({"config": "dpo", "env": "math"}, "no environment, because trainer.type=dpo"),
         ({"env": things.Letters, "reward": "exact_match"}, "python_letters computes its own"),
         ({"env": "tic_tac_toe", "reward": "exact_match"}, "tic_tac_toe computes its own"),
         (
             {"overrides": {f"{AT}.envs.a.env.type": "math"}, "reward": "exact_match"},
-            f"several environments. Set {AT}.envs.NAME",
+            f"several environments: set {AT}.envs.NAME",
         ),
         ({"overrides": {"trainer.ppo.lrr": 1}}, "Did you mean 'trainer.ppo.lr'"),
         ({"overrides": ["--dry-run"]}, "is not an override"),
@@ -199,6 +199,16 @@ def test_output_of_a_command_is_printed(folder: Path, capsys: pytest.CaptureFixt
     assert Command(["--version"], folder / "new" / "log").wait() == 0
     assert capsys.readouterr().out.strip() == arealite.__version__
     assert not command._running
+
+
+@pytest.mark.processes
+def test_output_has_no_colours_in_a_notebook(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernel does
+    assert Command(["envs"], folder / "log").wait() == 0
+    shown = capsys.readouterr().out
+    assert "tic_tac_toe" in shown and "\x1b" not in shown
 
 
 @pytest.mark.processes

@@ -80,7 +80,7 @@ def test_trajectories_have_texts_and_exact_tokens(run: arealite.Run) -> None:
         sampled = [t for t, own in zip(row["tokens"], row["loss_mask"], strict=True) if own]
         assert len(sampled) == row["trained_tokens"]
         assert row["prompt"] in {task["prompt"] for task in things.ROWS}
-        assert row["reward"] == len(row["completion"])
+        assert row["reward"] == len(row["completion"]) == row["reward/letters"]
         versions = [v for v, own in zip(row["versions"], row["loss_mask"], strict=True) if own]
         assert (min(versions), max(versions)) == (row["oldest_version"], row["newest_version"])
     json.dumps(rows)  # plain values only, for pandas and others
@@ -149,11 +149,17 @@ def test_offline_trainer_learns_from_rows_in_memory(folder: Path) -> None:
         model="model",
         dataset=rows,
         trial="sft",
-        overrides={"cluster.name_root": "names", "trainer.offline.lr": 1e-2},
+        eval_dataset=rows[:16],
+        overrides={
+            "cluster.name_root": "names",
+            "trainer.offline.epochs": 8,
+            "trainer.offline.lr": 1e-3,
+        },
     )
     found = run.summary
     assert found["state"] == "finished"
-    assert found["loss_last"] < found["loss_first"]
+    assert found["held_out_loss_last"] < found["held_out_loss_first"]
+    assert "loss_first" in found
     assert "balanced" not in found, "it has no ledger"
     with pytest.raises(UserError, match="no ledger"):
         run.trajectories()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from arealite.api.agent import agents
-from arealite.api.env import StepEnv, StepResult, envs
+from arealite.api.agent import Agent, agents
+from arealite.api.env import Env, envs
 from arealite.api.reward import Reward
 from arealite.api.task import Task
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent
@@ -36,14 +36,12 @@ class Length(Reward):
 
 
 @envs.register("python_letters")
-class Letters(StepEnv):
+class Letters(Env):
     """One point for each letter."""
 
-    async def reset(self, task: Task) -> tuple[Any, Any]:
-        return None, task.prompt
-
-    async def step(self, state: Any, action: Any) -> StepResult:
-        return StepResult("over", float(len(action.text)), True)
+    async def run(self, task: Task, **agents: Agent) -> None:
+        points = float(len((await agents["agent"].act(task.prompt)).text))
+        agents["agent"].reward(points, letters=points)
 
 
 @agents.register("python_agent")
@@ -75,5 +73,5 @@ kept, renamed = renamed, length
 
 @envs.register("python_broken")
 class Broken(Letters):
-    async def reset(self, task: Task) -> tuple[Any, Any]:
+    async def run(self, task: Task, **agents: Agent) -> None:
         raise RuntimeError("no sample today")
