@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +155,13 @@ def sample(
     return out
 
 
+@dataclass
 class Server:
     """A running server. `close` stops it, as do the end of a `with` block and of this process."""
 
-    def __init__(self, command: Command, address: str) -> None:
-        self._command = command
-        self.address = address
-        """host:port."""
+    address: str
+    """host:port."""
+    _command: Command
 
     def close(self) -> None:
         """Stop the server."""
@@ -205,4 +206,4 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
         lines = log.read_text("utf-8", "replace").splitlines()
         return next((line for line in lines if line.startswith(SERVING)), "")
 
-    return Server(command, command.until(address).removeprefix(SERVING))
+    return Server(command.until(address).removeprefix(SERVING), command)
