@@ -73,10 +73,12 @@ def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
     seats = [agent for part in collector.parts.values() for agent in part.seats.values()]
     for agent in (collector.agent, *seats):
         key = f"trainer.ppo.collector.agent.{agent.type}.use_chat_template"
-        wanted = getattr(agents.options(agent), "use_chat_template", False)
+        options = agents.options(agent)
+        wanted = getattr(options, "use_chat_template", False)
         if wanted and not has_template:
             raise UserError(f"{key}=true, but the model has no chat template. Remove the option.")
-        if wanted is None and has_template and any(isinstance(t.prompt, str) for t in tasks):
+        is_free = wanted is None and has_template and options.system_prompt is None
+        if is_free and any(isinstance(task.prompt, str) for task in tasks):
             return f"texts go into the model's chat template; for plain text: {key}=false"
     return ""
 
