@@ -52,7 +52,7 @@ help:
 	@echo "make test-clusters  run under torchrun, and on Slurm and Ray if they are installed"
 	@echo "make test-sglang  run the tests on real SGLang servers on the CPU; test-sglang-short: a part, two minutes"
 	@echo "make test-learning  train the demo's task with each algorithm"
-	@echo "make test-peers   compare losses and gradients with TRL's; installs TRL into $(PEERS_VENV)"
+	@echo "make test-peers   compare losses, gradients and options with TRL's; installs TRL into $(PEERS_VENV)"
 	@echo "make sglang       install SGLang for the CPU into $(SGLANG_VENV)"
 	@echo "make simulate     simulate runs with crashes in virtual time; prints the seed of a failing run (SEEDS=1000)"
 	@echo "make soak         repeat the demo while every role is killed at random (KILLS=1000)"
@@ -142,7 +142,7 @@ test-learning: $(VENV)/.dev
 	$(PY) -m pytest -m learning tests/learning
 
 test-peers: $(PEERS_VENV)/.dev
-	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl
+	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl tests/docs/test_from_trl.py
 
 simulate: $(VENV)/.dev
 	$(PY) tools/simulate.py --seeds $(SEEDS)
