@@ -97,7 +97,6 @@ class TestPeers:
         named = set(re.findall(r"\w+", TEXT))
         assert set(GRPOConfig.__annotations__) - old - named == set()
 
-    @pytest.mark.docs
     @pytest.mark.timeout(600)
     def test_both_scripts_begin_with_the_same_reward(self, tmp_path: Path, kit: Path):
         page = tmp_path / "from_trl.md"

@@ -122,3 +122,36 @@ def test_output_of_a_skipped_command_is_reported_as_missing(tmp_path: Path):
 def test_block_without_a_file_name_is_refused(text: str):
     with pytest.raises(AssertionError):
         tutorial.blocks(text)
+
+
+def notebook(*cells: str) -> str:
+    return fence("bash", "echo first") + "\n".join(fence("python", each) for each in cells)
+
+
+def test_cells_of_a_notebook_share_names_and_a_running_loop(tmp_path: Path):
+    where = run_text(
+        tmp_path,
+        notebook(
+            "%%writefile part.py\ndef double(x):\n    return 2 * x",
+            "import asyncio\n\nfrom part import double\n\nasyncio.get_running_loop() and None",
+            "value = double(21)\nawait asyncio.sleep(0)\nvalue",
+        )
+        + fence("text", "42")
+        + fence("python", "raise ValueError('3 is odd')")
+        + fence("text", "ValueError: 3 is odd")
+        + fence("python", "__name__, hasattr(__import__('__main__'), '__file__'), value")
+        + fence("text", "('__main__', False, 42)"),
+    )
+    assert (where / "part.py").read_text().startswith("def double")
+
+
+def test_failed_cell_is_reported(tmp_path: Path):
+    cells = notebook("%%writefile part.py\nx = 1", "import part\n\npart.y")
+    with pytest.raises(AssertionError, match=r"guide.md:9 failed:[\s\S]*AttributeError"):
+        run_text(tmp_path, cells)
+
+
+def test_unexpected_value_of_a_cell_is_reported(tmp_path: Path):
+    cells = notebook("%%writefile part.py\nx = 1", "import part\n\npart.x")
+    with pytest.raises(AssertionError, match="there came no line"):
+        run_text(tmp_path, cells + fence("text", "2"))

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.docs, pytest.mark.timeout(1200)]
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_tutorial_runs_as_written(file: Path, tmp_path: Path, request: pytest.FixtureRequest):
-    wants_kit = tutorial.KIT in file.read_text()
+    wants_kit = any(each in file.read_text() for each in (tutorial.KIT, tutorial.QUICK_KIT))
     tutorial.run(file, tmp_path, request.getfixturevalue("kit") if wants_kit else tmp_path)
 
 

@@ -10,14 +10,19 @@ A tutorial is plain Markdown. Only the last point below exists for this harness.
   matches any number, and spaces match any spaces. If a line begins with `error:`, the commands must
   fail.
 * Any other block is a file. The paragraph above it names the file and ends like: in `my_agent.py`:
+* If a ```python block of a page begins with `%%writefile NAME`, the page is a notebook: its
+  ```python blocks are cells. They run in order in one process (see cells.py), where the first cell
+  is; all ```bash blocks below run after them.
 * `<!-- not run: why -->` above a block skips it. The summary of the tests shows the reason.
 
 All files of a run are below the folder, HOME included, so tutorials can run concurrently.
-`python3 tools/demo_task.py kit` copies a kit that the session creates once.
+`python3 tools/demo_task.py kit` and `arealite quickstart --kit kit` copy a kit that the session
+creates once.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -31,11 +36,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
-KIT = "tools/demo_task.py kit"
-LINKED = ("arealite", "config", "docs", "examples", "launchers", "tools", "train.py")
+KIT, QUICK_KIT = "tools/demo_task.py kit", "quickstart --kit kit"
+CELLS = Path(__file__).with_name("cells.py")
+LINKED = ("arealite", "config", "docs", "examples", "launchers", "tests", "tools", "train.py")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->$", re.DOTALL)
 NAMED = re.compile(r"\bin `([^`\s]+)`[^`]*:$")
+ERROR = re.compile(r"^(error|\w+Error):", re.MULTILINE)
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MARK = "\x1e"
@@ -47,6 +54,7 @@ class Block:
 
     line: int
     language: str
+    """Of a cell of a notebook: cell."""
     body: str
     file: str = ""
     """File that the block is written to; empty for commands and output."""
@@ -59,6 +67,7 @@ class Block:
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of a tutorial in their order."""
     found = list[Block]()
+    is_notebook = "```python\n%%writefile " in text
     for match in FENCE.finditer(text):
         line, language, body = text.count("\n", 0, match.start()) + 1, match[1], match[2]
         above = text[: match.start()].rstrip().rsplit("\n\n", 1)[-1]
@@ -66,9 +75,12 @@ def blocks(text: str) -> list[Block]:
         why = " ".join(comment[1].split()) if comment else ""
         name = NAMED.search(NOT_RUN.sub("", above).rstrip())
         file = name[1] if name and language not in ("bash", "text") else ""
-        if language == "text" and found and re.search("^error:", body, re.MULTILINE):
+        if is_notebook and language == "python" and not file:
+            language = "cell"
+        if language == "text" and found and ERROR.search(body):
             found[-1] = replace(found[-1], fails=True)
-        assert why or file or language in ("bash", "text"), f"line {line}: in which `file`:?"
+        known = language in ("bash", "text", "cell")
+        assert why or file or known, f"line {line}: in which `file`:?"
         assert Path(file).parts[:1] not in {(each,) for each in LINKED}, f"{file} is the checkout's"
         found.append(Block(line, language, body, file, why))
     fences = len(re.findall("^```", text, re.MULTILINE))
@@ -80,8 +92,15 @@ def script(folder: Path, found: list[Block]) -> str:
     """Return the shell script that writes the files and runs the commands up to a mismatch."""
     lines = ["set -mE", "trap 'status=$?' ERR", "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
     (folder / ".blocks").mkdir()
+    cells = [(b.line, b.body, b.fails) for b in found if b.language == "cell" and not b.not_run]
+    if cells:
+        (folder / ".blocks/cells.json").write_text(json.dumps(cells))
     for block in found:
         if block.not_run or block.language == "text":
+            continue
+        if block.language == "cell":
+            if block.line == cells[0][0]:
+                lines.append(f"python3 {CELLS} {folder}/.blocks/cells.json || exit 1")
             continue
         source = folder / ".blocks" / str(block.line)
         source.write_text(block.body)
@@ -134,7 +153,12 @@ def prepare(folder: Path, kit: Path) -> dict[str, str]:
     (commands / "python3").write_text(
         f'#!/bin/sh\n[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\nexec {sys.executable} "$@"\n'
     )
-    (commands / "python3").chmod(0o755)
+    (commands / "arealite").write_text(
+        f'#!/bin/sh\n[ "$*" = "{QUICK_KIT}" ] && exec cp -r {kit} kit\n'
+        f'exec {Path(sys.executable).parent}/arealite "$@"\n'
+    )
+    for command in commands.iterdir():
+        command.chmod(0o755)
     path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return os.environ | {
         "PATH": path,
@@ -160,7 +184,7 @@ def compare(name: str, found: list[Block], output: str) -> None:
     status, text = 0, ""
     for block in found:
         where = f"{name}:{block.line}"
-        if block.language == "bash":
+        if block.language in ("bash", "cell"):
             status, text = 0, ""
             if not block.not_run:
                 assert block.line in came, f"{where} did not end:\n{tail(output)}"
