@@ -64,10 +64,15 @@ class Block:
     """Whether the commands must fail, because an error is shown below them."""
 
 
-def blocks(text: str) -> list[Block]:
-    """Return the fenced blocks of a tutorial in their order."""
+def blocks(text: str, *, is_notebook: bool = False) -> list[Block]:
+    """Return the fenced blocks of a tutorial in their order.
+
+    Args:
+        text: The page.
+        is_notebook: Whether its python blocks are cells, although none begins with %%writefile.
+    """
     found = list[Block]()
-    is_notebook = "```python\n%%writefile " in text
+    is_notebook = is_notebook or "```python\n%%writefile " in text
     for match in FENCE.finditer(text):
         line, language, body = text.count("\n", 0, match.start()) + 1, match[1], match[2]
         above = text[: match.start()].rstrip().rsplit("\n\n", 1)[-1]
@@ -75,8 +80,9 @@ def blocks(text: str) -> list[Block]:
         why = " ".join(comment[1].split()) if comment else ""
         name = NAMED.search(NOT_RUN.sub("", above).rstrip())
         file = name[1] if name and language not in ("bash", "text") else ""
-        if is_notebook and language == "python" and not file:
-            language = "cell"
+        if is_notebook and language == "python":
+            body = f"%%writefile {file}\n{body}" if file else body
+            language, file = "cell", ""
         if language == "text" and found and ERROR.search(body):
             found[-1] = replace(found[-1], fails=True)
         known = language in ("bash", "text", "cell")
@@ -113,13 +119,15 @@ def script(folder: Path, found: list[Block]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(tutorial: Path, folder: Path, kit: Path, *, timeout_s: float = 900) -> None:
+def run(
+    tutorial: Path, folder: Path, kit: Path, *, is_notebook: bool = False, timeout_s: float = 900
+) -> None:
     """Run a tutorial in a new folder and compare its output.
 
     Raises:
         AssertionError: The exit code of a command differs, or a shown line is missing.
     """
-    found = blocks(tutorial.read_text())
+    found = blocks(tutorial.read_text(), is_notebook=is_notebook)
     environment = prepare(folder, kit)
     (folder / ".script").write_text(script(folder, found))
     with (folder / ".out").open("w+b") as output:
