@@ -18,8 +18,8 @@ PAGE = tutorial.ROOT / "docs/features.md"
 SETUP, *PROJECTS = re.split(r"^(?=## )", PAGE.read_text(), flags=re.MULTILINE)[1:]
 PYTHON = ">>> "
 PROMPT = (
-    "import sys, arealite; "
-    "exec(compile(sys.argv[1], 'row', 'single'), {'arealite': arealite, '__name__': '__main__'})"
+    "import sys, arealite; from arealite.impl.env.requests import *; "
+    "exec(compile(sys.argv[1], 'row', 'single'))"
 )
 """Program that runs a line as Python's prompt does."""
 
