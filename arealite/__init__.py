@@ -9,21 +9,22 @@ import importlib
 __version__ = "0.2.0"
 
 _MODULES = {
-    "python.functions": ("train", "evaluate", "collect", "serve"),
-    "python.run": ("Run",),
-    "impl.env.requests": ("make",),
-    "api.env": ("Env", "StepEnv", "StepResult", "envs"),
-    "api.agent": ("Agent", "agents"),
-    "api.episode": ("Action",),
-    "api.reward": ("Reward", "Score", "rewards"),
-    "api.tool": ("Tool", "tools"),
-    "api.task": ("Row", "Task"),
-    "api.engine": ("TrainEngine",),
-    "api.trainer": ("Trainer",),
-    "base.errors": ("UserError",),
+    "python.functions": "train evaluate collect serve",
+    "python.run": "Run",
+    "impl.env.requests": "make make_vec wrap Record ScaleReward TimeLimit TransformObservation",
+    "api.requests": "Request",
+    "api.env": "Env StepEnv StepResult envs",
+    "api.agent": "Agent agents",
+    "api.episode": "Action",
+    "api.reward": "Reward Score rewards",
+    "api.tool": "Tool tools",
+    "api.task": "Row Task",
+    "api.engine": "TrainEngine",
+    "api.trainer": "Trainer",
+    "base.errors": "UserError",
 }
 """The public names by their module."""
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -6,6 +6,7 @@ from arealite.api.env import StepEnv as StepEnv
 from arealite.api.env import StepResult as StepResult
 from arealite.api.env import envs as envs
 from arealite.api.episode import Action as Action
+from arealite.api.requests import Request as Request
 from arealite.api.reward import Reward as Reward
 from arealite.api.reward import Score as Score
 from arealite.api.reward import rewards as rewards
@@ -15,7 +16,13 @@ from arealite.api.tool import Tool as Tool
 from arealite.api.tool import tools as tools
 from arealite.api.trainer import Trainer as Trainer
 from arealite.base.errors import UserError as UserError
+from arealite.impl.env.requests import Record as Record
+from arealite.impl.env.requests import ScaleReward as ScaleReward
+from arealite.impl.env.requests import TimeLimit as TimeLimit
+from arealite.impl.env.requests import TransformObservation as TransformObservation
 from arealite.impl.env.requests import make as make
+from arealite.impl.env.requests import make_vec as make_vec
+from arealite.impl.env.requests import wrap as wrap
 from arealite.python.functions import collect as collect
 from arealite.python.functions import evaluate as evaluate
 from arealite.python.functions import serve as serve

@@ -21,9 +21,10 @@ Classes to derive from are for [agents](../agents.md), [environments](../environ
 and tools. A method marked *abstract* has to be defined by your class.
 """
 GROUPS = {
-    "Functions": ("train", "evaluate", "collect", "serve", "make"),
+    "Functions": ("train", "evaluate", "collect", "serve", "make", "make_vec", "wrap"),
     "Results": ("Run", "Facts", "Server"),
     "Environments": ("Env", "StepEnv", "StepResult", "Task", "Row"),
+    "Requests": ("Request", "TimeLimit", "ScaleReward", "TransformObservation", "Record"),
     "Agents": ("Agent", "Action"),
     "Rewards and tools": ("Reward", "Score", "Tool"),
     "Training": ("Trainer", "TrainEngine"),

@@ -18,7 +18,7 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.base.errors import ArealiteError, RoleError, UserError
-from arealite.cli import configs
+from arealite.cli import configs, presets
 from arealite.cli.preflight import is_self_served
 from arealite.impl.launcher.exit_reason import ERROR, exit_reason
 from arealite.impl.launcher.processes import GUARD, how_ended
@@ -79,7 +79,9 @@ def resolve(
     Raises:
         UserError: An argument is wrong.
     """
-    files = [preset(each) for each in ([config] if isinstance(config, str | Path) else config)]
+    files = [
+        presets.find(str(each)) for each in ([config] if isinstance(config, str | Path) else config)
+    ]
     base = configs.load(schema, files, own)
     folder = run_paths(base).root.parent
     own += words({k: data_path(rows, folder, k) for k, rows in data.items() if rows is not None})
@@ -118,12 +120,6 @@ def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
             raise UserError(f"reward: environment {env} computes its own. Remove the argument.")
         found[f"{at}.env.{key}.reward"] = reward_options(parts["reward"])
     return words(found, imports=imports if imports != base.imports else None)
-
-
-def preset(name: str | Path) -> Path:
-    """Return the file of a preset, or the file itself."""
-    file = Path(name)
-    return file if file.suffix in (".yaml", ".yml") else configs.CONFIG_DIR / f"{name}.yaml"
 
 
 class Command:
