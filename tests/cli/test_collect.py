@@ -117,6 +117,10 @@ def test_invalid_arguments_are_refused(collect: Command, words: list[str], says:
     assert not Answering.asked
 
 
+PLAIN = "trainer.ppo.collector.agent.math_code_single_step.use_chat_template=false"
+"""The model's template would stand between an answer and the next observation."""
+
+
 def examples(collect: Command, **sft: float) -> list[tuple[list[int], list[int]]]:
     """Return tokens and next-state tokens of each collected row, as sft encodes it."""
     config = ExperimentConfig()
@@ -129,7 +133,7 @@ def examples(collect: Command, **sft: float) -> list[tuple[list[int], list[int]]
 
 def test_row_has_the_next_observation_and_sft_trains_exactly_its_tokens(collect: Command) -> None:
     collect.write({"prompt": "reverse abc\necho def\necho ghi"})
-    assert collect("n=1", out(collect), env="reverse_echo") == 0, collect.out
+    assert collect("n=1", PLAIN, out(collect), env="reverse_echo") == 0, collect.out
     rows = written(collect)
     prompts = [request.input_ids for request in Answering.asked]
     assert len(rows) == 3, "this agent keeps no history: each turn is a segment"
@@ -149,7 +153,7 @@ def test_row_has_the_next_observation_and_sft_trains_exactly_its_tokens(collect:
 
 def test_observation_inside_a_segment_is_trained_without_the_column(collect: Command) -> None:
     collect.write({"prompt": "ok"})
-    assert collect("n=1", out(collect), env="counter") == 0, collect.out
+    assert collect("n=1", PLAIN, out(collect), env="counter") == 0, collect.out
     (row,) = written(collect)
     assert row["next_state"] is None, "no turn follows the last one"
     ((tokens, states),) = examples(collect, next_state_weight=1.0)
