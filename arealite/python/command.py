@@ -18,11 +18,12 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.base.errors import ArealiteError, RoleError, UserError
+from arealite.base.model_folder import local_folder
 from arealite.cli import configs, presets
 from arealite.cli.preflight import is_self_served
 from arealite.impl.launcher.exit_reason import ERROR, exit_reason
 from arealite.impl.launcher.processes import GUARD, how_ended
-from arealite.python.objects import data_path, encode, model_folder, registered, reward_options
+from arealite.python.objects import data_path, encode, registered, reward_options
 from arealite.system.names.registry import NameRegistry
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
         what = what or f"no environment, because trainer.type={base.trainer.type}: remove it"
         raise UserError(f"{min(wrong)}: the run has {what}.")
     if "model" in parts:
-        found["model.path"] = model_folder(parts["model"])
+        found["model.path"] = local_folder(str(parts["model"]))
     for name, table in (("env", envs), ("agent", agents)):
         if name in parts:
             found[f"{at}.{name}.type"], modules = registered(parts[name], table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import uuid
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def sample(
 
 
 @dataclass
-class Server:
+class Server(AbstractContextManager["Server"]):
     """A running server. `close` stops it, as do the end of a `with` block and of this process."""
 
     address: str
@@ -166,9 +167,6 @@ class Server:
     def close(self) -> None:
         """Stop the server."""
         self._command.stop(signal.SIGTERM)
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

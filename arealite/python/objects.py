@@ -16,7 +16,6 @@ from arealite.system.data.row_files import write_rows
 
 TO_ROWS = ("to_list", "to_dicts", "to_pylist")
 """Methods that return rows: of datasets.Dataset, polars.DataFrame, pyarrow.Table."""
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
 
 def encode(value: object) -> bytes:
@@ -118,24 +117,3 @@ def data_path(data: Any, folder: Path, option: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         write_rows(file, encoded)
     return str(file)
-
-
-def model_folder(model: Any) -> str:
-    """Return the folder of a model; download a model of the Hugging Face Hub if it is not cached.
-
-    Raises:
-        UserError: The Hub cannot be reached, or has no such model.
-    """
-    if Path(model).expanduser().exists() or str(model).count("/") != 1:
-        return str(model)
-    import huggingface_hub  # slow to import
-
-    hub: Any = huggingface_hub
-    try:
-        return hub.snapshot_download(str(model), allow_patterns=HUB_FILES)
-    except Exception as error:  # the package raises many kinds
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-        raise UserError(
-            f"model={model} is no folder, and is not available from the Hugging Face Hub ({why}). "
-            "Download it on another machine, and pass its folder."
-        ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections import defaultdict
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -17,6 +16,7 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli.collect import columns
 from arealite.impl.view.report import model_folders, write_report
+from arealite.impl.view.report_run import by_step
 from arealite.python.command import Command
 from arealite.system.health.snapshot import Line, Metrics, RunReader
 from arealite.system.ledger.audit import audit
@@ -129,10 +129,7 @@ class Run:
 
         The reference of metrics describes each name.
         """
-        rows = defaultdict[float, Line](dict)
-        for line in Metrics(self.paths.metrics).poll():
-            rows[line["step"]] |= line
-        return [rows[step] for step in sorted(rows)]
+        return by_step(Metrics(self.paths.metrics).poll())
 
     def trajectories(self, step: int | None = None, *, most: int = 1000) -> list[dict[str, Any]]:
         """Return sampled texts and tokens as rows of a DataFrame.

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 
@@ -19,7 +18,6 @@ from arealite.impl.env.math.env import MathEnv
 from arealite.python.objects import (
     data_path,
     import_path,
-    model_folder,
     registered,
     reward_options,
 )
@@ -191,31 +189,3 @@ def test_rows_that_are_no_rows_are_refused(rows: Any, message: str, tmp_path: Pa
     with pytest.raises(UserError, match=message):
         data_path(rows, tmp_path, "dataset.train")
     assert not [*tmp_path.iterdir()]
-
-
-# ---------------------------------------------------------------- models
-
-
-def test_folder_of_a_model_is_unchanged(tmp_path: Path) -> None:
-    assert model_folder(tmp_path) == str(tmp_path)
-    assert model_folder("no/such/folder") == "no/such/folder", "the run reports a missing folder"
-
-
-def test_model_of_the_hub_is_its_downloaded_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(name: str, **options: Any) -> str:
-        assert "*.safetensors" in options["allow_patterns"]
-        return f"/cache/{name}"
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert model_folder("Qwen/Qwen3-0.6B") == "/cache/Qwen/Qwen3-0.6B"
-
-
-def test_model_of_an_unreachable_hub_is_refused_with_the_fix(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def download(name: str, **options: Any) -> str:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(UserError, match=r"ConnectionError: no route to host.*pass its folder"):
-        model_folder("Qwen/Qwen3-0.6B")

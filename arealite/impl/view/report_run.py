@@ -7,7 +7,7 @@ has just begun, or that has no ledger.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from itertools import pairwise
@@ -47,12 +47,16 @@ def describe(paths: RunPaths) -> dict[str, Any]:
 
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
     """Return one list per metric, by ascending step; None where a step lacks the metric."""
+    names, merged = dict.fromkeys(name for line in lines for name in line), by_step(lines)
+    return {name: [line.get(name) for line in merged] for name in names}
+
+
+def by_step(lines: Iterable[Line]) -> list[Line]:
+    """Return one line for each step, in their order: metrics and evaluations together."""
     rows = defaultdict[float, Line](dict)
     for line in lines:
         rows[line["step"]] |= line
-    merged = [rows[step] for step in sorted(rows)]
-    names = dict.fromkeys(name for line in lines for name in line)
-    return {name: [line.get(name) for line in merged] for name in names}
+    return [rows[step] for step in sorted(rows)]
 
 
 def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
