@@ -12,15 +12,15 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from arealite.api.env_config import EnvConfig
+from arealite.api.env_server import EnvServerConfig, EnvServerOptions
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.trial import TrialConfig
 from arealite.base import log
+from arealite.base.config import save
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import ServerState
 from arealite.impl.env_client.servers import ServerPool, parse
@@ -69,14 +69,11 @@ class Children:
         self._servers = servers
         # A child needs no limits of its own: an episode ends when the worker closes its socket, and
         # the collector has a deadline for it.
-        own = {"max_sessions": 2**20, "idle_s": 1e6, "episode_s": 1e6}
-        own["max_message_kb"] = self.runtime.max_message_kb
-        tree = {name: getattr(args, name) for name in ("seed", "experiment_name", "trial_name")}
-        tree["imports"] = list(args.imports)
-        tree["cluster"] = OmegaConf.structured(args.cluster)
-        tree["env"] = OmegaConf.structured(replace(config, runtime=RuntimeConfig()))
-        tree["server"] = {**own, "token_env": self.runtime.token_env}
-        self._yaml = OmegaConf.to_yaml(OmegaConf.create(tree))
+        limits = EnvServerOptions(max_sessions=2**20, idle_s=1e6, episode_s=1e6)
+        own = {name: getattr(self.runtime, name) for name in ("max_message_kb", "token_env")}
+        trial = {each.name: getattr(args, each.name) for each in fields(TrialConfig)}
+        env, server = replace(config, runtime=RuntimeConfig()), replace(limits, **own)
+        self._config = EnvServerConfig(**trial, env=env, server=server)
         self._running = set[Running]()
         self._tasks = set[asyncio.Task[None]]()
 
@@ -106,9 +103,8 @@ class Children:
 
     async def _launch(self) -> tuple[Child, str]:
         """Start a child; return it and its address when it listens."""
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as config:
-            config.write(self._yaml)
-            config.flush()
+        with tempfile.NamedTemporaryFile(suffix=".yaml") as config:
+            save(self._config, Path(config.name))
             words = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name]
             child = await spawn(self.name, words, log=None, environment={}, stdout=PIPE)
             try:
