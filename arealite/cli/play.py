@@ -250,10 +250,7 @@ async def make_players(
 
 def show(seen: Observation, *, known: Sequence[dict[str, object]] = ()) -> str:
     """Format an observation for a person, with the tools that are not in `known`."""
-    content = seen.content
-    if not isinstance(content, str):
-        content = "\n".join(f"{each.get('role')}: {each.get('content')}" for each in content)
     tools = [f"tool: {t.get('function', t)}" for t in seen.tools if t not in known]
     choices = f"choices: {', '.join(seen.choices)}" if seen.choices else ""
-    lines = [content.rstrip("\n"), *tools, CALL if tools else "", choices]
+    lines = [str(seen).rstrip("\n"), *tools, CALL if tools else "", choices]
     return "\n".join(filter(None, lines))
