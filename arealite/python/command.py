@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import agents
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.env import envs
-from arealite.api.env_config import EnvConfig
 from arealite.base.errors import ArealiteError, RoleError, UserError
 from arealite.base.model_folder import local_folder
 from arealite.cli import configs, presets
@@ -24,6 +24,7 @@ from arealite.cli.preflight import is_self_served
 from arealite.impl.launcher.exit_reason import ERROR, exit_reason
 from arealite.impl.launcher.processes import GUARD, how_ended
 from arealite.python.objects import data_path, encode, registered, reward_options
+from arealite.system.data.tasks import reward_of
 from arealite.system.names.registry import NameRegistry
 
 T = TypeVar("T")
@@ -80,9 +81,8 @@ def resolve(
     Raises:
         UserError: An argument is wrong.
     """
-    files = [
-        presets.find(str(each)) for each in ([config] if isinstance(config, str | Path) else config)
-    ]
+    named = [config] if isinstance(config, str | Path) else config
+    files = [presets.find(str(each)) for each in named]
     base = configs.load(schema, files, own)
     folder = run_paths(base).root.parent
     own += words({k: data_path(rows, folder, k) for k, rows in data.items() if rows is not None})
@@ -116,8 +116,7 @@ def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
     if "reward" in parts:
         env = str(found.get(f"{at}.env.type", env))
         key = env if env in envs.configs else envs.base_of(env)
-        options = envs.configs.get(key) or type(getattr(EnvConfig(), key, None))
-        if "reward" not in getattr(options, "__dataclass_fields__", ()):
+        if reward_of(replace(collector.env, type=env)) is None:
             raise UserError(f"reward: environment {env} computes its own. Remove the argument.")
         found[f"{at}.env.{key}.reward"] = reward_options(parts["reward"])
     return words(found, imports=imports if imports != base.imports else None)
