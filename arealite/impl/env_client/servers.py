@@ -7,11 +7,10 @@ answers again.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Generic
+from typing import Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -21,10 +20,12 @@ from arealite.api.runtime import EnvServersConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.env_client.channel import Channel, EnvServerFull, EnvServerLost, ServerState, T
+from arealite.impl.env_server.wire import read_token
 from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
+V = TypeVar("V")
 PROBE_S = 0.5
 """Interval of the requests to each server's /health."""
 CONNECT_S = 10.0
@@ -56,14 +57,8 @@ class ServerPool(Generic[T]):
         """Set whenever the state of a server changes."""
         self._monitors = dict[ServerState, asyncio.Task[None]]()
         self._session: aiohttp.ClientSession
-        self._headers = dict[str, str]()
-        if config.token_env:
-            if config.token_env not in os.environ:
-                raise UserError(
-                    f"token_env={config.token_env}: this environment variable is not set. Export "
-                    "it with the servers' token, or name another variable."
-                )
-            self._headers["Authorization"] = f"Bearer {os.environ[config.token_env]}"
+        token = read_token(config.token_env)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def start(self) -> None:
         """Start the health checks of the servers at `addresses`."""
@@ -126,11 +121,12 @@ class ServerPool(Generic[T]):
             channel.server.full = False
             self.changed.set()
 
-    async def wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait until `condition`, evaluated after each change of a server, is true."""
-        while not condition():
+    async def wait_until(self, condition: Callable[[], V | None]) -> V:
+        """Return the first true value of `condition`, evaluated after each change of a server."""
+        while not (found := condition()):
             self.changed.clear()
             await self.changed.wait()
+        return found
 
     async def get(self, server: ServerState, path: str) -> bytes:
         """Return the body of a GET request, at most MAX_BODY bytes.
@@ -154,12 +150,11 @@ class ServerPool(Generic[T]):
                 continue
             try:
                 return channel, await channel.ask("reset", reset)
-            except EnvServerFull:
+            except BaseException as error:
                 await self._close(channel)
+                if not isinstance(error, EnvServerFull):
+                    raise
                 server.full = True
-            except BaseException:
-                await self._close(channel)
-                raise
 
     async def _close(self, channel: Channel[T]) -> None:
         channel.server.load -= 1
@@ -167,21 +162,19 @@ class ServerPool(Generic[T]):
 
     async def _wait_for_server(self, end: float) -> ServerState:
         """Return the free server with the fewest episodes; wait for one until `end`."""
-        if self.fatal is None and (server := self._pick()):
-            return server
         what, on = "an environment server with room", "environment servers"
         seconds = max(0.0, end - time.monotonic())
         try:
             with Wait(what, owner="episode", on=on, seconds=seconds):
-                await self.wait_until(lambda: self.fatal or self._pick())
+                found = await self.wait_until(lambda: self.fatal or self._pick())
         except DeadlineError as error:
             kind = EnvServerFull if any(server.alive for server in self.known) else EnvServerLost
             names = ", ".join(server.name for server in self.known) or "none"
             seconds = self.config.wait_s
             raise kind(f"no server had a free session in wait_s={seconds} ({names})") from error
-        if self.fatal is not None:
-            raise self.fatal
-        return await self._wait_for_server(end)
+        if isinstance(found, ServerState):
+            return found
+        raise found
 
     def _pick(self) -> ServerState | None:
         free = [server for server in self.known if server.is_free]
@@ -196,16 +189,15 @@ class ServerPool(Generic[T]):
                 socket = await self._session.ws_connect(
                     server.url / "ws", max_msg_size=self.config.max_message_kb * 1024
                 )
-        except (aiohttp.ClientError, OSError, DeadlineError) as error:
+        except BaseException as error:
+            server.load -= 1
+            if not isinstance(error, aiohttp.ClientError | OSError | DeadlineError):
+                raise
             if server.alive:  # log once, also if several episodes connect at the same time
                 why = str(error) or repr(error)
                 logger.warning("environment server unreachable", server=server.name, error=why)
             server.alive = False
-            server.load -= 1
             return None
-        except BaseException:
-            server.load -= 1
-            raise
         return Channel(server, socket, config=self.config, decode=self._decode)
 
     async def _monitor(self, server: ServerState) -> None:

@@ -7,7 +7,6 @@ environments run in the same event loop: an environment that blocks it blocks al
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -28,7 +27,15 @@ from arealite.base.places import check_address
 from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
 from arealite.impl.env_server.session import Session
-from arealite.impl.env_server.wire import CAPACITY, Refused, decoder, encode, frame, refusal
+from arealite.impl.env_server.wire import (
+    CAPACITY,
+    Refused,
+    decoder,
+    encode,
+    frame,
+    read_token,
+    refusal,
+)
 from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
 from arealite.system.data.dataset import load_tasks, make_task
@@ -67,12 +74,7 @@ class EnvServer:
         self._tasks = [] if path == GENERATED else load_tasks(path, "train", keep=keep)
         self._seeds = count(config.seed)
         self._max_bytes = self.options.max_message_kb * 1024
-        self._token = os.environ.get(self.options.token_env, "")
-        if self.options.token_env and not self._token:
-            raise UserError(
-                f"server.token_env={self.options.token_env}: this environment variable is not set. "
-                "Export it with the token, or name another variable."
-            )
+        self._token = read_token(self.options.token_env, "server.")
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[str, None]:
@@ -100,8 +102,7 @@ class EnvServer:
             yield f"{host}:{runner.addresses[0][1]}"
 
     def _app(self) -> web.Application:
-        checks = [guard(self._token, self.options.host)]
-        app = web.Application(middlewares=checks)
+        app = web.Application(middlewares=[guard(self._token, self.options.host)])
         answers: dict[str, Callable[[str], object]] = {
             "/health": self._health,
             "/environments": lambda _: [*map(self._metadata, self.envs)],
@@ -198,10 +199,9 @@ class EnvServer:
                     return
                 kind, data = await self._answer(message, session)
                 text = frame(kind, data, self._max_bytes)
-            except (Refused, msgspec.MsgspecError) as error:
-                text = frame("error", refusal(error), self._max_bytes)
-            except Exception as error:  # noqa: BLE001  (the answer is too long or not JSON)
-                await session.end()
+            except Exception as error:  # noqa: BLE001  (the answer may be too long or not JSON)
+                if not isinstance(error, Refused | msgspec.MsgspecError):
+                    await session.end()
                 text = frame("error", refusal(error), self._max_bytes)
             with Wait("an answer to be read", **peer):
                 await socket.send_str(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -71,6 +72,23 @@ def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
             raise Refused(str(error), "INVALID_JSON") from error
 
     return checked
+
+
+def read_token(name: str, section: str = "") -> str:
+    """Return the token in the environment variable `name`, the value of `<section>token_env`.
+
+    Returns:
+        "" if `name` is "": no token is needed.
+
+    Raises:
+        UserError: The variable is not set.
+    """
+    if name and not os.environ.get(name):
+        raise UserError(
+            f"{section}token_env={name}: this environment variable is not set. Export it with the "
+            "server's token, or name another variable."
+        )
+    return os.environ.get(name, "")
 
 
 def frame(kind: str, data: object, max_bytes: int) -> str:
