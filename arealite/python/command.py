@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,18 +178,19 @@ class Command:
         self.process.wait()
         _ = self.code
 
-    def until(self, ready: Callable[[], str]) -> str:
-        """Return the first text of `ready` that is not empty.
+    def wait_for_line(self, begin: str) -> str:
+        """Return the rest of the first line of the output that begins with `begin`.
 
         Raises:
             ArealiteError: The command has ended.
         """
-        while not (found := ready()):
+        line = re.compile(f"^{re.escape(begin)}(.*)\n", re.M)
+        while not (found := line.search(self.log.read_text("utf-8", "replace"))):
             if self.code is not None:
                 raise self.error("the server")
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
-        return found
+        return found[1]
 
     def error(self, what: str) -> ArealiteError:
         """Return the error of a command that failed: its end, its last error line, its log."""

@@ -199,9 +199,4 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
     made, argv = checked(check)
     log = run_paths(made).root.with_name(f"serve-{uuid.uuid4().hex[:8]}.log")
     command = Command(["serve", *argv], log)
-
-    def address() -> str:
-        lines = log.read_text("utf-8", "replace").splitlines()
-        return next((line for line in lines if line.startswith(SERVING)), "")
-
-    return Server(command.until(address).removeprefix(SERVING), command)
+    return Server(command.wait_for_line(SERVING), command)

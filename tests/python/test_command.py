@@ -236,7 +236,7 @@ import os, signal, sys
 from pathlib import Path
 from arealite.python.command import Command
 served = Command(["serve", "env.type=tic_tac_toe"], Path("log"))
-served.until(lambda: "serving on" in served.log.read_text() and "yes" or "")
+served.wait_for_line("serving on ")
 print(served.process.pid, flush=True)
 sys.stdin.readline()
 if sys.argv[1] == "exits":
