@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TextIO
 
 from arealite.api.env_server import EnvServerConfig
@@ -60,8 +59,7 @@ async def _serve(config: EnvServerConfig, parent: TextIO) -> None:
 
     stopped = asyncio.Event()
     for number in (STOP, signal.SIGINT):
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
-            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with EnvServer(config).serving() as address:
         print(f"{SERVING}{address}", file=parent, flush=True)
         await stopped.wait()

@@ -126,7 +126,8 @@ def take(
             raise BadRequests(
                 f"a request for actor {request.actor}, but {why}. Do not batch environments."
             )
-        agent, parts = agents[seat], numbers(request.info)
+        agent, info = agents[seat], request.info.items()
+        parts = {name: float(part) for name, part in info if isinstance(part, int | float)}
         if (request.reward or parts) and (agent.record.turns or not agent.trainable):
             agent.reward(request.reward, **parts)
         if request.observation.content:
@@ -163,8 +164,3 @@ def joined(seen: Sequence[Observation]) -> object:
     if len(seen) > 1:
         last = replace(last, content="\n\n".join(map(str, seen)))
     return last if last.choices or last.tools else last.content
-
-
-def numbers(info: Mapping[str, object]) -> dict[str, float]:
-    """Return the parts of a reward in `Request.info`."""
-    return {name: float(value) for name, value in info.items() if isinstance(value, int | float)}

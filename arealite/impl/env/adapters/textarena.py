@@ -51,13 +51,13 @@ class TextArenaEnv(Env):
             raise UserError("env.textarena.env_id is not set. Set a game, as env_id=TicTacToe-v0.")
         try:
             await self._threads.call(self.begin, 0)
+        except UserError:
+            raise
         except Exception as error:
-            name, players = self.config.env_id, self.config.players
             first = str(error).strip().splitlines()[:1]
-            text = f"env.textarena.env_id={name} with players={players} cannot be constructed"
-            fix = "Correct env_id, players or kwargs."
-            raise (
-                error if isinstance(error, UserError) else UserError(f"{text}: {first}. {fix}")
+            raise UserError(
+                f"env.textarena.env_id={self.config.env_id} with players={self.config.players} "
+                f"cannot be constructed: {first}. Correct env_id, players or kwargs."
             ) from error
 
     def begin(self, seed: int) -> Game:
