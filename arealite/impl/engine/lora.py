@@ -19,7 +19,7 @@ from torch import nn
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
-from arealite.base.extras import extra_requirement
+from arealite.base.extras import extra_requirement, import_optional
 
 BASE, ADAPTER, NAME = ".base_layer.", ".lora_", "default"
 Full = Callable[[torch.Tensor], torch.Tensor]
@@ -35,15 +35,10 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
         UserError: peft is not installed, no module has one of these names, or a module holds
             several experts in one parameter.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(
-            f"LoRA needs peft. Install it: pip install {extra_requirement('lora')}"
-        ) from error
+    peft = import_optional("peft", extra_requirement("lora"))
     made = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_alpha=config.alpha,
         target_modules=list(config.targets),
         task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM",
     )

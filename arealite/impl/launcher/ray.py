@@ -22,7 +22,7 @@ from typing import Any
 
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.base.extras import extra_requirement
+from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.launcher.local import LocalLauncher
 from arealite.impl.launcher.processes import PARENT, Child, counts, needed_paths, not_shared
 from arealite.system.health.waits import Wait
@@ -192,12 +192,7 @@ def library() -> ModuleType:
     Raises:
         UserError: Ray is not installed.
     """
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise UserError(
-            f"launcher.type=ray needs Ray. Install it: pip install {extra_requirement('ray')}"
-        ) from error
+    return import_optional("ray", extra_requirement("ray"))
 
 
 def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> object:
