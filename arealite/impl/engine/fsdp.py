@@ -24,17 +24,9 @@ from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
 from arealite.impl.engine import attention, export, loading, lora, shards
+from arealite.impl.engine import model as models
 from arealite.impl.engine.batch import MicroBatch, collate, scatter
 from arealite.impl.engine.fingerprint import fingerprint
-from arealite.impl.engine.model import (
-    LogprobModel,
-    ValueModel,
-    fsdp_modules,
-    make_mesh,
-    recompute,
-    reshard,
-    shard,
-)
 from arealite.impl.engine.optimizer import Optimizer
 
 log = get(__name__)
@@ -74,18 +66,18 @@ class FSDPEngine(TrainEngine):
             and not config.cpu_offload
         )
         self._model = (
-            ValueModel(self.module)
+            models.ValueModel(self.module)
             if head == "value"
-            else LogprobModel(self.module, logits_chunk=config.logits_chunk)
+            else models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
         )
         self.layout = attention.choose(
             config.layout, self.module, device=self.device, dtype=self.dtype
         )
         if config.gradient_checkpointing:
-            recompute(self.module)
-        mesh = make_mesh(self.device, config.shard_size)
+            models.recompute(self.module)
+        mesh = models.make_mesh(self.device, config.shard_size)
         if not plain:
-            shard(self._model, mesh, dtype=self.dtype, offload=config.cpu_offload)
+            models.shard(self._model, mesh, dtype=self.dtype, offload=config.cpu_offload)
         self.whole_module = self.module if plain else None
         loading.load_weights(
             self.module, self.source, self.device, offload=config.cpu_offload, seed=seed
@@ -130,7 +122,7 @@ class FSDPEngine(TrainEngine):
                     for i, row in zip(indices, scatter(values_N, part), strict=True):
                         result[i] = row
         # Without a backward pass gathered parameters stay in memory; `load` would not update them.
-        reshard(self._model)
+        models.reshard(self._model)
         return results
 
     def train_batch(
@@ -144,7 +136,7 @@ class FSDPEngine(TrainEngine):
     ) -> dict[str, float]:
         """Apply one update; see TrainEngine. Adds microbatches, tokens and padded_tokens."""
         optimizer, plan = self.optimizer, self._plan(rows, all_lengths, rows_per_example)
-        roots = fsdp_modules(self._model)[:1]
+        roots = models.fsdp_modules(self._model)[:1]
         totals: dict[str, torch.Tensor | float] = {}
         for number, indices in enumerate(plan):
             last = number == len(plan) - 1
@@ -179,7 +171,7 @@ class FSDPEngine(TrainEngine):
 
     def load(self, folder: Path) -> dict[str, object]:
         """Read this rank's shards; see TrainEngine."""
-        reshard(self._model)
+        models.reshard(self._model)
         return shards.load(folder, self.module, self.optimizer)
 
     def export(self, path: Path) -> None:

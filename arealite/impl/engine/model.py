@@ -14,14 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -116,13 +110,15 @@ def shard(
     `offload`: shards and their gradients stay in the host's memory.
     """
     low = None if dtype == torch.float32 else dtype
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    home = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    split = partial(fully_shard, mesh=mesh, offload_policy=home)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    home = fsdp.OffloadPolicy()
+    if offload:
+        home = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    split = partial(fsdp.fully_shard, mesh=mesh, offload_policy=home)
     for layer in layers_of(model.module):
         split(layer, mp_policy=policy, reshard_after_forward=mesh.size() > 1 or offload)
     if isinstance(model, ValueModel):
-        full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        full = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
         split(model.module.score, mp_policy=full, reshard_after_forward=False)
     # The root's inputs are ids and float32 temperatures: casting them would round.
     policy = replace(policy, cast_forward_inputs=False)
@@ -133,9 +129,9 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
 
 
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(model: nn.Module) -> list[fsdp.FSDPModule]:
     """List the sharded units, root first; none where one rank holds plain parameters."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:

@@ -14,29 +14,22 @@ from collections.abc import Sequence
 
 from arealite.api.config import ServerConfig, name_dir
 from arealite.base.signals import STOP
+from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.processes import Child, spawn
-from arealite.impl.launcher.supervisor import (
-    ROLE,
-    STOPPING,
-    Budget,
-    HealthMonitor,
-    Role,
-    RoleFailed,
-    Supervisor,
-)
+from arealite.impl.launcher.supervisor import ROLE, Role
 from arealite.system.health import diagnosis, vitals
 from arealite.system.names.registry import NameRegistry
 
 TERMINATE_S = 10.0
 """Seconds between the user's signal and SIGKILL."""
-PLANNED = (0, 130, *STOPPING)
+PLANNED = (0, 130, *supervisor.STOPPING)
 """Exit codes after which the server is not started again."""
 KIND = "llm_server"
 IS_KEPT = "AREALITE_IS_KEPT"
 """Environment variable of a server whose parent restarts it."""
 
 
-class ServerSupervisor(Supervisor):
+class ServerSupervisor(supervisor.Supervisor):
     """Supervises one server process; restarts it when it dies or hangs."""
 
     option = "llm_server.embedded.max_restarts"
@@ -49,7 +42,7 @@ class ServerSupervisor(Supervisor):
         self._names = NameRegistry.of(config, ttl_s=math.inf)
         self._host = config.cluster.host
         self._name = os.environ.get(ROLE) or f"llm_server-parent-{self._host}-{os.getpid()}"
-        budget = Budget(config.llm_server.embedded.max_restarts, self._name)
+        budget = supervisor.Budget(config.llm_server.embedded.max_restarts, self._name)
         self._server = Role((KIND,), budget, grace_s=0.0)
         self.roles = [self._server]
         self._served = set[int]()
@@ -63,13 +56,13 @@ class ServerSupervisor(Supervisor):
         keeping = asyncio.ensure_future(self.supervise(self._server))
         for number in (STOP, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, number, keeping)
-        monitoring = asyncio.ensure_future(HealthMonitor(self._vitals, self).run())
+        monitoring = asyncio.ensure_future(supervisor.HealthMonitor(self._vitals, self).run())
         try:
             await keeping
             return max(self.children[0].code, 0)
         except asyncio.CancelledError:  # stopped while there was no server
             return 0
-        except RoleFailed as error:
+        except supervisor.RoleFailed as error:
             self.say(f"error: {error}")
             return error.exit_code
         finally:

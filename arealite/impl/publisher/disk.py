@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import torch
 from safetensors import SafetensorError
 
 from arealite.api.publisher import PublishReport
@@ -23,9 +23,6 @@ from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.system.locks import lock_folder, remove_unlocked
 from arealite.system.names.registry import Entry
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DiskPublisher(ServersPublisher):

@@ -13,14 +13,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import torch
 
-from arealite.algo.advantages import (
-    discounted_returns,
-    gae,
-    group_advantages,
-    m2_threshold,
-    overlong_penalty,
-    shape_rewards,
-)
+from arealite.algo import advantages as algo
 from arealite.algo.losses import kl_estimate
 from arealite.api.algorithm import ShapingConfig
 from arealite.api.trainer import PPOConfig
@@ -57,7 +50,7 @@ def _group_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> lis
         rewards = _from_all_ranks(batch, world, batch.scores)
     groups = [(header.group_id, header.seat) for header in batch.headers]
     kind, eps = config.advantage.type, config.advantage.eps
-    advantages = group_advantages(rewards, groups, kind=kind, eps=eps)
+    advantages = algo.group_advantages(rewards, groups, kind=kind, eps=eps)
     return [advantages[each.index] for each in batch.local]
 
 
@@ -68,8 +61,8 @@ def _token_advantages(
     rewards_N, options = _rewards(batch, trajectory, config), config.advantage
     batch.scores.append(float(rewards_N.sum()))
     if options.type == "reinforce":
-        return discounted_returns(rewards_N, gamma=options.gamma)
-    advantages_N, returns_N = gae(
+        return algo.discounted_returns(rewards_N, gamma=options.gamma)
+    advantages_N, returns_N = algo.gae(
         rewards_N,
         trajectory.gather("values"),
         bootstrap=trajectory.bootstrap,
@@ -83,11 +76,11 @@ def _token_advantages(
 def _rewards(batch: TrainBatch, trajectory: LocalTrajectory, config: PPOConfig) -> np.ndarray:
     """Return the shaped reward of each sampled token, float64 [N]."""
     shaping = config.reward
-    rewards_N = shape_rewards(trajectory.rewards_N, shaping)
+    rewards_N = algo.shape_rewards(trajectory.rewards_N, shaping)
     if shaping.overlong_buffer > 0:
         limit = config.collector.sampling.max_new_tokens
         for last, length in trajectory.turns():
-            rewards_N[last] -= overlong_penalty(
+            rewards_N[last] -= algo.overlong_penalty(
                 length,
                 limit=limit,
                 buffer=shaping.overlong_buffer,
@@ -131,7 +124,7 @@ def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
         squares[ends[each.index] - len(squares_N) : ends[each.index]] = squares_N
         local.append(squares_N)
     squares = world.add(squares)
-    limit = m2_threshold(squares[squares >= 0.0], threshold)
+    limit = algo.m2_threshold(squares[squares >= 0.0], threshold)
     for each, squares_N in zip(batch.local, local, strict=True):
         each.scatter("keep", squares_N <= limit)
 

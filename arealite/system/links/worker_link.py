@@ -15,17 +15,8 @@ from zlib import crc32
 
 import zmq
 
-from arealite.api.rollout_messages import (
-    Ack,
-    Drain,
-    Episode,
-    Failure,
-    Lease,
-    Progress,
-    Result,
-    TurnHeader,
-    WorkerState,
-)
+from arealite.api import rollout_messages as messages
+from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader, WorkerState
 from arealite.base import log
 from arealite.base.errors import RoleError
 from arealite.system.health.waits import Wait
@@ -224,7 +215,7 @@ class WorkerLink:
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         episodes = [episode for episode, _ in outbox]
-        frames = [wire.encode(Result(self.worker_id, episodes))]
+        frames = [wire.encode(messages.Result(self.worker_id, episodes))]
         for _, payloads in outbox:
             frames += payloads
         self._unacknowledged[crc32(frames[0])] = _Unacknowledged(frames, episodes)
@@ -245,7 +236,7 @@ class WorkerLink:
         if self._wait is not None:
             self._wait.last_sign = self._received_at
         match wire.decode_to_worker(frames[0]):
-            case Ack(checksum=checksum):
+            case messages.Ack(checksum=checksum):
                 self._unacknowledged.pop(checksum, None)
             case Lease() as lease:
                 if not self._is_draining:
@@ -253,7 +244,7 @@ class WorkerLink:
                     if lease.turns:
                         self._turns[lease.lease_id] = frames[1:]
                     self._leases.put_nowait(lease)
-            case Drain(reason=reason):
+            case messages.Drain(reason=reason):
                 if not self._is_draining:
                     logger.info("draining", reason=reason)
                     self._is_draining = True
