@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from arealite.base import log
 from arealite.base.errors import DeadlineError, RoleError
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import GRACE_S, OnAll, PartialUpdate, ServersPublisher
+from arealite.impl.server.engine import resolve
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Bucket, pack
 from arealite.system.health.waits import Wait
@@ -140,26 +142,19 @@ class DistributedPublisher(ServersPublisher):
             yield await stack.enter_async_context(self.updating(servers, version))
 
 
+@dataclass(eq=False)
 class GroupSender:
     """Broadcasts buckets to the servers of a process group. Its methods block."""
 
-    def __init__(
-        self,
-        config: PublisherConfig,
-        host: str,
-        submit: Callable[[Coroutine[object, object, None]], Future[None]],
-    ) -> None:
-        """Initialize without a group.
-
-        Args:
-            config: Options of the publisher.
-            host: Address at which rank 0 listens.
-            submit: Starts a coroutine in the publisher's thread.
-        """
-        self.members: Sequence[ServerControl] = ()
-        self.name = self._backend = ""
-        self._config, self._host, self._submit = config, host, submit
-        self._group: dist.ProcessGroup | None = None
+    config: PublisherConfig
+    host: str
+    """Address at which rank 0 listens."""
+    submit: Callable[[Coroutine[object, object, None]], Future[None]]
+    """Starts a coroutine in the publisher's thread."""
+    members: Sequence[ServerControl] = ()
+    name: str = ""
+    _backend: str = ""
+    _group: dist.ProcessGroup | None = None
 
     def join(self, servers: Sequence[ServerControl], device: str, on_all: OnAll) -> None:
         """Create a group with these servers, unless it exists.
@@ -177,14 +172,14 @@ class GroupSender:
             return
         self.close()
         self.name = f"arealite-{secrets.token_hex(8)}"
-        self._backend = self._config.distributed.backend
+        self._backend = self.config.distributed.backend
         if self._backend == "auto":
             self._backend = "nccl" if device == "cuda" else "gloo"
-        listener, seconds = self._listen(), self._config.timeout_s
+        listener, seconds = self._listen(), self.config.timeout_s
         ranks = list(itertools.accumulate((server.can.tp for server in servers), initial=1))
         offsets = dict(zip(servers, ranks, strict=False))
         body: dict[str, object] = {
-            "master_address": self._host,
+            "master_address": self.host,
             "master_port": listener.getsockname()[1],
             "world_size": ranks[-1],
             "group_name": self.name,
@@ -195,7 +190,7 @@ class GroupSender:
             offset = {"rank_offset": offsets[server]}
             await server.request_ok("/init_weights_update_group", body | offset)
 
-        posted = self._submit(on_all(join))
+        posted = self.submit(on_all(join))
         joined = _in_thread(
             partial(
                 groups.join,
@@ -234,7 +229,7 @@ class GroupSender:
         async def receive(server: ServerControl) -> None:
             await server.update("/update_weights_from_distributed", body, version=version)
 
-        posted = self._submit(on_all(receive))
+        posted = self.submit(on_all(receive))
         parts = [bucket.flat] if whole else bucket.tensors
         if self._backend == "gloo":
             parts = [part.cpu() for part in parts]  # no copy of tensors that are on the CPU
@@ -265,16 +260,16 @@ class GroupSender:
             with suppress(DeadlineError), wait:
                 await asyncio.gather(*left, return_exceptions=True)
 
-        self._submit(leave()).result()
+        self.submit(leave()).result()
 
     def _listen(self) -> socket.socket:
         """Return a socket that listens for the servers at the address of rank 0."""
-        port = self._config.distributed.port
+        port = self.config.distributed.port
         try:
-            return socket.create_server((self._host, port))
+            return socket.create_server((self.host, port))
         except OSError as error:
             raise RoleError(
-                f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self._host} "
+                f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self.host} "
                 f"cannot be bound: {error}. Use another port, or 0 for any free port."
             ) from error
 
@@ -282,12 +277,6 @@ class GroupSender:
 def _in_thread(job: Callable[[], object]) -> Future[Any]:
     """Run a job that may block for long in a daemon thread, which the process does not wait for."""
     future: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(job())
-        except BaseException as error:  # noqa: BLE001  (raised again by result)
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="join group", daemon=True).start()
+    thread = threading.Thread(target=resolve, args=(future, job), name="join group", daemon=True)
+    thread.start()
     return future

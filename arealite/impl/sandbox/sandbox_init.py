@@ -57,13 +57,8 @@ ALLOWED_IF = [  # system call, argument, mask, value, whether the masked argumen
     ((56, 220), 0, 0x7E020000, 0, True),  # clone: without new namespaces
     ((53, 199), 1, 0xF, 1, True),  # socketpair: streams only; datagrams can name another address
     ((302, 261), 0, 0xFFFFFFFF, 0, True),  # prlimit64: only of the calling process
-    (
-        (9, 222),
-        3,
-        0x23,
-        0x21,
-        False,
-    ),  # mmap: no shared anonymous memory: no process's size counts it
+    # mmap: no shared anonymous memory, which counts in no process's size
+    ((9, 222), 3, 0x23, 0x21, False),
 ]
 CLONE3 = 435
 """Answered with ENOSYS, so that the C library uses clone: a filter cannot read clone3's flags."""

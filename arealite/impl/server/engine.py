@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -29,25 +30,21 @@ CLOSE_S = 30.0
 """Seconds that `close` waits for the running forward pass."""
 
 
+@dataclass(eq=False)
 class Engine:
     """Owns all requests. Only the engine's thread may access them and the model."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        num_threads: int = 1,
-        deliver: Callable[[list[Generation]], None],
-        on_crash: Callable[[BaseException], None] = lambda error: None,
-    ) -> None:
-        self.decoder = decoder
+    decoder: Decoder
+    deliver: Callable[[list[Generation]], None]
+    """Takes the generations that ended."""
+    on_crash: Callable[[BaseException], None] = lambda error: None
+    num_threads: int = 1
+
+    def __post_init__(self) -> None:
         self.version = "default"
         self.paused: str | None = None
         self.waiting: deque[Generation] = deque()
         self.last_pause_s = 0.0
-        self._num_threads = num_threads
-        self._deliver = deliver
-        self._on_crash = on_crash
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._updates: deque[Callable[[], None]] = deque()
@@ -160,7 +157,7 @@ class Engine:
             load()
         except Exception as error:
             self._closing = True  # the weights may be partly old and partly new
-            self._on_crash(error)
+            self.on_crash(error)
             raise
         if version is not None:
             self.relabel(version)
@@ -179,14 +176,14 @@ class Engine:
             self._wake.notify()
 
     def _main(self) -> None:
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self.num_threads)
         try:
             with torch.inference_mode():
                 while not self._closing:
                     self._run_iteration()
         except BaseException as error:
             logger.exception("engine crashed")
-            self._on_crash(error)
+            self.on_crash(error)
 
     def _run_iteration(self) -> None:
         with self._wake:
@@ -201,7 +198,7 @@ class Engine:
             self._step()
         if self._outbox:
             outbox, self._outbox = self._outbox, []
-            self._deliver(outbox)
+            self.deliver(outbox)
 
     def _has_work(self) -> bool:
         work = self.decoder.running or self.waiting or self._updates

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +29,19 @@ class Differs(ArealiteError):
     """The replay of a step differs from the run; the message names the step."""
 
 
+@dataclass(eq=False)
 class LedgerLink:
     """Answers a trainer as TrainerLink does, from the ledger; training ends before step `stop`."""
 
-    ticket = 0
+    ledger: Path
+    config: ExperimentConfig
+    world: World
+    stop: int
+    on_step: Callable[[int], None]
+    ticket: int = 0
 
-    def __init__(
-        self,
-        ledger: Path,
-        config: ExperimentConfig,
-        world: World,
-        *,
-        stop: int,
-        on_step: Callable[[int], None],
-    ) -> None:
-        self._ledger, self._config, self._world = ledger, config, world
-        self._stop, self._on_step = stop, on_step
-        self._db = connect(ledger, read_only=True)
+    def __post_init__(self) -> None:
+        self._db = connect(self.ledger, read_only=True)
 
     def start(self, step: int) -> TrainerReady:
         """Ignore the request: a replay rolls nothing back."""
@@ -53,7 +49,7 @@ class LedgerLink:
 
     def next_batch(self, step: int, **_: object) -> tuple[Batch, list[bytes]] | None:
         """Return this rank's shard of the batch that the run trained as `step`."""
-        if step >= self._stop:
+        if step >= self.stop:
             return None
         query = "SELECT trained FROM steps WHERE step = ?"
         (trained,) = self._db.execute(query, (step,)).fetchone()
@@ -62,11 +58,11 @@ class LedgerLink:
             decode_header(self._db.execute(query, (key,)).fetchone()[0])
             for key in json.loads(trained)
         ]
-        request = BatchRequest(step, self._world.rank, self._world.size)
-        updates, seed = self._config.trainer.ppo.updates, self._config.seed
+        request = BatchRequest(step, self.world.rank, self.world.size)
+        updates, seed = self.config.trainer.ppo.updates, self.config.seed
         batch = batch_for_rank(request, headers, updates=updates, seed=seed, waits={})
         keys = [headers[index].trajectory_id for index in batch.mine]
-        payloads = read_payloads(self._ledger, keys)
+        payloads = read_payloads(self.ledger, keys)
         for index, payload in zip(batch.mine, payloads, strict=True):
             if what := find_mismatch(headers[index], payload):
                 name = headers[index].trajectory_id
@@ -94,7 +90,7 @@ class LedgerLink:
                 f"step {report.step + 1} is the first that differs: its parameters are "
                 f"{report.fingerprint} here, {fingerprint} in the run."
             )
-        self._on_step(report.step)
+        self.on_step(report.step)
 
     def close(self) -> None:
         """Close the ledger."""

@@ -160,9 +160,8 @@ def check_episode(
         newest: The newest version that can have sampled a token.
         vocab_size: Number of token ids of the model.
     """
-    min_temperature = (
-        0.0 if episode.group_id.startswith("e") else MIN_TEMPERATURE
-    )  # evaluations may be greedy
+    is_eval = episode.group_id.startswith("e")
+    min_temperature = 0.0 if is_eval else MIN_TEMPERATURE  # evaluations may be greedy
     ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
     if (episode.failure is None) != bool(seats) or len(seats) < len(episode.headers):
         return "it needs one trajectory for each seat, or a failure"

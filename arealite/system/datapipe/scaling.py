@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import cast
 
 from arealite.algo.autoscale import Autoscaler, Reading
@@ -29,39 +30,37 @@ SPARE = 0.8
 """Share of capacity in use: a worker is removed below it, and added only from it on."""
 
 
+@dataclass(eq=False)
 class Scaling:
     """Chooses the number of episodes and of workers of one run."""
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        registry: NameRegistry,
-        *,
-        store: GroupStore,
-        workers: Workers,
-    ) -> None:
-        collector, launcher = config.trainer.ppo.collector, config.launcher
+    config: ExperimentConfig
+    registry: NameRegistry
+    store: GroupStore
+    workers: Workers
+
+    def __post_init__(self) -> None:
+        collector, launcher = self.config.trainer.ppo.collector, self.config.launcher
         self.options, self.max_concurrency = collector.autoscale, collector.concurrency
         self.min_concurrency = min(self.options.min_concurrency, self.max_concurrency)
         self.min_workers = launcher.rollout_workers
         self.num_workers = 0
         """Desired number of workers; 0 before the first decision."""
         self.max_workers = max(launcher.max_workers, self.min_workers)
-        self._sample_s = min(config.cluster.heartbeat_s, self.options.period_s)
-        self._registry, self._store, self._workers = registry, store, workers
+        self._sample_s = min(self.config.cluster.heartbeat_s, self.options.period_s)
         self._scaler = Autoscaler(
             utilisation=self.options.utilisation, target=self.min_concurrency * self.min_workers
         )
         self._readings: list[Reading] = []
-        self._step = store.next_step
+        self._step = self.store.next_step
         self._spare_periods = 0
         """Consecutive periods in which one worker fewer would be enough."""
         self._silent_periods = 0
         """Consecutive periods without a load of any server."""
         self._leaving = ""
         """Id of a worker that gets no leases and is removed when it is idle; "" for none."""
-        workers.set_limit(self.min_concurrency)
-        workers.extra_metrics = self.metrics
+        self.workers.set_limit(self.min_concurrency)
+        self.workers.extra_metrics = self.metrics
 
     def desired_workers(self) -> dict[str, int]:
         """Return {"workers": desired number}; {} before the first decision."""
@@ -73,7 +72,7 @@ class Scaling:
         while not stopped.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), self._sample_s)
-            found = await asyncio.to_thread(self._registry.list, "llm_server")
+            found = await asyncio.to_thread(self.registry.list, "llm_server")
             self._sample([entry.value.get("load") for entry in found])
             if time.monotonic() - decided >= self.options.period_s:
                 decided = time.monotonic()
@@ -81,7 +80,7 @@ class Scaling:
 
     def take_batch(self) -> None:
         """Update the damping factor if a batch was composed since the last call."""
-        store = self._store
+        store = self.store
         if store.next_step > self._step:
             allowed = store.ppo.max_staleness * store.ppo.num_groups
             self._scaler.adjust_damping(store.counts["complete"], allowed=allowed)
@@ -111,14 +110,14 @@ class Scaling:
 
     @property
     def _in_flight(self) -> int:
-        return sum(worker.in_flight for worker in self._workers.by_id.values())
+        return sum(worker.in_flight for worker in self.workers.by_id.values())
 
     def _decide(self) -> None:
         readings, self._readings = self._readings, []
         self._silent_periods = 0 if readings else self._silent_periods + 1
         if self._silent_periods == CONFIRM_PERIODS:
             logger.warning("no server reports its load", episodes=self._scaler.target)
-        names = [w.worker_id for w in self._workers.by_id.values() if w.route is not None]
+        names = [w.worker_id for w in self.workers.by_id.values() if w.route is not None]
         staying = [name for name in names if name != self._leaving]
         before, workers = self._scaler.target, max(len(staying), 1)
         target = self._scaler.decide(
@@ -128,7 +127,7 @@ class Scaling:
         )
         self._adapt_workers(target, names)
         each = min(max(math.ceil(target / workers), self.min_concurrency), self.max_concurrency)
-        self._workers.set_limit(each, leaving=self._leaving)
+        self.workers.set_limit(each, leaving=self._leaving)
         if target != before:
             logger.info("concurrency", episodes=target, before=before, workers=workers, each=each)
 
@@ -153,7 +152,7 @@ class Scaling:
             if target > most and are_full and are_up and self.num_workers < self.max_workers:
                 self.num_workers += 1
         elif self._leaving:
-            leaver = self._workers.by_id.get(self._leaving)
+            leaver = self.workers.by_id.get(self._leaving)
             if leaver is None or not leaver.in_flight:
                 self.num_workers, self._spare_periods = last, 0
         elif self._spare_periods >= CONFIRM_PERIODS:

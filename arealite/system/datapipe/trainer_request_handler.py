@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -44,6 +45,7 @@ class OutOfStep(InvariantError):
     """A request does not match the ledger; its sender is faulty or stale, and only it must stop."""
 
 
+@dataclass(eq=False)
 class TrainerRequestHandler:
     """Handles requests of the trainer, and stores requests that cannot be answered yet.
 
@@ -53,18 +55,15 @@ class TrainerRequestHandler:
     the ledger is refused; if it is the first start, it also stops the datapipe.
     """
 
-    def __init__(
-        self,
-        store: GroupStore,
-        evals: EvalScheduler,
-        *,
-        config: ExperimentConfig,
-        send: Callable[[bytes, msgspec.Struct], None],
-        workers: Workers,
-        writer: LedgerWriter,
-    ) -> None:
-        self.store = store
-        self.evals = evals
+    store: GroupStore
+    evals: EvalScheduler
+    config: ExperimentConfig
+    send: Callable[[bytes, msgspec.Struct], None]
+    """Sends a message to a ZeroMQ route."""
+    workers: Workers
+    writer: LedgerWriter
+
+    def __post_init__(self) -> None:
         self.finish: messages.Finish | None = None
         self.last_request = -math.inf
         """Monotonic time of the trainer's last request; -inf before the first."""
@@ -78,14 +77,10 @@ class TrainerRequestHandler:
         self._eval_requests: dict[int, tuple[bytes, EvalRequest]] = {}
         self._start: tuple[bytes, TrainerStart] | None = None
         self._start_received = -math.inf
-        self._ticket = meta_number(store.ledger.connection, "ticket")
+        self._ticket = meta_number(self.store.ledger.connection, "ticket")
         """Ticket of the current trainer."""
-        self._issued = max(store.ledger.boot << 20, self._ticket)
+        self._issued = max(self.store.ledger.boot << 20, self._ticket)
         """The newest ticket issued to any trainer."""
-        self._config = config
-        self._send = send
-        self._workers = workers
-        self._writer = writer
         self._idle = IdleClock()
         self._reported = -math.inf
         """Monotonic time of the last warning about slow episodes."""
@@ -127,20 +122,20 @@ class TrainerRequestHandler:
             case EvalRequest():
                 self._take_eval_request(route, request)
             case messages.Unusable():
-                self._writer.after_commit(partial(self._filter_groups, route, request), hurry=True)
+                self.writer.after_commit(partial(self._filter_groups, route, request), hurry=True)
             case _:
                 self._record(request)
                 done = messages.Done(request_name(request))
-                self._writer.after_commit(partial(self._send, route, done), hurry=True)
+                self.writer.after_commit(partial(self.send, route, done), hurry=True)
         return True
 
     def _take_start(self, route: bytes, start: TrainerStart) -> None:
         pending = self._start[1].ticket if self._start else self._ticket + 1
         if start.ticket == 0:
             self._issued += 1 + secrets.randbelow(1 << 19)  # hard to guess for other peers
-            self._send(route, messages.Ticket(self._issued))
+            self.send(route, messages.Ticket(self._issued))
         elif start.ticket == self._ticket:
-            self._send(route, messages.TrainerReady(start.step, 0))
+            self.send(route, messages.TrainerReady(start.step, 0))
         elif pending <= start.ticket <= self._issued:
             self._start, self._start_received = (route, start), time.monotonic()
             self.accept_pending_start()
@@ -156,7 +151,7 @@ class TrainerRequestHandler:
         if now - self._start_received > TRAINER_GONE_S:
             self._start = None
         if self._start is not None and not is_alive:
-            self._writer.after_commit(self._begin, hurry=True)
+            self.writer.after_commit(self._begin, hurry=True)
 
     def answer_evals(self) -> None:
         """Send the scores of finished evaluations after they are durable."""
@@ -164,23 +159,23 @@ class TrainerRequestHandler:
             self.store.ledger.add_eval(eval_id, metrics)
             answer = messages.EvalResult(eval_id, metrics)
             route, _ = self._eval_requests.pop(eval_id)
-            self._writer.after_commit(partial(self._send, route, answer), hurry=True)
+            self.writer.after_commit(partial(self.send, route, answer), hurry=True)
 
     def send_waiting(self) -> None:
         """Send a Waiting message, with the reason of the wait, for each pending request."""
-        in_flight = self._workers.describe()
+        in_flight = self.workers.describe()
         self._log_slow_episodes()
         for route, request in self._batch_requests.values():
             detail = f"{self._describe(request.step)}, {in_flight}"
-            self._send(route, messages.Waiting(request_name(request), detail))
+            self.send(route, messages.Waiting(request_name(request), detail))
         if self._start is not None:
             silent_s = time.monotonic() - self.last_request
             detail = f"the previous trainer, last request {silent_s:.1f} s ago"
-            self._send(self._start[0], messages.Waiting(request_name(self._start[1]), detail))
+            self.send(self._start[0], messages.Waiting(request_name(self._start[1]), detail))
         for eval_id, (route, request) in self._eval_requests.items():
             left = sum(map(self.evals.samples_left, self.evals.runs[eval_id]))
             detail = f"evaluation {eval_id}: {left} samples left, {in_flight}"
-            self._send(route, messages.Waiting(request_name(request), detail))
+            self.send(route, messages.Waiting(request_name(request), detail))
 
     def refuse(self, reason: str) -> None:
         """Refuse all pending requests, because the run stops."""
@@ -188,7 +183,7 @@ class TrainerRequestHandler:
         for route, request in (
             *self._batch_requests.values(), *self._eval_requests.values(), *starts
         ):  # fmt: skip
-            self._send(route, messages.Refused(request_name(request), reason))
+            self.send(route, messages.Refused(request_name(request), reason))
 
     # ------------------------------------------------------------ batches
 
@@ -213,7 +208,7 @@ class TrainerRequestHandler:
         """Return one rank's shard of a composed batch; equal for equal batch and world size."""
         groups = self.store.batches[request.step]
         headers = [header for group in groups for header in group.headers]
-        updates, seed = self.store.ppo.updates, self._config.seed
+        updates, seed = self.store.ppo.updates, self.config.seed
         waits = self._waits.get(request.step, {})
         return batch_for_rank(request, headers, updates=updates, seed=seed, waits=waits)
 
@@ -229,7 +224,7 @@ class TrainerRequestHandler:
         numbers = {
             **self._idle.take(),
             "slow_episodes_wait_share": self._idle.slow_share,
-            "ledger_busy_s": self._writer.take_busy_s(),
+            "ledger_busy_s": self.writer.take_busy_s(),
             "buffered_groups": store.counts["complete"],
             "leased_groups": store.counts["leased"],
             "late_results": store.late_results,
@@ -238,7 +233,7 @@ class TrainerRequestHandler:
             **{re.sub("[: ]", "_", k): v for k, v in store.counts.items() if ":" in k},
             **{f"stale_below_{k}": v for k, v in store.dropped_lengths.items()},
             "loop_lag_max_s": vitals.lag_max_s(),
-            **self._workers.metrics(),
+            **self.workers.metrics(),
             **(store.curriculum.metrics() if store.curriculum else {}),
         }
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
@@ -258,7 +253,7 @@ class TrainerRequestHandler:
         text = f"batch {step}: {store.counts['complete']} of {store.ppo.num_groups} groups"
         if store.version is None:
             return text + ", no policy version is published yet"
-        if slow := slow_episodes(store, self._workers):
+        if slow := slow_episodes(store, self.workers):
             text += f", kept back for slow episodes: {'; '.join(slow)}"
         return text
 
@@ -266,7 +261,7 @@ class TrainerRequestHandler:
         """Log the slow episodes if they take more of the time than `datapipe.wait_report_share`."""
         self._mark_idle()
         share, now = self._idle.slow_share, time.monotonic()
-        allowed = self._config.datapipe.wait_report_share
+        allowed = self.config.datapipe.wait_report_share
         is_slow = self._idle.cause == "slow_episodes" and share > allowed
         if not is_slow or now - self._reported < SHARE_WINDOW_S:
             return
@@ -275,7 +270,7 @@ class TrainerRequestHandler:
             "trainer waits for slow episodes",
             share=round(share, 2),
             allowed=allowed,
-            episodes=slow_episodes(self.store, self._workers),
+            episodes=slow_episodes(self.store, self.workers),
             ended_by=f"collector.episode_timeout_s={self.store.ppo.collector.episode_timeout_s:g}",
         )
 
@@ -284,7 +279,7 @@ class TrainerRequestHandler:
     def _take_batch_request(self, route: bytes, request: BatchRequest) -> None:
         step, due = request.step, self.store.next_step
         if self.finish is not None:
-            self._send(route, messages.Finished(self.finish.reason))
+            self.send(route, messages.Finished(self.finish.reason))
         elif step > due:
             raise OutOfStep(f"rank {request.rank} requests batch {step}, but the next is {due}")
         elif step == due or step in self.store.batches:
@@ -294,7 +289,7 @@ class TrainerRequestHandler:
 
     def _take_eval_request(self, route: bytes, request: EvalRequest) -> None:
         if (metrics := self.evals.results.get(request.eval_id)) is not None:
-            self._send(route, messages.EvalResult(request.eval_id, metrics))
+            self.send(route, messages.EvalResult(request.eval_id, metrics))
             return
         if not self.is_waiting:
             self.waiting_since = time.monotonic()
@@ -310,7 +305,7 @@ class TrainerRequestHandler:
             if self.last_request < 0:  # no trainer has started
                 raise InvariantError(why)
             self._start = None
-            self._send(route, messages.Refused(request_name(start), why))
+            self.send(route, messages.Refused(request_name(start), why))
             return
         self.store.ledger.set_meta("ticket", str(start.ticket))
         rolled = self.store.roll_back(start.step)
@@ -320,7 +315,7 @@ class TrainerRequestHandler:
         self._start, self._ticket = None, start.ticket
         self.last_request, self.changed = time.monotonic(), True
         logger.info("training begins", step=start.step, rolled_back_groups=rolled)
-        self._send(route, messages.TrainerReady(start.step, rolled))
+        self.send(route, messages.TrainerReady(start.step, rolled))
 
     def _start_error(self, step: int) -> str:
         """Return the reason why no trainer can start at `step`; "" if a trainer can."""
@@ -346,7 +341,7 @@ class TrainerRequestHandler:
         logger.warning("groups set aside", step=request.step, groups=reasons)
         self.store.filter_unusable(request.step, reasons)
         self.changed = True
-        self._send(route, messages.Done(request_name(request)))
+        self.send(route, messages.Done(request_name(request)))
 
     def _record(self, request: FromTrainer) -> None:
         match request:
@@ -355,7 +350,7 @@ class TrainerRequestHandler:
             case messages.Published():
                 self._record_version(request.version)
             case messages.Checkpointed():
-                folder = os.path.normpath(run_paths(self._config).checkpoints)
+                folder = os.path.normpath(run_paths(self.config).checkpoints)
                 is_inside = os.path.dirname(os.path.normpath(request.path)) == folder
                 if request.step > self.store.num_trained_steps() or not is_inside:
                     place = f"step {request.step} at {request.path} (checkpoints are in {folder})"
@@ -395,5 +390,5 @@ class TrainerRequestHandler:
         if self.finish is None or self.finish.reason == STOP_WAITING:
             self.finish = finish
         for route, _ in self._batch_requests.values():
-            self._send(route, messages.Finished(finish.reason))
+            self.send(route, messages.Finished(finish.reason))
         self._batch_requests.clear()

@@ -155,10 +155,8 @@ class Recorder(threading.Thread):
             each.lag_s = 0.0
         frame = _frames().get(threading.main_thread().ident or 0)
         in_collective = frame is not None and COLLECTIVES in frame.f_code.co_filename
-        vitals.waits, vitals.counters = (
-            _grouped_waits(),
-            waits.counters | {"in_collective": float(in_collective)},
-        )
+        vitals.waits = _grouped_waits()
+        vitals.counters = waits.counters | {"in_collective": float(in_collective)}
         has_slept = vitals.clock - before > 2 * BEAT_S  # the whole process was stopped or blocked
         vitals.blocked_s, vitals.blocked_stack = 0.0, ""
         if not has_slept:

@@ -165,9 +165,8 @@ def audit(path: Path, *, new_only: bool = False, on_row: OnRow | None = None) ->
     saved = [int(folder.name[5:]) for folder in paths.checkpoints.glob("step-*[0-9]")]
     try:
         with closing(connect(path, read_only=True)) as db:
-            db.text_factory = partial(
-                str, encoding="utf-8", errors="replace"
-            )  # a tampered row may not be UTF-8
+            # A tampered row may not be UTF-8.
+            db.text_factory = partial(str, encoding="utf-8", errors="replace")
             db.execute("BEGIN")  # one snapshot for all queries
             return Audit(db, new_only).run(Guarantees.of(paths), max(saved, default=0), on_row)
     except sqlite3.Error as error:

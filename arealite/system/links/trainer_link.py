@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import cast
 
 import msgspec
@@ -35,6 +36,7 @@ Answer = tuple[ToTrainer, list[bytes]]
 OnWait = Callable[[Waiting], bool]
 
 
+@dataclass(eq=False)
 class TrainerLink:
     """The connection of one rank.
 
@@ -43,23 +45,17 @@ class TrainerLink:
     reason.
     """
 
-    def __init__(
-        self,
-        resolve: Callable[[], str | None],
-        *,
-        rank: int,
-        world_size: int,
-        silence_s: float = 30.0,
-        context: wire.Context | None = None,
-        secret: Secret | None = None,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.silence_s = silence_s
+    resolve: Callable[[], str | None]
+    """Returns the datapipe's address; None: not known yet."""
+    rank: int
+    world_size: int
+    silence_s: float = 30.0
+    context: wire.Context | None = None
+    secret: Secret | None = None
+
+    def __post_init__(self) -> None:
         self.ticket = 0
         """Ticket from `start`. Set it on each link of the trainer before its first request."""
-        self._resolve = resolve
-        self._context, self._secret = context, secret
         self._socket: zmq.Socket[bytes] | None = None
         self._address: str | None = None
         self._evals: dict[int, messages.EvalRequest] = {}
@@ -213,9 +209,9 @@ class TrainerLink:
                 self._socket.send(wire.encode(message), zmq.NOBLOCK)
 
     def _connect(self) -> None:
-        self._address = self._resolve()
+        self._address = self.resolve()
         if self._address is not None:
-            self._socket = wire.open_socket(self._context, zmq.DEALER, self._secret)
+            self._socket = wire.open_socket(self.context, zmq.DEALER, self.secret)
             self._socket.connect(self._address)
 
     def _reconnect(self, request: FromTrainer) -> None:

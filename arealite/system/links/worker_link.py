@@ -46,31 +46,25 @@ Turns = tuple[Lease, list[TurnHeader], list[bytes]]
 """Turns of one episode: its lease, headers and payloads."""
 
 
+@dataclass(eq=False)
 class WorkerLink:
     """The connection of one worker. `capacity` counts episodes: a lease of m members uses m."""
 
-    def __init__(
-        self,
-        resolve: Callable[[], str | None],
-        *,
-        worker_id: str,
-        capacity: int,
-        context: wire.Context | None = None,
-        secret: Secret | None = None,
-        silence_s: float = 120.0,
-        max_frame_mb: int = 64,
-    ) -> None:
-        self.worker_id = worker_id
-        self.capacity = capacity
+    resolve: Callable[[], str | None]
+    """Returns the datapipe's address; None: not known yet."""
+    worker_id: str
+    capacity: int
+    context: wire.Context | None = None
+    secret: Secret | None = None
+    silence_s: float = 120.0
+    max_frame_mb: int = 64
+
+    def __post_init__(self) -> None:
         self.metrics: Callable[[], dict[str, float]] = dict[str, float]
         """Set by the worker: returns the counters to send as `split_metrics`."""
         self.progress: Callable[[bool], Iterable[Turns]] = lambda is_new_connection: ()
         """Set by the worker: returns the unsent turns of running episodes. For a new connection it
         returns all their turns: a datapipe that died may have lost them."""
-        self._resolve = resolve
-        self._silence_s = silence_s
-        self._context, self._secret = context, secret
-        self._max_frame_mb = max_frame_mb
         self._channel: wire.Channel | None = None
         self._address = ""
         self._received_at = self._connected_at = time.monotonic()
@@ -110,9 +104,9 @@ class WorkerLink:
             payloads: One for each header. An episode with a payload above `max_frame_mb` is sent
                 as a failure.
         """
-        if max(map(len, payloads), default=0) > self._max_frame_mb << 20:
+        if max(map(len, payloads), default=0) > self.max_frame_mb << 20:
             ids = (episode.lease_id, episode.group_id, episode.member)
-            failure = Failure("too_large", f"above datapipe.max_frame_mb={self._max_frame_mb}")
+            failure = Failure("too_large", f"above datapipe.max_frame_mb={self.max_frame_mb}")
             episode, payloads = Episode(*ids, [], failure), []
         if members := self._members.get(episode.lease_id):
             members.discard(episode.member)
@@ -155,7 +149,7 @@ class WorkerLink:
 
     async def _tick(self) -> None:
         now = time.monotonic()
-        if now - self._received_at > self._silence_s:
+        if now - self._received_at > self.silence_s:
             silent = now - self._received_at
             raise RoleError(f"{self.worker_id}: no message of a datapipe for {silent:.0f} s")
         is_new_connection = (
@@ -168,7 +162,7 @@ class WorkerLink:
         self._resend(older_than_s=RESEND_S)
 
     async def _connect(self) -> None:
-        address = await asyncio.to_thread(self._resolve)
+        address = await asyncio.to_thread(self.resolve)
         if address is None:
             return
         if self._channel is not None:
@@ -179,8 +173,8 @@ class WorkerLink:
             self._channel.close()
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)
-        secret, limit = self._secret, self._max_frame_mb
-        socket = wire.open_socket(self._context, zmq.DEALER, secret, max_mb=limit)
+        secret, limit = self.secret, self.max_frame_mb
+        socket = wire.open_socket(self.context, zmq.DEALER, secret, max_mb=limit)
         socket.connect(address)
         self._address = address
         self._connected_at = time.monotonic()

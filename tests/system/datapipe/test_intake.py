@@ -367,7 +367,7 @@ async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> N
         assert pipe.requests.rejections.total() == 0
         peer.channel.close()
         worker = FakeWorker(lambda: pipe.address)
-        worker.link._max_frame_mb = 0
+        worker.link.max_frame_mb = 0
         made = episode(Lease("l", "g0", "train", tasks(1)[0], [0], 0), 0)
         worker.link.submit(made, [payload(made.headers[0])])
         (((sent, payloads),)) = worker.link._outbox

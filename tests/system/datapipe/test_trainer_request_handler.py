@@ -194,9 +194,9 @@ def test_ticket_of_the_current_trainer_survives_a_restart(
     again = TrainerRequestHandler(
         store,
         handler.evals,
-        config=handler._config,
-        send=handler._send,
-        workers=handler._workers,
+        config=handler.config,
+        send=handler.send,
+        workers=handler.workers,
         writer=writer,
     )
     assert again.take(ROUTE, Published(2, ticket=1))
@@ -212,10 +212,10 @@ def test_tickets_grow_after_a_restart_however_many_were_given(
     again = TrainerRequestHandler(
         handler.store,
         handler.evals,
-        config=handler._config,
-        send=handler._send,
-        workers=handler._workers,
-        writer=handler._writer,
+        config=handler.config,
+        send=handler.send,
+        workers=handler.workers,
+        writer=handler.writer,
     )
     again.take(ROUTE, TrainerStart(2, 1))
     assert sent(handler)[-1].number > 1 << 30
@@ -277,7 +277,7 @@ def test_start_with_a_ticket_that_was_not_given_is_ignored(handler: TrainerReque
 
 
 def save(handler: TrainerRequestHandler, step: int, path: str = "") -> None:
-    folder = run_paths(handler._config).checkpoints
+    folder = run_paths(handler.config).checkpoints
     tell(handler, Checkpointed(step, path or str(folder / f"step-{step:06d}")))
 
 
@@ -289,7 +289,7 @@ def test_impossible_checkpoint_is_refused(
     handler: TrainerRequestHandler, step: int, path: str
 ) -> None:
     with pytest.raises(OutOfStep, match="impossible"):
-        save(handler, step, path.format(run_paths(handler._config).checkpoints))
+        save(handler, step, path.format(run_paths(handler.config).checkpoints))
     assert handler.store.counts["durable"] == 0
     save(handler, 2)
     assert handler.store.counts["durable"] == 2
