@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from arealite.api.browser_config import BrowserConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, UserError
-from arealite.base.extras import extra_requirement
+from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.browser.actions import origin
 from arealite.system.health.waits import Wait
 
@@ -67,7 +67,8 @@ class Browser:
                 f"browser.executable={self.config.executable}: program not found. Install Debian's "
                 "package chromium-headless-shell, or set the path of another Chromium."
             )
-        self._pages = await asyncio.to_thread(_import_pages)
+        import_optional("playwright", extra_requirement("browser"))
+        self._pages: Any = await asyncio.to_thread(import_module, "arealite.impl.browser.page")
         self._errors = (self._pages.Error, DeadlineError)
         self._script = await asyncio.to_thread(self._pages.SCRIPT.read_text)
         try:
@@ -187,12 +188,3 @@ class Browser:
                     what = "the browser's end"
                     with Wait(what, owner="browser", on="chromium", seconds=STOP_S):
                         await end()
-
-
-def _import_pages() -> Any:
-    try:
-        return import_module("arealite.impl.browser.page")
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{error}. Install it: pip install {extra_requirement('browser')}."
-        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -59,10 +60,7 @@ async def test_missing_browser_is_a_user_error_with_the_package() -> None:
 
 
 async def test_missing_playwright_is_a_user_error_with_the_install_command(monkeypatch) -> None:
-    def missing(name: str):
-        raise ModuleNotFoundError("No module named 'playwright'", name="playwright")
-
-    monkeypatch.setattr("arealite.impl.browser.process.import_module", missing)
+    monkeypatch.setitem(sys.modules, "playwright", None)
     with pytest.raises(UserError, match=r"pip install -e '.\[browser\]'"):
         await Browser(BrowserConfig(executable="true"), []).setup()
 
