@@ -13,8 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp import typedefs, web
 
 import arealite
 from arealite.base import log
@@ -22,7 +21,7 @@ from arealite.impl.http_limits import MAX_BODY
 from arealite.impl.server import protocol
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.group_member import GroupMember
-from arealite.impl.server.protocol import Empty, Post, Refusal, ServedModel
+from arealite.impl.server.protocol import Empty, Handler, Refusal, ServedModel
 from arealite.impl.server.weights import check_layout, stage_tensors, stage_weights
 from arealite.impl.weights.buckets import Layout
 
@@ -49,7 +48,7 @@ class App:
     """Builds the aiohttp application: routes and their handlers."""
 
     def __init__(
-        self, engine: Engine, model: ServedModel, *, is_shared: bool, check: Middleware
+        self, engine: Engine, model: ServedModel, *, is_shared: bool, check: typedefs.Middleware
     ) -> None:
         """Serve `model` with `engine`.
 
@@ -77,15 +76,15 @@ class App:
             "/v1/models": self._models,
             "/openapi.json": lambda: protocol.openapi(gets, posts),
         }
-        posts: dict[str, Post] = {
-            "/generate": (protocol.GenerateBody, self._generate),
-            "/abort_request": (protocol.AbortBody, self._abort_request),
+        posts: dict[str, Handler] = {
+            "/generate": self._generate,
+            "/abort_request": self._abort_request,
         }
         if not self._is_shared:
             posts |= self._update_routes()
             app.on_cleanup.append(self._leave_groups)
         app.add_routes([_get(path, handler) for path, handler in gets.items()])
-        app.add_routes([_post(path, *post) for path, post in posts.items()])
+        app.add_routes([_post(path, handler) for path, handler in posts.items()])
         return app
 
     def bodies(self) -> dict[str, int]:
@@ -139,26 +138,17 @@ class App:
 
     # ------------------------------------------------------------ new weights
 
-    def _update_routes(self) -> dict[str, Post]:
-        """Return the routes that change the model: each path with its body's type and handler."""
+    def _update_routes(self) -> dict[str, Handler]:
+        """Return the handlers that change the model, by path."""
         return {
-            "/pause_generation": (protocol.PauseGenerationReqInput, self._pause_generation),
-            "/continue_generation": (Empty, self._continue_generation),
-            "/flush_cache": (Empty, self._flush_cache),
-            "/update_weights_from_disk": (protocol.UpdateWeightFromDiskReqInput, self._from_disk),
-            "/update_weights_from_distributed": (
-                protocol.UpdateWeightsFromDistributedReqInput,
-                self._from_distributed,
-            ),
-            "/init_weights_update_group": (
-                protocol.InitWeightsUpdateGroupReqInput,
-                self._init_group,
-            ),
-            "/destroy_weights_update_group": (
-                protocol.DestroyWeightsUpdateGroupReqInput,
-                self._destroy_group,
-            ),
-            "/update_weight_version": (protocol.UpdateWeightVersionReqInput, self._relabel),
+            "/pause_generation": self._pause_generation,
+            "/continue_generation": self._continue_generation,
+            "/flush_cache": self._flush_cache,
+            "/update_weights_from_disk": self._from_disk,
+            "/update_weights_from_distributed": self._from_distributed,
+            "/init_weights_update_group": self._init_group,
+            "/destroy_weights_update_group": self._destroy_group,
+            "/update_weight_version": self._relabel,
         }
 
     async def _leave_groups(self, app: web.Application) -> None:
@@ -289,8 +279,9 @@ def _get(path: str, handler: Callable[[], object]) -> web.RouteDef:
     return web.get(path, handle)
 
 
-def _post(path: str, kind: type[msgspec.Struct], handler: protocol.Handler) -> web.RouteDef:
+def _post(path: str, handler: Handler) -> web.RouteDef:
     """Return the route that passes a POST's parsed body to `handler`."""
+    kind = protocol.body_of(handler)
 
     async def handle(request: web.Request) -> web.Response:
         return _as_json(await handler(protocol.parse(await request.read(), kind)))
@@ -309,7 +300,7 @@ def _as_json(value: object, status: int = 200) -> web.Response:
 
 
 @web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _refusals(request: web.Request, handler: typedefs.Handler) -> web.StreamResponse:
     """Answer a refusal in SGLang's two forms: of /generate, and of the weight routes."""
     try:
         return await handler(request)

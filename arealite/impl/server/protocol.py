@@ -10,7 +10,7 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
@@ -104,13 +104,18 @@ class Empty(msgspec.Struct, frozen=True):
 
 
 Handler = Callable[[Any], Awaitable[object]]
-"""Takes a parsed body; returns a response, or a value that is encoded as JSON."""
-Post = tuple[type[msgspec.Struct], Handler]
+"""Takes a parsed body, whose type its parameter `body` is annotated with; returns a response, or a
+value that is encoded as JSON."""
 
 
-def openapi(gets: Iterable[str], posts: Mapping[str, Post]) -> dict[str, object]:
+def body_of(handler: Handler) -> type[msgspec.Struct]:
+    """Return the type of a handler's body."""
+    return get_type_hints(handler)["body"]
+
+
+def openapi(gets: Iterable[str], posts: Mapping[str, Handler]) -> dict[str, object]:
     """Describe the routes and the fields of the bodies."""
-    _, schemas = msgspec.json.schema_components([kind for kind, _ in posts.values()])
+    _, schemas = msgspec.json.schema_components(map(body_of, posts.values()))
     paths = {path: {"get": {}} for path in gets} | {path: {"post": {}} for path in posts}
     return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
 
