@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 from zlib import crc32
@@ -58,59 +59,51 @@ FINAL_CHECKPOINT_S = 5.0
 LINGER_MS = 1000
 
 
+@dataclass(eq=False)
 class Datapipe:
     """Owns the position in the dataset, the leases, the ledger and the batches of one trial."""
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        *,
-        train: Sequence[Task],
-        eval: Sequence[Task],
-        registry: NameRegistry | None,
-        address: str = "tcp://127.0.0.1:0",
-        context: wire.Context | None = None,
-    ) -> None:
-        """Open the trial's ledger.
+    config: ExperimentConfig
+    train: Sequence[Task]
+    """Tasks to train on; at least one."""
+    eval: Sequence[Task]
+    """Held-out tasks; may be empty."""
+    registry: NameRegistry | None
+    """Where the datapipe registers its address; None: it does not register."""
+    address: str = "tcp://127.0.0.1:0"
+    """ZeroMQ endpoint to bind; port 0 chooses a free port."""
+    context: wire.Context | None = None
+    """ZeroMQ context; None: the process's shared context."""
 
-        Args:
-            config: The experiment.
-            train: Tasks to train on; at least one.
-            eval: Held-out tasks; may be empty.
-            registry: Where the datapipe registers its address; None: it does not register.
-            address: ZeroMQ endpoint to bind; port 0 chooses a free port.
-            context: ZeroMQ context; None: the process's shared context.
+    def __post_init__(self) -> None:
+        """Open the trial's ledger.
 
         Raises:
             UserError: `train` is empty, or the ledger cannot be written or was created with another
                 dataset, seed or group size.
         """
-        if not train:
+        if not self.train:
             raise UserError("dataset.train has no rows: there is nothing to train on.")
-        ppo = config.trainer.ppo
-        self.config = config
-        self.address = address
+        config, ppo = self.config, self.config.trainer.ppo
         self.ready = asyncio.Event()
         """Set once `address` accepts connections."""
-        self._registry = registry
-        self._context = context
-        self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, train))
+        self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, self.train))
         self.store = GroupStore(
             self.ledger,
-            train,
+            self.train,
             ppo=ppo,
             seed=config.seed,
             shuffle=config.dataset.shuffle,
-            curriculum=Curriculum(config, train) if config.datapipe.curriculum.by else None,
+            curriculum=Curriculum(config, self.train) if config.datapipe.curriculum.by else None,
         )
-        rows = list(eval)[: ppo.eval.num_prompts or None]
+        rows = list(self.eval)[: ppo.eval.num_prompts or None]
         self.evals = EvalScheduler(rows, samples=ppo.eval.samples, max_attempts=ppo.max_attempts)
         for eval_id, metrics in self.ledger.connection.execute("SELECT * FROM evals"):
             self.evals.results[eval_id] = msgspec.json.decode(metrics)
         self.workers = Workers(ttl_s=config.datapipe.lease_ttl_s)
         self.scaling = None
-        if registry is not None and ppo.collector.autoscale.enabled:
-            self.scaling = Scaling(config, registry, store=self.store, workers=self.workers)
+        if self.registry is not None and ppo.collector.autoscale.enabled:
+            self.scaling = Scaling(config, self.registry, store=self.store, workers=self.workers)
         self._stopped_at = self._progress = self._last_waiting = time.monotonic()
         self._fatal: InvariantError | None = None
         self._refusals = 0
@@ -126,9 +119,9 @@ class Datapipe:
             InvariantError: a guarantee is broken or the ledger cannot be written; the trainer's
                 requests were refused with this error.
         """
-        secret = self._registry.secret if self._registry is not None else None
+        secret = self.registry.secret if self.registry is not None else None
         limit = self.config.datapipe.max_frame_mb
-        server = wire.open_socket(self._context, zmq.ROUTER, secret, max_mb=limit)
+        server = wire.open_socket(self.context, zmq.ROUTER, secret, max_mb=limit)
         server.bind(self.address)
         self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
@@ -165,14 +158,12 @@ class Datapipe:
         logger.info("datapipe ends", **dict(self.store.counts), rejected_messages=rejected)
 
     def _registered(self) -> AbstractAsyncContextManager[None]:
-        if self._registry is None:
+        if self.registry is None:
             return nullcontext()
-        entry = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
-        beat = self.config.cluster.heartbeat_s
+        own = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
         desired_workers = self.scaling.desired_workers if self.scaling else dict[str, int]
-        return self._registry.registered(
-            "datapipe", "0", lambda: entry | desired_workers(), heartbeat_s=beat
-        )
+        entry, beat_s = lambda: own | desired_workers(), self.config.cluster.heartbeat_s
+        return self.registry.registered("datapipe", "0", entry, heartbeat_s=beat_s)
 
     def _restore(self) -> None:
         """Assign leases from before a restart to their workers, which may still run them."""
@@ -249,10 +240,8 @@ class Datapipe:
         self._check_failures()
 
     def _check_failures(self) -> None:
-        share = self.config.datapipe.max_failed_share
-        if why := too_many_failures(
-            self.store.failed_window, self.store.first_failure, share=share
-        ):
+        share, store = self.config.datapipe.max_failed_share, self.store
+        if why := too_many_failures(store.failed_window, store.first_failure, share=share):
             raise InvariantError(why)
 
     def _take_request(self, route: bytes, request: FromTrainer) -> None:
@@ -377,10 +366,9 @@ class Datapipe:
     def _is_over(self, now: float) -> bool:
         if self._fatal is not None:
             return now - self._stopped_at > REFUSAL_S
-        if self.requests.finish is None or (
-            self.workers.by_id and now - self._stopped_at < DRAIN_S
-        ):
+        since_s, finish = now - self._stopped_at, self.requests.finish
+        if finish is None or (self.workers.by_id and since_s < DRAIN_S):
             return False
-        if self.requests.finish.reason == wire.STOP_WAITING:
-            return now - self._stopped_at > SAVE_S
+        if finish.reason == wire.STOP_WAITING:
+            return since_s > SAVE_S
         return not self.store.trained or now - self.requests.last_request > FINAL_CHECKPOINT_S
