@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from arealite.algo.partition import balance
 
@@ -97,11 +98,8 @@ def microbatches(
     Returns:
         The row indices of each micro-batch; at least one micro-batch, every row once.
     """
-    plan_rows = LAYOUTS[layout]
-    plan = plan_rows(lengths, budget, rows_per_example=rows_per_example)
-    needed = [
-        len(plan_rows(part, budget, rows_per_example=rows_per_example)) for part in all_lengths
-    ]
+    plan_rows = partial(LAYOUTS[layout], budget=budget, rows_per_example=rows_per_example)
+    plan, needed = plan_rows(lengths), [len(plan_rows(part)) for part in all_lengths]
     return plan + [[]] * (max([1, *needed]) - len(plan))
 
 

@@ -66,9 +66,8 @@ def bradley_terry(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tenso
     P(chosen ≻ rejected) = σ(r_chosen − r_rejected) (Bradley & Terry 1952; arXiv 2203.02155 eq. 1).
     Each row has one loss token, whose value is the reward r.
     """
-    return _finish(
-        batch, _row_sums(batch, batch.outputs["values"]), 1.0, lambda h_P: -logsigmoid(h_P)
-    )
+    rewards_R = _row_sums(batch, batch.outputs["values"])
+    return _finish(batch, rewards_R, 1.0, lambda h_P: -logsigmoid(h_P))
 
 
 def _row_sums(batch: LossInput, values_N: torch.Tensor) -> torch.Tensor:

@@ -79,9 +79,8 @@ def attend(
         return _flash(flat, starts, longest, scale=scale, window=window)[None], None
     lengths = starts.diff().tolist()
     rows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_row(q, k, v, scale=scale, window=window) for q, k, v in rows], 2).transpose(
-        1, 2
-    ), None
+    attended = [_row(q, k, v, scale=scale, window=window) for q, k, v in rows]
+    return torch.cat(attended, 2).transpose(1, 2), None
 
 
 def _flash(

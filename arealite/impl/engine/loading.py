@@ -40,19 +40,16 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
     """
     if not (path / "config.json").is_file():
         raise UserError(f"No model at '{path}': it must be a Hugging Face folder with config.json.")
-    config = AutoConfig.from_pretrained(path)
+    config, kind = AutoConfig.from_pretrained(path), AutoModelForCausalLM
     if head == "value":
-        config.num_labels = 1
-        if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        config.num_labels, kind = 1, AutoModelForSequenceClassification
+        if type(config) not in kind._model_mapping:
             raise UserError(f"transformers has no {config.model_type} with a head for values.")
-        with _parameters_on_meta():
-            return AutoModelForSequenceClassification.from_config(
-                config, dtype=torch.float32
-            ).eval()
-    check_logits(config.to_dict(), path)
+    else:
+        check_logits(config.to_dict(), path)
     with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        model = kind.from_config(config, dtype=torch.float32)
+    if head == "lm" and getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise UserError(f"'{path}' has a bias in its output head: not supported.")
     return model.eval()
 

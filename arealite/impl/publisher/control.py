@@ -108,9 +108,8 @@ class ServerControl:
         generate = {"input_ids": [1], "sampling_params": one_token}
         bodies = {"/openapi.json": None, "/server_info": None, "/generate": generate}
         answers = [await self.request(path, body) for path, body in bodies.items()]
-        spec, info, output = [
-            msgspec.json.decode(text) if status == 200 else {} for status, text in answers
-        ]
+        found = (msgspec.json.decode(text) if status == 200 else {} for status, text in answers)
+        spec, info, output = found
         self.capabilities = Capabilities.read(spec, info, output.get("meta_info", {}))
         logger.info("server probed", server=self.id, **msgspec.to_builtins(self.capabilities))
         return self.capabilities
@@ -288,10 +287,8 @@ class ServerControl:
 
     async def request(self, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
-        replies_soon = "weights" not in path and path != "/generate"
-        with Wait(
-            f"an answer of {path}", owner="publisher", on=self.role, replies_soon=replies_soon
-        ):
+        what, is_soon = f"an answer of {path}", "weights" not in path and path != "/generate"
+        with Wait(what, owner="publisher", on=self.role, replies_soon=is_soon):
             method, url = "GET" if body is None else "POST", self.address + path
             request = self.session.request(method, url, json=body, headers=self.headers)
             async with request as response:

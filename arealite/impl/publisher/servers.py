@@ -133,9 +133,8 @@ class ServersPublisher(WeightPublisher):
         for name, tensor in weights:
             shapes[name] = list(tensor.shape)
             if self.shapes:  # checked here, because `distributed` sends each tensor at once
-                check_shapes(
-                    {name: shapes[name]}, self.shapes, where="the version before", whole=False
-                )
+                new = {name: shapes[name]}
+                check_shapes(new, self.shapes, where="the version before", whole=False)
             num_bytes += tensor.nbytes
             yield name, tensor
         expected = self.shapes or read_shapes(self.model_path)

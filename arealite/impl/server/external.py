@@ -104,21 +104,19 @@ class ExternalServers:
 
     async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
         """Update version and load of a registered server; return the error that ended it."""
-        url, cluster = entry["address"], self.cluster
+        url, beat_s = entry["address"], self.cluster.heartbeat_s
 
         async def version() -> str | int | None:
-            info = await self._get(f"{url}/model_info", seconds=cluster.ttl_s)
+            info = await self._get(f"{url}/model_info", seconds=self.cluster.ttl_s)
             return info.get("weight_version")
 
         async def load() -> Loads | None:
             with suppress(*SILENT, UserError, msgspec.ValidationError):
-                answer = await self._get(f"{url}/v1/loads", seconds=cluster.heartbeat_s)
+                answer = await self._get(f"{url}/v1/loads", seconds=beat_s)
                 return msgspec.convert(answer, Loads)
 
         try:
-            await follow(
-                entry, changed, version=version, load=load, heartbeat_s=cluster.heartbeat_s
-            )
+            await follow(entry, changed, version=version, load=load, heartbeat_s=beat_s)
         except (*SILENT, UserError) as error:
             return str(error) or repr(error)
 

@@ -98,11 +98,10 @@ class GroupMember:
             send(buffer)
             named = list(unpack(layout, buffer))
         else:
+            described = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
             named: Named = [
                 (name, torch.empty(shape, dtype=getattr(torch, dtype), device=self.device))
-                for name, dtype, shape in zip(
-                    layout.names, layout.dtypes, layout.shapes, strict=True
-                )
+                for name, dtype, shape in described
             ]
             for work in [send(tensor, async_op=True) for _, tensor in named]:
                 work.wait()

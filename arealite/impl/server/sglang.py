@@ -15,11 +15,10 @@ from pathlib import Path
 
 import aiohttp
 
-from arealite.api.config import ServerConfig
+from arealite.api.config import ServerConfig, run_paths
 from arealite.api.llm_server import LLMServer
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.base.names import RunPaths
 from arealite.base.places import check_address, check_folder
 from arealite.base.signals import STOP
 from arealite.impl.server.sglang_process import Launch, SGLangProcess, take_ports
@@ -240,8 +239,7 @@ def find_ports(config: ServerConfig) -> list[int]:
 
 def log_folder(config: ServerConfig) -> Path:
     """Create the trial's log folder, and return it."""
-    root = Path(config.cluster.run_root).expanduser().absolute()
-    logs = RunPaths(root / config.experiment_name / config.trial_name).logs
+    logs = run_paths(config).logs
     check_folder(logs, "the servers' folder of logs", "cluster.run_root")
     logs.mkdir(parents=True, exist_ok=True)
     return logs

@@ -92,13 +92,11 @@ class Toolbox:
         Raises:
             ToolCrash: The tool raised an unexpected exception.
         """
-        tool = self.tools.get(call.name)
-        problem = call.error
-        if not problem and tool is None:
-            problem = unknown("tool", call.name, [*self.tools])
-        if not problem and tool is not None:
-            problem = mismatch(call.arguments, tool.schema["function"]["parameters"])
-        if problem or tool is None:
+        if (tool := self.tools.get(call.name)) is None:
+            problem = call.error or unknown("tool", call.name, [*self.tools])
+            return Answer(f"error: {problem}", "malformed")
+        parameters = tool.schema["function"]["parameters"]
+        if problem := call.error or mismatch(call.arguments, parameters):
             return Answer(f"error: {problem}", "malformed")
         async with tool.slots:
             return await self._call(tool, call, states[call.name])

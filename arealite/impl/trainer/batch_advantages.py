@@ -77,14 +77,11 @@ def _rewards(batch: TrainBatch, trajectory: LocalTrajectory, config: PPOConfig) 
     """Return the shaped reward of each sampled token, float64 [N]."""
     shaping = config.reward
     rewards_N = algo.shape_rewards(trajectory.rewards_N, shaping)
-    if shaping.overlong_buffer > 0:
-        limit = config.collector.sampling.max_new_tokens
+    if (buffer := shaping.overlong_buffer) > 0:
+        limit, most = config.collector.sampling.max_new_tokens, shaping.overlong_penalty
         for last, length in trajectory.turns():
             rewards_N[last] -= algo.overlong_penalty(
-                length,
-                limit=limit,
-                buffer=shaping.overlong_buffer,
-                penalty=shaping.overlong_penalty,
+                length, limit=limit, buffer=buffer, penalty=most
             )
     if _has_kl_reward(config):
         log_ratio_N = trajectory.gather("prox_logprobs") - trajectory.gather("ref_logprobs")
@@ -107,9 +104,8 @@ def _normalized(
     count = sum(counts)
     mean = math.fsum(_from_all_ranks(batch, world, [float(a_N.sum()) for a_N in by_token])) / count
     centred = [a_N - mean for a_N in by_token]
-    square = math.fsum(
-        _from_all_ranks(batch, world, [float(np.square(a_N).sum()) for a_N in centred])
-    )
+    squares = [float(np.square(a_N).sum()) for a_N in centred]
+    square = math.fsum(_from_all_ranks(batch, world, squares))
     scale = math.sqrt(square / count) + eps or 1.0
     return [a_N / scale for a_N in centred]
 

@@ -56,11 +56,10 @@ class Stopwatch:
         begin = time.perf_counter()
         longest = self._longest.get(name)
         late_s = FIRST_S if longest is None else max(SLOW_S, SLOW * longest)
+        shown = Wait(name, owner="trainer", on=ITSELF, seconds=late_s)
         is_wait = name.startswith("wait/")  # the wait inside has a name of its own
         try:
-            with (
-                nullcontext() if is_wait else Wait(name, owner="trainer", on=ITSELF, seconds=late_s)
-            ):
+            with nullcontext() if is_wait else shown:
                 yield
         finally:
             seconds = time.perf_counter() - begin

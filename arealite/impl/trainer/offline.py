@@ -145,10 +145,8 @@ class OfflineTrainer(BaseTrainer):
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
             self.prepare(batch)
-            rows, lengths = batch.rows, batch.all_lengths
-            return self.engine.train_batch(
-                rows, lengths, self.loss_fn, rows_per_example=self.rows_per_example
-            )
+            rows, lengths, size = batch.rows, batch.all_lengths, self.rows_per_example
+            return self.engine.train_batch(rows, lengths, self.loss_fn, rows_per_example=size)
 
     def checkpoint_and_eval(self, step: int) -> None:
         """Evaluate and checkpoint where they are due."""
@@ -162,17 +160,15 @@ class OfflineTrainer(BaseTrainer):
         """Write the step's metrics."""
         metrics = {("update/" if k in ENGINE else "train/") + k: v for k, v in stats.items()}
         metrics |= self.clock.lap()
-        tokens = float(sum(map(sum, batch.all_lengths)))
+        tokens, seconds = sum(map(sum, batch.all_lengths)), metrics["time/step_s"]
+        batches = count_batches(len(self.train_rows), self.offline.batch_size)
         metrics |= {
             "train/examples": float(batch.examples),
-            "train/epoch": float(
-                (step - 1) // count_batches(len(self.train_rows), self.offline.batch_size)
-            ),
+            "train/epoch": float((step - 1) // batches),
             "train/total_steps": float(self.total_steps),
-            "throughput/trained_tokens_per_s": tokens / metrics["time/step_s"],
+            "throughput/trained_tokens_per_s": tokens / seconds,
         }
         self.write_metrics(step, metrics)
-        seconds = metrics["time/step_s"]
         logger.info("step trained", step=step, loss=stats.get("loss"), seconds=seconds)
 
     # ------------------------------------------------------------ begin and end

@@ -79,17 +79,17 @@ class LedgerLink:
             return
         query = "SELECT fingerprint, metrics FROM steps WHERE step = ?"
         fingerprint, metrics = self._db.execute(query, (report.step,)).fetchone()
-        expected = json.loads(metrics).get("reward/mean")
-        if expected not in (None, reward := report.metrics.get("reward/mean")):
-            raise Differs(
-                f"step {report.step + 1} is the first that differs: its mean reward is "
-                f"{reward} here, {expected} in the run."
-            )
-        if report.fingerprint != fingerprint:
-            raise Differs(
-                f"step {report.step + 1} is the first that differs: its parameters are "
-                f"{report.fingerprint} here, {fingerprint} in the run."
-            )
+        reward = report.metrics.get("reward/mean")
+        expected = json.loads(metrics).get("reward/mean", reward)
+        for what, here, there in (
+            ("mean reward is", reward, expected),
+            ("parameters are", report.fingerprint, fingerprint),
+        ):
+            if here != there:
+                raise Differs(
+                    f"step {report.step + 1} is the first that differs: its {what} {here} here, "
+                    f"{there} in the run."
+                )
         self.on_step(report.step)
 
     def close(self) -> None:

@@ -162,13 +162,12 @@ class GroupStore:
             if turn.member not in due or turn.oldest_version < lease.version:
                 continue
             known = group.turns.setdefault(turn.member, {})
-            if later := [k for k in known if k[0] == turn.seat and k[1] > turn.index]:
-                self.ledger.delete_turns(
-                    group.group_id, turn.member, seat=turn.seat, after=turn.index
-                )
+            seat, index = turn.seat, turn.index
+            if later := [key for key in known if key[0] == seat and key[1] > index]:
+                self.ledger.delete_turns(group.group_id, turn.member, seat=seat, after=index)
             for key in later:
                 del known[key]
-            known[turn.seat, turn.index] = turn
+            known[seat, index] = turn
             self.ledger.add_turn(group.group_id, turn, payload)
 
     def add_episode(self, episode: Episode, payloads: Sequence[bytes]) -> None:

@@ -61,9 +61,8 @@ def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
         for lease_id, active in worker.leases.items()
     }
     names: list[str] = []
-    for late in blocking_groups(
-        list(store.candidates()), store.next_step, eta=eta, num_groups=size
-    ):
+    candidates = list(store.candidates())
+    for late in blocking_groups(candidates, store.next_step, eta=eta, num_groups=size):
         group = store.groups[f"g{late.seq}"]
         states = dict.fromkeys(group.leasable(store.ppo.max_attempts), "waits for a worker")
         for lease_id, lease in group.leases.items():

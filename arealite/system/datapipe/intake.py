@@ -100,9 +100,8 @@ class Intake:
         self, worker_id: str, episode: EpisodeIds, payloads: list[bytes], wrong: str
     ) -> None:
         ids = (episode.lease_id, episode.group_id, episode.member)
-        wrong = wrong or _tried(
-            check_episode, episode, payloads, self.store.newest_version, self.vocab_size
-        )
+        newest, size = self.store.newest_version, self.vocab_size
+        wrong = wrong or _tried(check_episode, episode, payloads, newest, size)
         is_leased = self._is_leased(worker_id, *ids)
         if wrong or not is_leased:
             wrong = wrong or f"{ids[0]}/{ids[2]} is not leased to this worker"
@@ -161,7 +160,7 @@ def check_episode(
         vocab_size: Number of token ids of the model.
     """
     is_eval = episode.group_id.startswith("e")
-    min_temperature = 0.0 if is_eval else MIN_TEMPERATURE  # evaluations may be greedy
+    lowest = 0.0 if is_eval else MIN_TEMPERATURE  # evaluations may be greedy
     ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
     if (episode.failure is None) != bool(seats) or len(seats) < len(episode.headers):
         return "it needs one trajectory for each seat, or a failure"
@@ -173,9 +172,7 @@ def check_episode(
             return "a number is not finite"
         if h.newest_version > newest:
             return f"version {h.newest_version}, but the newest is {newest}"
-        if what := find_mismatch(
-            h, payload, vocab_size=vocab_size, min_temperature=min_temperature
-        ):
+        if what := find_mismatch(h, payload, vocab_size=vocab_size, min_temperature=lowest):
             return f"the payload of {h.trajectory_id} differs from its header: {what}"
     return ""
 

@@ -48,9 +48,8 @@ class Scaling:
         """Desired number of workers; 0 before the first decision."""
         self.max_workers = max(launcher.max_workers, self.min_workers)
         self._sample_s = min(self.config.cluster.heartbeat_s, self.options.period_s)
-        self._scaler = Autoscaler(
-            utilisation=self.options.utilisation, target=self.min_concurrency * self.min_workers
-        )
+        target = self.min_concurrency * self.min_workers
+        self._scaler = Autoscaler(utilisation=self.options.utilisation, target=target)
         self._readings: list[Reading] = []
         self._step = self.store.next_step
         self._spare_periods = 0
@@ -135,9 +134,8 @@ class Scaling:
         """Add one worker, or remove the last worker once it is idle; one change at a time."""
         found = {worker_index(name): name for name in names}
         if not self.num_workers:  # an earlier datapipe process may have requested more workers
-            self.num_workers = min(
-                max(self.min_workers, 1 + max(found, default=0)), self.max_workers
-            )
+            least = max(self.min_workers, 1 + max(found, default=0))
+            self.num_workers = min(least, self.max_workers)
         last = self.num_workers - 1
         is_spare = target <= SPARE * self.max_concurrency * last and last >= self.min_workers
         self._spare_periods = self._spare_periods + 1 if is_spare else 0

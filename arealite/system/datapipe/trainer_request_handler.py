@@ -179,10 +179,8 @@ class TrainerRequestHandler:
 
     def refuse(self, reason: str) -> None:
         """Refuse all pending requests, because the run stops."""
-        starts = [self._start] if self._start is not None else []
-        for route, request in (
-            *self._batch_requests.values(), *self._eval_requests.values(), *starts
-        ):  # fmt: skip
+        pending = [*self._batch_requests.values(), *self._eval_requests.values()]
+        for route, request in [*pending, *([self._start] if self._start else [])]:
             self.send(route, messages.Refused(request_name(request), reason))
 
     # ------------------------------------------------------------ batches
@@ -195,11 +193,10 @@ class TrainerRequestHandler:
         if not (self._batch_requests and self.changed):
             return []
         self.changed = False
-        if any(r.step == self.store.next_step for _, r in self._batch_requests.values()):
+        requests = self._batch_requests.values()
+        if any(r.step == self.store.next_step for _, r in requests):
             self._compose()
-        ready = [
-            pair for pair in self._batch_requests.values() if pair[1].step in self.store.batches
-        ]
+        ready = [(route, r) for route, r in requests if r.step in self.store.batches]
         for _, request in ready:
             del self._batch_requests[request.rank]
         return ready

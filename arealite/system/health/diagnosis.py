@@ -237,21 +237,19 @@ class WaitGraph:
                 continue
             lives = name in self.roles
             cause: Cause = "overdue" if lives or not ROLE.fullmatch(name) else "dead"
-            begin = "the process runs, but" if lives else "there is no such process; it"
-            yield Finding(
-                name, cause, quiet_s, f"{begin} does not reply to {role.name}: {wait.what}"
-            )
+            what = "the process runs, but" if lives else "there is no such process; it"
+            what += f" does not reply to {role.name}: {wait.what}"
+            yield Finding(name, cause, quiet_s, what)
 
     def slow(self) -> Iterator[Finding]:
         """Find ranks whose computation takes longer than any before.
 
         Ranks that wait in a collective are left out, unless all late ranks do.
         """
+        found = [(role, wait) for role, wait, _ in self.all if wait.on == ITSELF]
         busy = [
-            (role, wait)
-            for role, wait, _ in self.all
-            if wait.on == ITSELF and len(role.vitals.waits) == 1  # another wait would explain it
-        ]
+            each for each in found if len(each[0].vitals.waits) == 1
+        ]  # else another wait explains it
         if any(wait.waited_s > (wait.seconds or math.inf) for _, wait in busy):
             alone = [each for each in busy if not each[0].vitals.counters.get("in_collective")]
             for role, wait in alone or busy:
@@ -265,11 +263,8 @@ class WaitGraph:
             size = len(blocked)
             blocked |= {role.name for role, _, targets in self.all if targets & blocked}
         for role, wait, targets in self.all:
-            if (
-                targets & blocked
-                and role.name != blocker
-                and wait.owner not in (SUPERVISOR, PAUSE_OBSERVER)
-            ):
+            is_report = wait.owner in (SUPERVISOR, PAUSE_OBSERVER)
+            if targets & blocked and role.name != blocker and not is_report:
                 more = f" (and {wait.count - 1} more)" if wait.count > 1 else ""
                 yield f"{role.name}: {wait.what}{more}, {wait.waited_s + role.age_s:.1f} s"
 

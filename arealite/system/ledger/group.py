@@ -66,9 +66,7 @@ class Group(msgspec.Struct, eq=False):
     def start(self) -> int | None:
         """Oldest version of all its tokens, stored turns and active leases; None if it has none."""
         versions = [lease.version for lease in self.leases.values()]
-        versions += [
-            turn.oldest_version for turns in self.turns.values() for turn in turns.values()
-        ]
+        versions += [t.oldest_version for turns in self.turns.values() for t in turns.values()]
         versions += [h.oldest_version for headers in self.finished.values() for h in headers]
         return min(versions, default=None)
 

@@ -93,9 +93,8 @@ class Ledger:
         if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
             db.executescript("BEGIN IMMEDIATE;" + schema.SCHEMA)
             db.executemany("INSERT INTO meta VALUES (?, ?)", expected.items())
-            db.executemany(
-                "INSERT INTO heads VALUES (?, 0, 0)", [(table,) for table in schema.COVERED]
-            )
+            tables = [(table,) for table in schema.COVERED]
+            db.executemany("INSERT INTO heads VALUES (?, 0, 0)", tables)
             db.execute("COMMIT")
         db.create_function("checksum", -1, schema.checksum, deterministic=True)
         for table in schema.COVERED:
@@ -219,9 +218,8 @@ class Ledger:
         self._put("DELETE FROM evals WHERE eval_id > ?", step)
         self._put("DELETE FROM meta WHERE key = 'version' AND CAST(value AS INTEGER) > ?", step)
         # An audit mark beyond the remaining steps is no longer valid.
-        self._put(
-            "DELETE FROM meta WHERE key = 'audited' AND json_extract(value, '$.step') > ?", step
-        )
+        is_beyond = "json_extract(value, '$.step') > ?"
+        self._put(f"DELETE FROM meta WHERE key = 'audited' AND {is_beyond}", step)
 
     def mark_audited(self, mark: str) -> None:
         """Write the mark of an audit, unless its newest checkpoint was rolled back meanwhile."""

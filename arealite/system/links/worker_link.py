@@ -84,9 +84,8 @@ class WorkerLink:
 
     async def next_lease(self) -> Lease | None:
         """Wait for a lease, without a deadline; return None once the run ends."""
-        with Wait(
-            "a lease", owner=self.worker_id, on="datapipe-0", replies_soon=True
-        ) as self._wait:
+        self._wait = Wait("a lease", owner=self.worker_id, on="datapipe-0", replies_soon=True)
+        with self._wait:
             lease = await self._leases.get()
         if lease is None:
             self._leases.put_nowait(None)
@@ -149,12 +148,10 @@ class WorkerLink:
 
     async def _tick(self) -> None:
         now = time.monotonic()
-        if now - self._received_at > self.silence_s:
-            silent = now - self._received_at
-            raise RoleError(f"{self.worker_id}: no message of a datapipe for {silent:.0f} s")
-        is_new_connection = (
-            self._channel is None or now - max(self._received_at, self._connected_at) > SILENT_S
-        )
+        if (silent_s := now - self._received_at) > self.silence_s:
+            raise RoleError(f"{self.worker_id}: no message of a datapipe for {silent_s:.0f} s")
+        is_silent = now - max(self._received_at, self._connected_at) > SILENT_S
+        is_new_connection = self._channel is None or is_silent
         if is_new_connection:
             await self._connect()
         self._send_state()
