@@ -13,6 +13,7 @@ import time
 import types
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from arealite.base.errors import DeadlineError
@@ -31,6 +32,7 @@ END_S = 5.0
 """Seconds for the cleanup of a body after its deadline; see `Wait.run`."""
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
     """One wait that crosses a process, and the context manager that shows it: `with Wait(…):`.
 
@@ -51,30 +53,26 @@ class Wait:
         detail: The newest report about the wait.
     """
 
-    __slots__ = (
-        "_base", "_task", "_timer", "abandoned", "deadline", "detail", "expired", "last_sign", "on",
-        "owner", "replies_soon", "seconds", "since", "what",
-    )  # fmt: skip
+    what: str
+    _: KW_ONLY
+    owner: str
+    on: str = ""
+    seconds: float | None = None
+    replies_soon: bool = False
+    detail: str = ""
+    since: float = field(init=False)
+    last_sign: float = field(init=False)
+    """Begin of the wait, and time of the last sign of life of the role in `on`."""
+    expired: bool = field(default=False, init=False)
+    abandoned: bool = field(default=False, init=False)
+    deadline: float = field(default=math.inf, init=False)
+    """The deadline on the event loop's clock."""
+    _task: asyncio.Task[object] | None = field(default=None, init=False)
+    _timer: _Timer | None = field(default=None, init=False)
+    _base: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        owner: str,
-        on: str = "",
-        seconds: float | None = None,
-        replies_soon: bool = False,
-        detail: str = "",
-    ) -> None:
-        self.what, self.owner, self.on, self.seconds = what, owner, on, seconds
-        self.replies_soon, self.detail = replies_soon, detail
+    def __post_init__(self) -> None:
         self.since = self.last_sign = time.monotonic()
-        """Begin of the wait, and time of the last sign of life of the role in `on`."""
-        self.expired = self.abandoned = False
-        self.deadline = math.inf
-        """The deadline on the event loop's clock."""
-        self._task: asyncio.Task[object] | None = None
-        self._timer: _Timer | None = None
 
     def note_sign(self, detail: str = "") -> None:
         """Record a sign of life of the role in `on`."""
@@ -188,8 +186,7 @@ class _Timer:
         for wait in self.waits:
             if wait.deadline <= now:
                 wait.expire()
-        running = [wait for wait in self.waits if not wait.expired]
-        if running:
+        if running := [wait for wait in self.waits if not wait.expired]:
             self.add(min(running, key=lambda wait: wait.deadline))
 
 

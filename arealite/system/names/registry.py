@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -55,24 +55,18 @@ class _Reading(NamedTuple):
     """When the file was last read, by the monotonic clock."""
 
 
+@dataclass(eq=False)
 class NameRegistry:
     """The names of one trial. A name that was not renewed for `ttl_s` is dead and is not listed."""
 
-    def __init__(
-        self, root: Path, *, ttl_s: float = 5.0, is_secured: bool = False, key_env: str = ""
-    ) -> None:
-        """Initialize the registry; no file is written.
-
-        Args:
-            root: The trial's folder.
-            ttl_s: Seconds after which a name that was not renewed is dead.
-            is_secured: Whether the trial has a secret.
-            key_env: Name of the environment variable with the API key of external servers.
-        """
-        self.root = root
-        self.ttl_s = ttl_s
-        self.is_secured, self.key_env = is_secured, key_env
-        self._readings = dict[Path, _Reading]()
+    root: Path
+    """The trial's folder."""
+    ttl_s: float = 5.0
+    is_secured: bool = False
+    """Whether the trial has a secret."""
+    key_env: str = ""
+    """Name of the environment variable with the API key of external servers."""
+    _readings: dict[Path, _Reading] = field(default_factory=dict[Path, _Reading])
 
     @classmethod
     def of(
