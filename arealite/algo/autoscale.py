@@ -72,8 +72,7 @@ class Autoscaler:
             most: Largest result.
         """
         # Requests that wait while none runs are paused by a weight update: skip these readings.
-        valid = [r for r in readings if r.in_flight and (r.running or not r.waiting)]
-        if valid:
+        if valid := [r for r in readings if r.in_flight and (r.running or not r.waiting)]:
             self._update(valid)
             self._busy = min(max(self._busy, least), most)
         # A lower damping has no effect, because `least` bounds the result; it only recovers later.

@@ -51,8 +51,7 @@ def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Estimate | None
     Returns:
         The estimate; None if no task has `k` samples.
     """
-    values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-    if not values:
+    if not (values := [pass_at_k(n, c, k) for n, c in counts if n >= k]):
         return None
     mean, trials, z2 = fmean(values), len(values), Z_95**2
     centre = (mean + z2 / (2 * trials)) / (1 + z2 / trials)

@@ -49,8 +49,7 @@ def parse(text: str) -> Command:
     Raises:
         BadAction: There is no action, or it lacks an argument; the text shows the right form.
     """
-    found = LINE.findall(text)
-    if not found:
+    if not (found := LINE.findall(text)):
         raise BadAction("that is no action; write one, as in: click [3]")
     verb, rest = found[-1][0].lower(), found[-1][1].strip()
     if len(rest) > MAX_TEXT:
@@ -58,8 +57,7 @@ def parse(text: str) -> Command:
     if verb in ("click", "type", "select"):
         return _with_id(verb, rest)
     if verb == "scroll":
-        way = SCROLL.match(rest)
-        if way is None:
+        if (way := SCROLL.match(rest)) is None:
             raise BadAction("write scroll [up] or scroll [down]")
         return Command(verb, int(way[2]) if way[2] else None, way[1].lower())
     if verb != "stop" and not bare(rest):

@@ -25,7 +25,7 @@ KNOWN = inspect.signature(varlen_attn).parameters
 """Parameters of varlen_attn; torch 2.11 and 2.12 have no enable_gqa."""
 
 
-def choose(layout: str, model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> str:
+def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
     """Return `packed` or `padded` for `layout`, and set the attention of `model` accordingly.
 
     auto is packed in 16 bits on CUDA, where packing is fast, if the model supports it.

@@ -102,8 +102,7 @@ def require(path: Path) -> dict[str, object]:
     Raises:
         UserError: it is missing or broken; the message lists the good ones beside it.
     """
-    found = manifest(path)
-    if found is None:
+    if (found := manifest(path)) is None:
         good = ", ".join(p.name for p in list_good(path.parent)) or "none"
         state = "is broken (a file is missing or cut short)" if path.exists() else "does not exist"
         raise UserError(f"Checkpoint '{path}' {state}. Good ones in '{path.parent}': {good}.")

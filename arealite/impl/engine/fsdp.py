@@ -60,28 +60,20 @@ class FSDPEngine(TrainEngine):
         self.module.requires_grad_(training is not None)
         has_adapter = training is not None and config.lora.rank > 0
         self.adapter = lora.inject(self.module, config.lora, head) if has_adapter else None
-        plain = (
-            loading.set_dtypes(self.module, self.dtype)
-            and dist.get_world_size() == 1
-            and not config.cpu_offload
-        )
-        self._model = (
-            models.ValueModel(self.module)
-            if head == "value"
-            else models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
-        )
-        self.layout = attention.choose(
-            config.layout, self.module, device=self.device, dtype=self.dtype
-        )
+        is_uniform, offload = loading.set_dtypes(self.module, self.dtype), config.cpu_offload
+        plain = is_uniform and dist.get_world_size() == 1 and not offload
+        if head == "value":
+            self._model = models.ValueModel(self.module)
+        else:
+            self._model = models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
+        self.layout = attention.choose(config.layout, self.module, self.device, self.dtype)
         if config.gradient_checkpointing:
             models.recompute(self.module)
         mesh = models.make_mesh(self.device, config.shard_size)
         if not plain:
-            models.shard(self._model, mesh, dtype=self.dtype, offload=config.cpu_offload)
+            models.shard(self._model, mesh, dtype=self.dtype, offload=offload)
         self.whole_module = self.module if plain else None
-        loading.load_weights(
-            self.module, self.source, self.device, offload=config.cpu_offload, seed=seed
-        )
+        loading.load_weights(self.module, self.source, self.device, offload=offload, seed=seed)
         self._optimizer = Optimizer(self.module, training) if training else None
         self._skips_adapter = False
 

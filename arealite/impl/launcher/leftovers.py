@@ -28,11 +28,8 @@ def clear(config: ExperimentConfig, *kinds: str) -> None:
     """
     folder, names = name_dir(config) / "vitals", NameRegistry.of(config, ttl_s=math.inf)
     dead = {role.name: role.vitals.pid for role in read_roles(folder) if not is_alive(role)}
-    words = [
-        *(f"{name}." for name in dead),
-        *(f"{kind}-" for kind in kinds),
-        *[STACKS_REQUEST][: len(kinds)],
-    ]
+    words = [*(f"{name}." for name in dead), *(f"{kind}-" for kind in kinds)]
+    words += [STACKS_REQUEST] if kinds else []
     own = config.trainer.ppo.publisher.disk.dir
     with suppress(OSError):  # the folder is away: nothing depends on this
         for word in words:

@@ -159,13 +159,9 @@ class RayLauncher(LocalLauncher):
         strategies = import_module("ray.util.scheduling_strategies")
         place = strategies.PlacementGroupSchedulingStrategy(self.group, number)
         needed = (self.paths.root, self.vitals.parent, *needed_paths(self.config))
-        options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0)}
         # Two concurrent calls: `send` must work during `wait`.
-        made = (
-            library()
-            .remote(Host)
-            .options(**options, scheduling_strategy=place, max_concurrency=2, name=None)
-        )
+        options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_concurrency": 2}
+        made = library().remote(Host).options(**options, scheduling_strategy=place, name=None)
         return made.remote([str(path) for path in needed])
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:

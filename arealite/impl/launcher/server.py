@@ -71,8 +71,7 @@ class ServerSupervisor(supervisor.Supervisor):
     def _stop(self, number: int, keeping: asyncio.Task[None]) -> None:
         """Forward a signal to the server; kill the server if it does not exit in time."""
         self._server.leaving = True
-        running = [child for child in self.children if child.running]
-        if not running:
+        if not (running := [child for child in self.children if child.running]):
             keeping.cancel()
         for child in running:
             child.send(number)

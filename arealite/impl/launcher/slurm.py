@@ -130,8 +130,7 @@ class SlurmLauncher(LocalLauncher):
         jobs = ",".join(nodes.job for nodes in self.nodes.values())
         listed = await asyncio.to_thread(output, ["squeue", "-hs", "-j", jobs, "-o", "%i %j"])
         steps = [line.split() for line in listed.splitlines()]
-        mine = [step for step, name in steps if name in role.names]
-        if mine:
+        if mine := [step for step, name in steps if name in role.names]:
             await asyncio.to_thread(output, ["scancel", "--signal=KILL", *mine])
 
     # ------------------------------------------------------------ before the start
@@ -142,10 +141,8 @@ class SlurmLauncher(LocalLauncher):
         Raises:
             UserError: a node did not reply in time, or does not have a file.
         """
-        marks = {
-            folder / f".seen-{secrets.token_hex(4)}": folder
-            for folder in (self.paths.root, name_dir(self.config))
-        }
+        name, folders = f".seen-{secrets.token_hex(4)}", (self.paths.root, name_dir(self.config))
+        marks = {folder / name: folder for folder in folders}
         files = [*marks, *needed_paths(self.config)]
         for mark in marks:
             mark.touch()

@@ -71,8 +71,7 @@ def check_partitions(config: ExperimentConfig) -> None:
     except (subprocess.SubprocessError, OSError) as error:
         why = getattr(error, "stderr", None) or f"{error}"
         raise UserError(f"Slurm does not respond: {why.strip()}. Is slurmctld up?") from error
-    rows = [line.split() for line in done.stdout.splitlines()]
-    if not rows:
+    if not (rows := [line.split() for line in done.stdout.splitlines()]):
         raise UserError(
             "this Slurm has no partition (`sinfo` shows none). Its administrator can add one to "
             "slurm.conf: PartitionName=main Nodes=ALL Default=YES State=UP"

@@ -191,17 +191,18 @@ class GroupSender:
             await server.request_ok("/init_weights_update_group", body | offset)
 
         posted = self.submit(on_all(join))
-        joined = _in_thread(
-            partial(
-                groups.join,
-                listener,
-                self.name,
-                rank=0,
-                world_size=ranks[-1],
-                backend=self._backend,
-                seconds=seconds,
-            )
+        job = partial(
+            groups.join,
+            listener,
+            self.name,
+            rank=0,
+            world_size=ranks[-1],
+            backend=self._backend,
+            seconds=seconds,
         )
+        joined: Future[Any] = Future()
+        # A daemon: the process does not wait for a job that may block for long.
+        threading.Thread(target=resolve, args=(joined, job), name="join group", daemon=True).start()
         wait([posted, joined], return_when=FIRST_COMPLETED)
         posted.result()
         try:
@@ -217,14 +218,9 @@ class GroupSender:
             A function that waits until the servers have received the bucket. It raises
             PartialUpdate if one did not.
         """
-        layout = bucket.layout
         whole = self._backend == "nccl" and all(server.can.buckets for server in self.members)
-        body = {
-            "names": layout.names,
-            "dtypes": layout.dtypes,
-            "shapes": layout.shapes,
-            "group_name": self.name,
-        } | ({"load_format": "flattened_bucket"} if whole else {})
+        body = {**vars(bucket.layout), "group_name": self.name}
+        body |= {"load_format": "flattened_bucket"} if whole else {}
 
         async def receive(server: ServerControl) -> None:
             await server.update("/update_weights_from_distributed", body, version=version)
@@ -272,11 +268,3 @@ class GroupSender:
                 f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self.host} "
                 f"cannot be bound: {error}. Use another port, or 0 for any free port."
             ) from error
-
-
-def _in_thread(job: Callable[[], object]) -> Future[Any]:
-    """Run a job that may block for long in a daemon thread, which the process does not wait for."""
-    future: Future[object] = Future()
-    thread = threading.Thread(target=resolve, args=(future, job), name="join group", daemon=True)
-    thread.start()
-    return future

@@ -293,8 +293,7 @@ class ServersPublisher(WeightPublisher):
             verify: compare the version that the server reports now, and end pauses by others.
         """
         async with server.lock:
-            version = self.newest
-            if version is None:
+            if (version := self.newest) is None:
                 return
             try:
                 if await server.holds(version, verify=verify):

@@ -40,8 +40,7 @@ class SharedPublisher(WeightPublisher):
         Raises:
             UserError: The engine's parameters, the model or the port cannot be used.
         """
-        module = engine.whole_module
-        if module is None:
+        if (module := engine.whole_module) is None:
             raise UserError(
                 "trainer.ppo.publisher.type=shared generates from the trained parameters, so they "
                 "must not be sharded, and must have the dtype of the forward pass: use one trainer "

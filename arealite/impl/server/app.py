@@ -166,8 +166,7 @@ class App:
         self, body: protocol.UpdateWeightsFromDistributedReqInput
     ) -> dict[str, object]:
         layout = Layout(body.names, body.dtypes, body.shapes)
-        member = self._groups.get(body.group_name)
-        if member is None:
+        if (member := self._groups.get(body.group_name)) is None:
             raise Refusal(
                 f"Failed to receive weights: Group {body.group_name} not in "
                 f"{list(self._groups)}. Please call `init_weights_update_group` first."
@@ -212,8 +211,7 @@ class App:
     async def _destroy_group(
         self, body: protocol.DestroyWeightsUpdateGroupReqInput
     ) -> dict[str, object]:
-        member = self._groups.pop(body.group_name, None)
-        if member is None:
+        if (member := self._groups.pop(body.group_name, None)) is None:
             raise Refusal("The group to be destroyed does not exist.")
         await asyncio.wrap_future(member.leave())
         return _done("Succeeded to destroy custom process group.")

@@ -227,8 +227,7 @@ class Decoder:
 
     def remove_ended(self) -> list[Generation]:
         """Free and return the ended requests; the last rows move into the freed ones."""
-        ended = [generation for generation in self.running if generation.ended]
-        if not ended:
+        if not (ended := [generation for generation in self.running if generation.ended]):
             return []
         running, count = self.running, len(self.running) - len(ended)
         sources = [row for row in range(count, len(running)) if not running[row].ended]

@@ -161,8 +161,7 @@ def describe(config: ServerConfig) -> dict[str, object]:
     Raises:
         UserError: there is no model.
     """
-    path = config.model.path
-    if not path:
+    if not (path := config.model.path):
         raise UserError("model.path is empty. Give a Hugging Face folder: model.path=/my/model")
     folder = Path(path).expanduser().absolute()
     if not (model := read_json(folder)):
@@ -274,10 +273,9 @@ def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int)
         "--log-level-http": "warning",  # else each health request writes a line
         "--random-seed": config.seed + index,
     }
-    flags = {name: str(value) for name, value in values.items() if value is not None}
-    if cpu:
-        flags = {name: str(value) for name, value in CPU_ARGUMENTS.items()} | flags
-    words = [word for pair in flags.items() for word in pair]
+    given = {name: value for name, value in values.items() if value is not None}
+    flags = CPU_ARGUMENTS | given if cpu else given
+    words = [str(word) for pair in flags.items() for word in pair]
     switches = CPU_SWITCHES if cpu else []
     start, names = ["-m", "sglang.launch_server"], NameRegistry.of(config)
     if names.secret is not None:

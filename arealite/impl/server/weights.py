@@ -36,8 +36,7 @@ def stage_weights(targets: Mapping[str, torch.Tensor], path: str) -> Callable[[]
     named = [pair for file in _files(path) for pair in _read(file)]
     load = stage_tensors(targets, named)
     covered = {targets[name].data_ptr() for name, _ in named}
-    missing = [name for name, target in targets.items() if target.data_ptr() not in covered]
-    if missing:
+    if missing := [name for name, target in targets.items() if target.data_ptr() not in covered]:
         raise Refusal(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
     return load
 

@@ -59,16 +59,12 @@ def _token_advantages(
 ) -> np.ndarray:
     """Return advantages [N] from the returns over the trajectory's sampled tokens."""
     rewards_N, options = _rewards(batch, trajectory, config), config.advantage
+    gamma, lam = options.gamma, options.gae_lambda
     batch.scores.append(float(rewards_N.sum()))
     if options.type == "reinforce":
-        return algo.discounted_returns(rewards_N, gamma=options.gamma)
-    advantages_N, returns_N = algo.gae(
-        rewards_N,
-        trajectory.gather("values"),
-        bootstrap=trajectory.bootstrap,
-        gamma=options.gamma,
-        lam=options.gae_lambda,
-    )
+        return algo.discounted_returns(rewards_N, gamma=gamma)
+    values_N, last = trajectory.gather("values"), trajectory.bootstrap
+    advantages_N, returns_N = algo.gae(rewards_N, values_N, bootstrap=last, gamma=gamma, lam=lam)
     trajectory.scatter("returns", returns_N)
     return advantages_N
 

@@ -70,7 +70,9 @@ class OfflineTrainer(BaseTrainer):
     def read_data(self) -> None:
         """Read the dataset, on which the number of steps depends."""
         self.train_rows, self.held_out_rows = read_dataset(self.config)
-        self.total_steps = count_steps(self.config, len(self.train_rows))
+        self.epoch_steps = -(-len(self.train_rows) // self.offline.batch_size)
+        steps = self.offline.epochs * self.epoch_steps
+        self.total_steps = min(steps, self.offline.max_steps or steps)
 
     def load_engines(self, config: ExperimentConfig) -> Engines:
         """Load the model that is trained."""
@@ -122,7 +124,7 @@ class OfflineTrainer(BaseTrainer):
         The last batch of an epoch may be smaller.
         """
         train, size = self.train_rows, self.offline.batch_size
-        epoch, place = divmod(step, count_batches(len(train), size))
+        epoch, place = divmod(step, self.epoch_steps)
         order: Seq[int] = range(len(train))
         if self.config.dataset.shuffle:
             order = permutation(self.config.seed, epoch, len(train))
@@ -161,10 +163,9 @@ class OfflineTrainer(BaseTrainer):
         metrics = {("update/" if k in ENGINE else "train/") + k: v for k, v in stats.items()}
         metrics |= self.clock.lap()
         tokens, seconds = sum(map(sum, batch.all_lengths)), metrics["time/step_s"]
-        batches = count_batches(len(self.train_rows), self.offline.batch_size)
         metrics |= {
             "train/examples": float(batch.examples),
-            "train/epoch": float((step - 1) // batches),
+            "train/epoch": float((step - 1) // self.epoch_steps),
             "train/total_steps": float(self.total_steps),
             "throughput/trained_tokens_per_s": tokens / seconds,
         }
@@ -228,18 +229,6 @@ class OfflineTrainer(BaseTrainer):
         metrics = {f"eval/{name}": value for name, value in sums.items()}
         logger.info("evaluated", step=step, **metrics)
         self.write_metrics(step, metrics)
-
-
-def count_batches(rows: int, batch_size: int) -> int:
-    """Return the number of batches of an epoch."""
-    return -(-rows // batch_size)
-
-
-def count_steps(config: ExperimentConfig, rows: int) -> int:
-    """Return the steps of a run over `rows` rows."""
-    offline = config.trainer.offline
-    steps = offline.epochs * count_batches(rows, offline.batch_size)
-    return min(steps, offline.max_steps or steps)
 
 
 def as_loss_input(rows: Seq[Sequence], outputs: dict[str, list[np.ndarray]]) -> LossInput:

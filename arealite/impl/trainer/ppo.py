@@ -254,13 +254,10 @@ class PPOTrainer(BaseTrainer):
         while waiting:
             if wait([answer], SLICE_S).done:
                 answer.result()  # raise a failure now: other ranks would wait forever
-            flags = {
-                "waiting": float(not answer.done()),
-                "needs_republish": float(self.needs_republish),
-            }
-            flags = self.world.max(flags)
+            mine = {"waiting": float(not answer.done()), "republish": float(self.needs_republish)}
+            flags = self.world.max(mine)
             waiting = flags["waiting"] > 0.0
-            if flags["needs_republish"] > 0.0:
+            if flags["republish"] > 0.0:
                 self.republish()
         return answer.result()
 

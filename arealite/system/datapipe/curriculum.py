@@ -91,9 +91,8 @@ class Curriculum:
         weights = {name: self.weight(name) for name in self.rows}
         total = sum(weights.values())
         rates = {name: success_rate(known.values()) for name, known in self.recent.items()}
-        return {f"curriculum/{name}/success": rate for name, rate in rates.items()} | {
-            f"curriculum/{name}/share": weight / total for name, weight in weights.items()
-        }
+        shares = {f"curriculum/{name}/share": each / total for name, each in weights.items()}
+        return shares | {f"curriculum/{name}/success": rate for name, rate in rates.items()}
 
     def _keep(self, name: str, seq: int, share: float) -> None:
         known = self.recent[name]

@@ -126,12 +126,7 @@ class Datapipe:
         self.address = cast(bytes, server.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
         self.writer = LedgerWriter(self.ledger, interval_s=self.config.datapipe.commit_interval_s)
         self.requests = TrainerRequestHandler(
-            self.store,
-            self.evals,
-            config=self.config,
-            send=self._send,
-            workers=self.workers,
-            writer=self.writer,
+            self.store, self.evals, self.config, self._send, self.workers, self.writer
         )
         size = vocab_size(read_json(self.config.model.path)) or 1 << 31
         self.intake = Intake(self.store, self.evals, self.workers, self.requests.rejections, size)
@@ -174,6 +169,9 @@ class Datapipe:
                     active.sent_at = -math.inf  # an earlier process sent it: it arrived or is lost
                 else:
                     self.store.end_lease(lease)
+
+    def _begin(self, body: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.create_task(self._stop_on_error(body))
 
     async def _stop_on_error(self, body: Callable[[], Awaitable[None]]) -> None:
         """Run `body`; on an InvariantError, refuse the trainer's requests before the exit."""
@@ -237,9 +235,6 @@ class Datapipe:
         self.requests.changed = True
         # An invalid result is acknowledged too: otherwise its worker would resend it forever.
         self.writer.after_commit(partial(self._send, frames[0], Ack(crc32(frames[1]))))
-        self._check_failures()
-
-    def _check_failures(self) -> None:
         share, store = self.config.datapipe.max_failed_share, self.store
         if why := too_many_failures(store.failed_window, store.first_failure, share=share):
             raise InvariantError(why)
@@ -257,7 +252,7 @@ class Datapipe:
             self.requests.rejections.record(route.hex(), str(error))
             return
         if isinstance(request, Checkpointed):
-            self.writer.after_commit(self._begin_upkeep)
+            self.writer.after_commit(partial(self._begin, self.upkeep.run))
         if isinstance(request, Finish):
             self._stopped_at = time.monotonic()
             for worker in self.workers.by_id.values():
@@ -278,16 +273,15 @@ class Datapipe:
         if self.scaling:
             self.scaling.take_batch()
         for route, request in ready:
-            self.writer.after_commit(partial(self._begin_sending, route, request), hurry=True)
+            send = partial(self._send_batch, route, request)
+            self.writer.after_commit(partial(self._begin, send), hurry=True)
 
     def _send_leases(self) -> None:
         version = self.store.version
         while version is not None and (worker := self.workers.most_idle()) is not None:
             boot, credit = self.ledger.boot, worker.credit
-            lease = self.evals.lease(boot=boot, version=version, credit=credit)
-            if lease is None:
-                group = self.store.next_group()
-                if group is None:
+            if (lease := self.evals.lease(boot=boot, version=version, credit=credit)) is None:
+                if (group := self.store.next_group()) is None:
                     return
                 lease = self.store.lease(group, worker_id=worker.worker_id, credit=credit)
             active = self.workers.assign(worker.worker_id, lease, lease.members)
@@ -296,7 +290,7 @@ class Datapipe:
     def _send_lease(self, worker: Worker, active: ActiveLease) -> None:
         group = self.store.groups.get(active.lease.group_id)
         if group is not None and any(member in group.turns for member in active.unfinished):
-            self._tasks.create_task(self._stop_on_error(lambda: self._send_turns(worker, active)))
+            self._begin(partial(self._send_turns, worker, active))
         else:
             self._send_lease_frames(worker, active, active.remaining(), [])
 
@@ -313,12 +307,6 @@ class Datapipe:
         active.sent_at = time.monotonic()
         if to.route is not None:
             self._send(to.route, lease, turns)
-
-    def _begin_sending(self, route: bytes, request: BatchRequest) -> None:
-        self._tasks.create_task(self._stop_on_error(lambda: self._send_batch(route, request)))
-
-    def _begin_upkeep(self) -> None:
-        self._tasks.create_task(self._stop_on_error(self.upkeep.run))
 
     async def _send_batch(self, route: bytes, request: BatchRequest) -> None:
         if request.step in self.store.batches:

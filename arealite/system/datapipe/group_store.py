@@ -238,8 +238,7 @@ class GroupStore:
     def compose(self) -> list[Group] | None:
         """Compose the next batch and return its groups; None while no batch may be released."""
         step = self.next_step
-        chosen = self._planned.pop(step, None) or self._choose(step)
-        if chosen is None:
+        if (chosen := self._planned.pop(step, None) or self._choose(step)) is None:
             return None
         for place, group in enumerate(chosen):
             group.step, group.place = step, place

@@ -211,8 +211,7 @@ class TrainerRequestHandler:
 
     def _compose(self) -> None:
         store, step = self.store, self.store.next_step
-        groups = store.compose()
-        if groups is None:
+        if (groups := store.compose()) is None:
             self._mark_idle()
             return
         self._idle.mark(None)
@@ -344,8 +343,11 @@ class TrainerRequestHandler:
         match request:
             case messages.StepReport():
                 self._record_step(request)
-            case messages.Published():
-                self._record_version(request.version)
+            case messages.Published(version=version):
+                # Ignore a version that is older or was rolled back.
+                if (self.store.version or 0) <= version <= self.store.num_trained_steps():
+                    self.store.version = version
+                    self.store.ledger.set_meta("version", str(version))
             case messages.Checkpointed():
                 folder = os.path.normpath(run_paths(self.config).checkpoints)
                 is_inside = os.path.dirname(os.path.normpath(request.path)) == folder
@@ -357,12 +359,6 @@ class TrainerRequestHandler:
             case _:
                 assert isinstance(request, messages.Finish)
                 self._record_finish(request)
-
-    def _record_version(self, version: int) -> None:
-        """Record a published version; ignore a version that is older or was rolled back."""
-        if (self.store.version or 0) <= version <= self.store.num_trained_steps():
-            self.store.version = version
-            self.store.ledger.set_meta("version", str(version))
 
     def _record_step(self, report: messages.StepReport) -> None:
         due = self.store.num_trained_steps()

@@ -134,12 +134,10 @@ class Workers:
 
     def finish(self, worker_id: str, lease_id: str, member: int) -> None:
         """Free the credit of a finished episode."""
-        worker = self.by_id.get(worker_id)
-        if worker is None:
+        if (worker := self.by_id.get(worker_id)) is None:
             return
         worker.last_seen = time.monotonic()
-        active = worker.leases.get(lease_id)
-        if active is not None:
+        if (active := worker.leases.get(lease_id)) is not None:
             active.unfinished.discard(member)
             if not active.unfinished:
                 del worker.leases[lease_id]

@@ -125,8 +125,7 @@ class Guarantees:
     def of(cls, paths: RunPaths) -> Guarantees:
         """Read the configs of a run; without any, return the guarantees of every run."""
         files = [file for file in (paths.config, *paths.starts.values()) if file.exists()]
-        found = [base_config.read(file).trainer.ppo for file in files]
-        if not found:
+        if not (found := [base_config.read(file).trainer.ppo for file in files]):
             return cls()
         is_masked = any(ppo.staleness_policy == "mask" for ppo in found)
         partial = [ppo.max_attempts for ppo in found if ppo.get("partial_group") == "min_size"]

@@ -185,8 +185,7 @@ class TrainerLink:
         Raises:
             InvariantError: the datapipe refused a request.
         """
-        socket = self._socket
-        if socket is None:
+        if (socket := self._socket) is None:
             time.sleep(POLL_MS / 1000)
             return None
         if not socket.poll(POLL_MS if block else 0):
