@@ -20,9 +20,7 @@ class ReasoningGymConfig:
         "tag for answers: the prompt asks for <answer>…</answer>, and the last tag is scored; '': "
         "the prompt is the question alone, and the whole completion is scored",
     )
-    any_scorer: bool = opt(
-        False, "allow data sets whose scorer is known to be wrong or executes answers"
-    )
+    any_scorer: bool = opt(False, "allow data sets whose scorer is wrong or executes answers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +29,7 @@ class GymnasiumConfig:
 
     env_id: str = opt("", "id for gymnasium.make")
     factory: str = opt("", "module:callable that creates the environment, instead of env_id")
-    kwargs: dict[str, Any] = sub(
-        dict, "constructor arguments, for example kwargs.is_slippery=false"
-    )
+    kwargs: dict[str, Any] = sub(dict, "constructor arguments, like kwargs.is_slippery=false")
     rules: str = opt("", "text before the first observation; '': the list of actions, if finite")
     repeat_rules: bool = opt(False, "repeat the rules in every turn, for agents without memory")
     actions: list[str] = sub(list, "names of the actions 0, 1, …; []: their numbers")
@@ -75,9 +71,7 @@ class TextArenaConfig:
 class OpenEnvConfig(EnvServersConfig):
     """Environments behind OpenEnv servers."""
 
-    observation: list[str] = sub(
-        list, "fields in the prompt; []: the only text field, otherwise all fields as JSON"
-    )
+    observation: list[str] = sub(list, "fields in the prompt; []: the only text, else all as JSON")
     action: Any = opt(
         None,
         "template of the action: {text} is the completion, {json} the completion parsed as JSON; "

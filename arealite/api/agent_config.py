@@ -70,9 +70,7 @@ class FixedPolicyConfig(ChatConfig):
 
     server: str = opt("", "EXPERIMENT/TRIAL of the launch_llm_server that serves this model")
     model_path: str | None = opt(None, "folder of that server's model; null: model.path")
-    base_url: str = opt(
-        "", "OpenAI-compatible endpoint instead of `server`, like http://127.0.0.1:8000/v1"
-    )
+    base_url: str = opt("", "OpenAI-style URL instead of `server`, like http://127.0.0.1:8000/v1")
     model: str = opt("default", "model name at base_url")
     api_key_env: str | None = opt(None, "environment variable with the API key of base_url")
     timeout_s: float = opt(120.0, "timeout of one request to base_url", above=0)

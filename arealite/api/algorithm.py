@@ -81,9 +81,7 @@ class KLConfig:
     coef: float = opt(0.0, "coefficient; 0: no KL penalty and no reference", at_least=0)
     place: Literal["loss", "reward"] = opt("loss", "add to the loss, or to each token's reward")
     estimator: KLEstimator = opt("k3", "one-sample estimator of KL(policy ‖ reference)")
-    reference: str | None = opt(
-        None, "Hugging Face folder of the reference; initial: the initial model of the run"
-    )
+    reference: str | None = opt(None, "Hugging Face folder; initial: the initial model of the run")
 
     def constraints(self) -> Constraints:
         """Yield the constraints on reference and estimator."""

@@ -27,9 +27,7 @@ class BrowserConfig:
 class BrowserEnvConfig:
     """MiniWoB++'s tasks in headless Chromium."""
 
-    tasks: list[str] = sub(
-        lambda: ["all"], "task names, like click-test, flight.AA; all: 128 tasks"
-    )
+    tasks: list[str] = sub(lambda: ["all"], "tasks, like click-test, flight.AA; all: 128 tasks")
     max_steps: int = opt(10, "actions after which the episode ends", at_least=1)
     browser: BrowserConfig = sub(BrowserConfig, "the browser")
 
@@ -41,8 +39,6 @@ class WebArenaConfig:
     tasks: str = opt("", "JSON file with WebArena's list of tasks")
     sites: dict[str, str] = sub(dict, "URL of each site, like shopping; default: $WA_SHOPPING, …")
     held_out: int = opt(5, "hold out every n-th task; 0: train and evaluate on all", at_least=0)
-    judge: bool = opt(
-        False, "the seat `judge` decides fuzzy matches; otherwise answers must be equal"
-    )
+    judge: bool = opt(False, "the seat `judge` decides fuzzy matches; else answers must be equal")
     max_steps: int = opt(30, "actions after which the episode ends", at_least=1)
     browser: BrowserConfig = sub(BrowserConfig, "the browser")

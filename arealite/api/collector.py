@@ -29,9 +29,7 @@ class AutoscaleConfig:
 
     enabled: bool = opt(False, "adapt the concurrency, up to collector.concurrency a worker")
     min_concurrency: int = opt(8, "lower limit of concurrent episodes of a worker", at_least=1)
-    utilisation: float = opt(
-        0.9, "target: running requests as a share of the servers' capacity", above=0, at_most=1
-    )
+    utilisation: float = opt(0.9, "target: used share of the servers' capacity", above=0, at_most=1)
     period_s: float = opt(5.0, "time between decisions; at least a fifth of a turn", above=0)
 
 
@@ -40,13 +38,9 @@ class CollectorConfig:
     """The collector: agents, environments, sampling and concurrency of episodes."""
 
     agent: AgentConfig = sub(AgentConfig, "agent of every seat without an entry in `seats`")
-    seats: dict[str, AgentConfig] = sub(
-        dict, "agents of single seats, for example seats.judge.type=fixed_policy"
-    )
+    seats: dict[str, AgentConfig] = sub(dict, "agents by seat, like seats.judge.type=fixed_policy")
     env: EnvConfig = sub(EnvConfig, "the environment")
-    envs: dict[str, PartConfig] = sub(
-        dict, "several environments by names of your choice, instead of `env` and `seats`"
-    )
+    envs: dict[str, PartConfig] = sub(dict, "named environments, instead of `env` and `seats`")
     client: LLMClientConfig = sub(LLMClientConfig, "client of the LLM servers")
     sampling: SamplingConfig = sub(SamplingConfig, "sampling of training tokens")
     group_size: int = opt(8, "episodes per task; advantages compare them", at_least=1)
@@ -79,9 +73,7 @@ class CollectorConfig:
 class EvalConfig:
     """Held-out evaluation during training, on the same servers."""
 
-    every_steps: int = opt(
-        0, "steps between evaluations; 0: only before the first and after the last", at_least=0
-    )
+    every_steps: int = opt(0, "steps between evaluations; 0: only at start and end", at_least=0)
     num_prompts: int = opt(0, "number of held-out rows to use, from the first; 0: all", at_least=0)
     samples: int = opt(1, "completions per prompt", at_least=1)
     sampling: SamplingConfig = sub(SamplingConfig, "sampling of held-out tokens")

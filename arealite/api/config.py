@@ -41,9 +41,7 @@ class DatasetConfig:
     columns: dict[str, str] = sub(
         dict, "names of the files' columns by ours: {prompt: question, ground_truth: answer}"
     )
-    rows: int = opt(
-        4096, "training rows to generate, or to draw from several environments", at_least=1
-    )
+    rows: int = opt(4096, "training rows to generate, or to draw from all environments", at_least=1)
     eval_rows: int = opt(256, "held-out rows to generate, or to draw", at_least=1)
     shuffle: bool = opt(True, "shuffle the rows each epoch, in an order given by the seed")
 
@@ -70,9 +68,7 @@ class ExperimentConfig(TrialConfig):
     server_wait_s: float = opt(60.0, "longest wait for the first LLM server", at_least=0)
     model: ModelConfig = sub(ModelConfig, "the model")
     dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
-    llm_server: ExternalServersConfig = sub(
-        ExternalServersConfig, "servers not started by launch_llm_server"
-    )
+    llm_server: ExternalServersConfig = sub(ExternalServersConfig, "external servers")
     trainer: TrainerConfig = sub(TrainerConfig, "the trainer")
     datapipe: DatapipeConfig = sub(DatapipeConfig, "the datapipe")
     launcher: LauncherConfig = sub(LauncherConfig, "the processes of the run")

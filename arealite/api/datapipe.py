@@ -18,9 +18,7 @@ class CurriculumConfig:
 
     by: str = opt("", "key of extra_info with a task's class, like level or env; '': off")
     threshold: float = opt(0.5, "an episode with at least this reward is a success")
-    floor: float = opt(
-        0.1, "weight of a class with success rate 0 or 1; 1: no curriculum", above=0, at_most=1
-    )
+    floor: float = opt(0.1, "weight at success rates 0 and 1; 1: no curriculum", above=0, at_most=1)
     window: int = opt(32, "newest groups of a class that count for its success rate", at_least=1)
 
 
@@ -28,18 +26,12 @@ class CurriculumConfig:
 class DatapipeConfig:
     """The process between rollout workers and trainer."""
 
-    lease_ttl_s: float = opt(
-        15.0, "silence after which a worker's leases expire and are offered again", above=0
-    )
+    lease_ttl_s: float = opt(15.0, "silence until a worker's leases are offered again", above=0)
     commit_interval_s: float = opt(
         0.05, "time between ledger commits; results that a batch needs commit at once", at_least=0
     )
-    max_failed_share: float = opt(
-        0.5, "stop the run if more of the last 256 episodes failed", at_least=0
-    )
-    stall_timeout_s: float = opt(
-        300.0, "stop the run if episodes are leased and none finishes for this long", above=0
-    )
+    max_failed_share: float = opt(0.5, "stop if more of the last 256 episodes failed", at_least=0)
+    stall_timeout_s: float = opt(300.0, "stop if no leased episode finishes for this long", above=0)
     wait_report_share: float = opt(
         0.2, "log the slow episodes if this share of time is lost waiting for them", at_least=0
     )

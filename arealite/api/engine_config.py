@@ -57,9 +57,7 @@ class LoRAConfig:
 class FSDPConfig:
     """Fully sharded data parallelism (FSDP2) over all ranks."""
 
-    shard_size: int = opt(
-        0, "ranks that shard one copy of the model; 0: all; fewer: HSDP; 1: DDP", at_least=0
-    )
+    shard_size: int = opt(0, "ranks that shard one copy; 0: all; fewer: HSDP; 1: DDP", at_least=0)
     max_tokens_per_microbatch: int = opt(
         8192, "tokens of a micro-batch, padding included; a longer row gets its own", at_least=1
     )
@@ -89,8 +87,6 @@ class TrainEngineConfig:
 class CheckpointConfig:
     """Sharded, atomic checkpoints."""
 
-    every_steps: int = opt(
-        50, "steps between checkpoints; 0: only at the end and on Ctrl-C", at_least=0
-    )
+    every_steps: int = opt(50, "steps between checkpoints; 0: at the end and on Ctrl-C", at_least=0)
     keep: int = opt(2, "number of checkpoints to keep, newest first", at_least=1)
     export: bool = opt(True, "write a Hugging Face folder at the end")

@@ -35,9 +35,7 @@ class EnvServerOptions:
 class EnvServerConfig(TrialConfig):
     """Root of `arealite serve`. The environment gets the names and the cluster."""
 
-    environments: list[str] = sub(
-        list, "types of several environments, the first is the default; []: only env.type"
-    )
+    environments: list[str] = sub(list, "environment types, the first is the default; []: env.type")
     tasks: str = opt(
         "generated",
         "path of the default environment's rows for resets without a task, or `generated`",

@@ -47,19 +47,11 @@ class LauncherConfig:
     type: str = opt("local", "registered name of the launcher")
     trainer_ranks: int = opt(1, "number of trainer processes", at_least=1)
     rollout_workers: int = opt(1, "number of rollout workers", at_least=1)
-    max_workers: int = opt(
-        0, "largest number of workers with collector.autoscale; 0: rollout_workers", at_least=0
-    )
-    llm_servers: int = opt(
-        0, "LLM servers to start with the run; 0: you start them yourself", at_least=0
-    )
-    server_args: list[str] = sub(
-        list, "options of these LLM servers, as for serve-llm: [llm_server.type=sglang, …]"
-    )
+    max_workers: int = opt(0, "limit of collector.autoscale; 0: rollout_workers", at_least=0)
+    llm_servers: int = opt(0, "LLM servers to start with the run; 0: you start them", at_least=0)
+    server_args: list[str] = sub(list, "options for serve-llm: [llm_server.type=sglang, …]")
     trainer_threads: int = opt(1, "torch threads of a trainer rank on a CPU", at_least=1)
-    drain_timeout_s: float = opt(
-        60.0, "time after the first Ctrl-C to finish the step and write a checkpoint", above=0
-    )
+    drain_timeout_s: float = opt(60.0, "time to finish a step and checkpoint after Ctrl-C", above=0)
     max_restarts: int = opt(5, "restarts of a role without a trained step in between", at_least=0)
     silent_s: float = opt(8.0, "restart a role after this long without a heartbeat", above=0)
     blocked_s: float = opt(60.0, "restart a role whose event loop is blocked this long", above=0)
@@ -71,9 +63,7 @@ class LauncherConfig:
 class ViewConfig:
     """The live page of a run."""
 
-    web: bool = opt(
-        False, "serve the run's report on loopback while it runs, and print its address"
-    )
+    web: bool = opt(False, "serve the run's report on loopback as it runs, and print its address")
     port: int = opt(0, "port of the live page; 0: any free port", at_least=0, at_most=65535)
 
 

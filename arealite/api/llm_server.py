@@ -23,30 +23,22 @@ class EmbeddedServerConfig:
     max_running_requests: int = opt(256, "requests decoded together; more wait", at_least=1)
     num_threads: int = opt(1, "torch threads on a CPU", at_least=1)
     device: str = opt("auto", "auto, cpu or cuda")
-    max_restarts: int = opt(
-        5, "consecutive restarts of a server that exits before it serves", at_least=0
-    )
+    max_restarts: int = opt(5, "consecutive restarts before the server serves", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangServerConfig:
     """SGLang servers on this host: supervised processes of `sglang.launch_server`."""
 
-    python: str | None = opt(
-        None, "Python with sglang, for example of another virtual environment; null: this one"
-    )
-    num_servers: int = opt(
-        1, "servers on this host; server i has port + i and its own devices", at_least=1
-    )
+    python: str | None = opt(None, "path of a Python with sglang; null: this one")
+    num_servers: int = opt(1, "servers here; server i has port + i and its own devices", at_least=1)
     device: Literal["auto", "cpu", "cuda"] = opt("auto", "auto: cuda if the host has a GPU")
     tp: int = opt(1, "tensor parallelism: devices of one copy of the model", at_least=1)
     dp: int = opt(1, "data parallelism: copies in one server; disk publisher only", at_least=1)
     mem_fraction: float | None = opt(
         None, "share of GPU memory for weights and KV; null: SGLang's default", above=0, below=1
     )
-    attention_backend: str | None = opt(
-        None, "SGLang's attention backend; null: its default, torch_native on a CPU"
-    )
+    attention_backend: str | None = opt(None, "null: SGLang's default, torch_native on a CPU")
     extra_args: list[str] = sub(list, "further arguments of sglang.launch_server")
     start_timeout_s: float = opt(600.0, "timeout of a server's start", above=0)
     silence_s: float = opt(30.0, "kill and restart a server that is silent this long", above=0)
@@ -75,9 +67,7 @@ class LLMServerConfig:
 class ExternalServersConfig:
     """External servers: running servers that are not in the name registry."""
 
-    addresses: list[str] = sub(
-        list, "host:port of running SGLang servers; the run updates them and never stops them"
-    )
+    addresses: list[str] = sub(list, "host:port of SGLang servers to update but never to stop")
     api_key_env: str = opt("", "environment variable with their API key; '': no key")
 
 

@@ -18,9 +18,7 @@ class OfflineConfig:
     max_steps: int = opt(0, "largest number of steps; 0: all epochs", at_least=0)
     batch_size: int = opt(64, "rows (or pairs) of an optimizer update, of all ranks", at_least=1)
     max_tokens: int = opt(4096, "longest row; longer rows are cut at their end", at_least=1)
-    eval_every_steps: int = opt(
-        0, "steps between held-out losses; 0: only before the first and after the last", at_least=0
-    )
+    eval_every_steps: int = opt(0, "steps between held-out losses; 0: at start and end", at_least=0)
     checkpoint_every_steps: int = opt(
         50, "steps between checkpoints; 0: only at the end and on Ctrl-C", at_least=0
     )
@@ -58,10 +56,6 @@ class DPOConfig:
 
     beta: float = opt(0.1, "higher values keep the policy nearer to the reference", above=0)
     loss: Literal["sigmoid", "hinge", "ipo"] = opt("sigmoid", "loss of the pair's margin")
-    label_smoothing: float = opt(
-        0.0, "assumed share of pairs with a wrong preference", at_least=0, below=0.5
-    )
+    label_smoothing: float = opt(0.0, "assumed share of wrong preferences", at_least=0, below=0.5)
     reference_free: bool = opt(False, "use a uniform policy as the reference")
-    reference: str | None = opt(
-        None, "Hugging Face folder of the reference; null: the initial model of the run"
-    )
+    reference: str | None = opt(None, "Hugging Face folder; null: the initial model of the run")

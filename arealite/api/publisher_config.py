@@ -12,9 +12,7 @@ from arealite.api.fields import opt, sub
 class DiskPublisherConfig:
     """The publisher that writes a safetensors file, which the servers read."""
 
-    dir: str | None = opt(
-        None, "folder that all servers can read; null: tmpfs on one host, else the run's folder"
-    )
+    dir: str | None = opt(None, "shared folder; null: tmpfs on one host, else the run's folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,7 @@ class PublisherConfig:
         "retract", "open requests: recompute the KV cache, keep it, or abort and resubmit"
     )
     timeout_s: float = opt(60.0, "time to update a server; then it is quarantined", above=0)
-    continue_paused: bool = opt(
-        True, "continue a server that another client paused; false: only report the pause"
-    )
+    continue_paused: bool = opt(True, "continue servers paused by other clients; false: report it")
     bucket_mb: int = opt(256, "size of the buckets in which weights are sent, in MB", at_least=1)
     disk: DiskPublisherConfig = sub(DiskPublisherConfig, "options of type=disk")
     distributed: DistributedPublisherConfig = sub(

@@ -12,9 +12,7 @@ from arealite.api.fields import opt, sub
 class EnvServersConfig:
     """Environment servers that a rollout worker uses."""
 
-    addresses: list[str] = sub(
-        list, "host:port or URL of each environment server; the least loaded is used first"
-    )
+    addresses: list[str] = sub(list, "host:port or URL of servers; the least loaded is used first")
     token_env: str = opt("", "environment variable with the servers' bearer token")
     max_message_kb: int = opt(1024, "longest message, in both directions", at_least=1)
     answer_s: float = opt(300.0, "timeout of the answer to a step", above=0)
@@ -32,16 +30,10 @@ class RuntimeConfig(EnvServersConfig):
         "docker: containers of `image`; remote: `arealite serve` at `addresses`",
     )
     processes: int = opt(1, "number of children or containers of a worker", at_least=1)
-    recycle_episodes: int = opt(
-        0, "episodes after which a child or container is restarted; 0: never", at_least=0
-    )
-    max_memory_mb: int = opt(
-        0, "memory above which a child is restarted; docker: the limit; 0: none", at_least=0
-    )
+    recycle_episodes: int = opt(0, "episodes between restarts of a process; 0: never", at_least=0)
+    max_memory_mb: int = opt(0, "memory limit; a child above it is restarted; 0: none", at_least=0)
     max_restarts: int = opt(10, "consecutive crashes without an episode in between", at_least=0)
     image: str = opt("", "docker: an image that serves OpenEnv, or runs `arealite serve`")
     port: int = opt(8000, "docker: port of the server in the image", at_least=1, at_most=65535)
     docker: str = opt("docker", "docker: the program; podman works, too")
-    docker_args: list[str] = sub(
-        list, "docker: further arguments of `docker run`, for example ['--cpus=2']"
-    )
+    docker_args: list[str] = sub(list, "docker: more arguments of `docker run`, like ['--cpus=2']")

@@ -36,9 +36,7 @@ class CodeEnvConfig:
     levels: tuple[int, ...] = opt(
         (1,), "levels of difficulty of generated programs, equally likely", at_least=1, at_most=5
     )
-    case_timeout_s: float = opt(
-        2.0, "timeout of one test case; sandbox.timeout_s is for all cases", above=0
-    )
+    case_timeout_s: float = opt(2.0, "timeout of one case; sandbox.timeout_s is for all", above=0)
     tolerance: float = opt(1e-6, "relative and absolute tolerance of numbers", at_least=0)
     partial: bool = opt(True, "reward the share of passed cases")
     bonus: float = opt(1.0, "added to the reward if all cases pass", above=-inf)

@@ -43,9 +43,7 @@ class MCPServerConfig:
 
     command: list[str] = sub(list, "command of a server that uses stdin and stdout")
     url: str = opt("", "URL of a running server (streamable HTTP), instead of `command`")
-    env: dict[str, str] = sub(
-        dict, "environment of `command`; $NAME is replaced by the worker's variable"
-    )
+    env: dict[str, str] = sub(dict, "environment of `command`; $NAME is the worker's variable")
     tools: list[str] = sub(list, "the server's tools to use; []: all")
     start_timeout_s: float = opt(30.0, "timeout until the server has listed its tools", above=0)
     concurrency: int = opt(16, "concurrent calls of one rollout worker", at_least=1)

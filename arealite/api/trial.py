@@ -16,9 +16,7 @@ class ClusterConfig:
     user: str | None = opt(None, "user name in the name registry; null: the login name")
     heartbeat_s: float = opt(1.0, "time between heartbeats of a name", above=0)
     ttl_s: float = opt(5.0, "time without a heartbeat after which a name expires", above=0)
-    host: str = opt(
-        "127.0.0.1", "address of this host for other roles; auto: each host's own address"
-    )
+    host: str = opt("127.0.0.1", "address of this host for other roles; auto: each host's own")
     security: bool = opt(True, "require the trial's secret on all ports; false: open ports")
 
     @property
@@ -35,7 +33,5 @@ class TrialConfig:
     experiment_name: str = opt("arealite", "first part of the run's name")
     trial_name: str = opt("trial", "second part of the run's name")
     seed: int = opt(1, "seed of all random numbers", at_most=2**63 - 1)
-    imports: list[str] = sub(
-        list, "modules or .py files to import first, for example with your own agents"
-    )
+    imports: list[str] = sub(list, "modules or .py files to import first, like your own agents")
     cluster: ClusterConfig = sub(ClusterConfig, "folders, names and addresses")
