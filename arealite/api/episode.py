@@ -126,9 +126,8 @@ def encode_turn(turn: Turn) -> bytes:
     lists = zip("ifi", (response.output_ids, response.logprobs, response.versions), strict=True)
     ids, logprobs, versions = (array(kind, each).tobytes() for kind, each in lists)
     sampled = (digest(turn.input_ids), turn.temperature, ids, logprobs, versions)
-    return msgspec.msgpack.encode(
-        StoredTurn(*sampled, response.stop_reason, response.interruptions)
-    )
+    stored = StoredTurn(*sampled, response.stop_reason, response.interruptions)
+    return msgspec.msgpack.encode(stored)
 
 
 decode_turn = msgspec.msgpack.Decoder(StoredTurn).decode

@@ -33,9 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="arealite envs", description="List the environments: type=NAME in a config."
     )
-    parser.add_argument(
-        "words", nargs="*", metavar="key=value", help="for example imports=[my_module]"
-    )
+    parser.add_argument("words", nargs="*", metavar="key=value", help="like imports=[my_module]")
     configs.load(ExperimentConfig, [], parser.parse_args(argv).words)
     lines = [HEAD, *rows()]
     widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -114,10 +115,7 @@ def score(
 
 def as_json(estimate: Estimate) -> dict[str, float | None]:
     """Convert an estimate to JSON, with None for infinity."""
-    return {
-        name: value if abs(value) < float("inf") else None
-        for name, value in estimate._asdict().items()
-    }
+    return {key: each if abs(each) < inf else None for key, each in estimate._asdict().items()}
 
 
 def show(result: Score) -> None:

@@ -77,9 +77,7 @@ def sbatch(words: Sequence[str], text: str = "") -> str:
     Raises:
         UserError: sbatch failed; the message has its stderr.
     """
-    done = subprocess.run(
-        ["sbatch", *words], input=text, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["sbatch", *words], input=text, capture_output=True, text=True)
     if done.returncode:
         raise UserError(
             f"sbatch refused the job: {done.stderr.strip()}. Print the job with --print, and "

@@ -73,9 +73,8 @@ async def with_externals(
     from arealite.impl.server.external import ExternalServers  # imports aiohttp
 
     async with asyncio.TaskGroup() as tasks:
-        externals = tasks.create_task(
-            ExternalServers(config, updates=updates).run(), name="external servers"
-        )
+        servers = ExternalServers(config, updates=updates)
+        externals = tasks.create_task(servers.run(), name="external servers")
         await work
         externals.cancel()
 

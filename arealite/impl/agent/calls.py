@@ -60,11 +60,8 @@ def llama_json(text: str) -> tuple[str, list[Call]]:
     return "", calls
 
 
-FORMATS: dict[str, Callable[[str], tuple[str, list[Call]]]] = {
-    "hermes": hermes,
-    "llama_json": llama_json,
-}
-
+Parser = Callable[[str], tuple[str, list[Call]]]
+FORMATS: dict[str, Parser] = {"hermes": hermes, "llama_json": llama_json}
 
 FOREIGN = re.compile(
     r"^[ \t]*(?:(?P<mistral>\[TOOL_CALLS\]\s*[\[\w])|(?P<hermes><tool_call>\s*\{)"

@@ -29,11 +29,10 @@ class MathCodeSingleStepAgent(Agent):
         A text is sent as it is. Without a chat template, a text observation is returned as text.
         """
         config = self.config or MathCodeSingleStepConfig()
-        wanted, has_template = (
-            config.use_chat_template,
-            getattr(self.tokenizer, "chat_template", None),
-        )
-        if config.system_prompt is None and not (has_template if wanted is None else wanted):
+        is_chat = config.use_chat_template
+        if is_chat is None:
+            is_chat = bool(getattr(self.tokenizer, "chat_template", None))
+        if config.system_prompt is None and not is_chat:
             return observe(observation).content
         return messages(observation, system=config.system_prompt)
 

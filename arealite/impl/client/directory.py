@@ -105,11 +105,8 @@ class Directory:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
                         await self._refresh_requested.wait()
-                pause_s = (
-                    FIRST_S
-                    if self._refresh_requested.is_set()
-                    else min(2 * pause_s, self.refresh_s)
-                )
+                is_urgent = self._refresh_requested.is_set()
+                pause_s = FIRST_S if is_urgent else min(2 * pause_s, self.refresh_s)
                 self._refresh_requested.clear()
                 await self.refresh()
         finally:

@@ -35,14 +35,8 @@ RETRIED_STATUSES = frozenset((408, 425, 429))
 OWN_SERVER_S = 600.0
 """How long a server that the run starts may load its model; its supervisor reports a failure."""
 COUNTERS = (
-    "requests",
-    "interruptions",
-    "resubmissions",
-    "failovers",
-    "server_errors",
-    "stale_answers",
-    "server_waits",
-    "server_wait_s",
+    *("requests", "interruptions", "resubmissions", "failovers"),
+    *("server_errors", "stale_answers", "server_waits", "server_wait_s"),
 )
 
 
@@ -84,11 +78,8 @@ class SGLangClient(LLMClient):
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()
-        self._directory = Directory(
-            self._router,
-            NameRegistry.of(args),
-            refresh_s=self.config.refresh_s,
-        )
+        names, refresh_s = NameRegistry.of(args), self.config.refresh_s
+        self._directory = Directory(self._router, names, refresh_s=refresh_s)
         self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -249,9 +240,8 @@ class SGLangClient(LLMClient):
         if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:
             raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
         generation.interruptions += 1
-        return wire.end_of_aborted(
-            answer, generation.request.sampling, len(generation.output_ids), self._eos
-        )
+        sampling, length = generation.request.sampling, len(generation.output_ids)
+        return wire.end_of_aborted(answer, sampling, length, self._eos)
 
     # ------------------------------------------------------------ failures and retries
 

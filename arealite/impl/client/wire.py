@@ -164,11 +164,7 @@ def end_of_aborted(
     if answer.output_ids and length > sampling.min_new_tokens:
         last = answer.output_ids[-1]
         text = msgspec.json.decode(answer.text, type=str) if sampling.stop else ""
-        if (
-            last in eos
-            or last in sampling.stop_token_ids
-            or any(stop in text for stop in sampling.stop)
-        ):
+        if last in {*eos, *sampling.stop_token_ids} or any(stop in text for stop in sampling.stop):
             return "stop"
     return "length" if length >= sampling.max_new_tokens else None
 

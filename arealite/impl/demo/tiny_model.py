@@ -50,9 +50,7 @@ def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
     tokenizer = make_tokenizer(shape.alphabet, context=shape.context, words=shape.words)
     vocab_size = shape.vocab_size or len(tokenizer)
     if vocab_size < len(tokenizer):
-        raise ValueError(
-            f"vocab_size {vocab_size} is below the tokenizer's {len(tokenizer)} tokens"
-        )
+        raise ValueError(f"vocab_size {vocab_size} is below the {len(tokenizer)} tokens")
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=shape.hidden,

@@ -22,13 +22,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import EMPTY, identity
-from arealite.system.data.forms import (
-    chat_row,
-    check_prompt,
-    for_template,
-    renamed,
-    tool_calls,
-)
+from arealite.system.data.forms import chat_row, check_prompt, for_template, renamed, tool_calls
 from arealite.system.data.sources import is_saved, read_rows
 from arealite.system.ledger.ledger import open_read_only
 
@@ -244,9 +238,8 @@ def check_examples(
         if not all(example.kinds[1:].any() for example in examples):
             unused.append(row[0])
     if len(unused) == len(train) + len(held_out):
-        raise UserError(
-            f"no row has a token to learn within trainer.offline.max_tokens={limit}. Raise it."
-        )
+        what = f"no row has a token to learn within trainer.offline.max_tokens={limit}"
+        raise UserError(f"{what}. Raise it.")
     return identity_of_rows(config, train), unused
 
 
@@ -261,125 +254,120 @@ def make_encoder(
     The function returns one example (sft) or two (dpo and reward: chosen, rejected). It truncates
     an example to `max_tokens`, and raises UserError for a row that cannot be used.
     """
-    limit, only_last = config.trainer.offline.max_tokens, config.trainer.sft.turns == "last"
-    trains_states = config.trainer.sft.next_state_weight > 0
+    encoder = _RowEncoder(config, tokenizer)
+    return encoder.supervised if config.trainer.type == "sft" else encoder.pair
 
-    def supervised(row: Row) -> list[Example]:
+
+class _RowEncoder:
+    def __init__(self, config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.sft = tokenizer, config.trainer.sft
+        self.limit = config.trainer.offline.max_tokens
+
+    def supervised(self, row: Row) -> list[Example]:
         where, columns = row
         present = {name for name, value in columns.items() if value is not None}
         if "tokens" in present:
-            state = columns.get("next_state") if trains_states else None
-            if not isinstance(state, str | None):
-                raise UserError(f"{where}: `next_state` must be a text, or null without one.")
-            states = encode(tokenizer, state) if state else []
-            return [_collected_example(columns, where, limit, states)]
+            return [self._collected(columns, where)]
         if "messages" in present:
             if isinstance(messages := check_prompt(columns["messages"], where, "messages"), str):
                 what = '`messages` must be a list of {"role": …, "content": …}.'
                 raise UserError(f"{where}: {what}")
-            return [_chat(tokenizer, messages, where, limit, only_last=only_last)]
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            if self.sft.turns == "last" and turns:
+                return [self._chat(messages[: turns[-1] + 1], where, turns[-1:])]
+            return [self._chat(messages, where, turns)]
         if {"prompt", "completion"} <= present:
-            return [_answer(tokenizer, columns, where, "completion", limit)]
+            return [self._answer(columns, where, "completion")]
         raise _unknown(row, "`messages`, `prompt` and `completion`, or `tokens` and `loss_mask`")
 
-    def pair(row: Row) -> list[Example]:
+    def pair(self, row: Row) -> list[Example]:
         where, columns = row
         if columns.get("chosen") is None or columns.get("rejected") is None:
             raise _unknown(row, "`chosen` and `rejected`, and usually `prompt`")
         if columns["chosen"] == columns["rejected"]:
             raise UserError(f"{where}: `chosen` and `rejected` are equal. Remove the row.")
-        return [_answer(tokenizer, columns, where, name, limit) for name in ("chosen", "rejected")]
+        return [self._answer(columns, where, name) for name in ("chosen", "rejected")]
 
-    return supervised if config.trainer.type == "sft" else pair
+    def _collected(self, columns: dict[str, object], where: str) -> Example:
+        state = columns.get("next_state") if self.sft.next_state_weight > 0 else None
+        if not isinstance(state, str | None):
+            raise UserError(f"{where}: `next_state` must be a text, or null without one.")
+        tokens, mask = columns["tokens"], columns.get("loss_mask")
+        if isinstance(tokens, bytes) and isinstance(mask, bytes):
+            tokens, mask = np.frombuffer(tokens, "<i4"), np.frombuffer(mask, np.uint8)
+        tokens_T, mask_T = np.asarray(tokens), np.asarray(mask)
+        is_whole = tokens_T.dtype.kind in "iu" and mask_T.dtype.kind in "iub"
+        if not is_whole or tokens_T.ndim != 1 or tokens_T.shape != mask_T.shape:
+            what = "`tokens` must be token ids, and `loss_mask` as many 0 and 1"
+            raise UserError(f"{where}: {what}. Write both as lists of equal length.")
+        mask_T = mask_T.astype(bool)
+        kinds_T = np.where(mask_T, ASSISTANT, np.where(mask_T.cumsum() > 0, NEXT_STATE, CONTEXT))
+        state_S = np.array(encode(self.tokenizer, state) if state else [], np.int64)
+        kinds_T = np.append(kinds_T, np.full_like(state_S, NEXT_STATE))
+        return self._example(np.append(tokens_T, state_S), kinds_T)
+
+    def _answer(self, columns: dict[str, Any], where: str, name: str) -> Example:
+        """Tokenize the row's prompt and one answer: two texts, or two lists of messages.
+
+        If the row has no prompt, the prompt is the beginning that both answers have in common.
+        """
+        answer, prompt = check_prompt(columns[name], where, name), columns.get("prompt")
+        if prompt is None and isinstance(answer, list):
+            shared = common_prefix_length(columns["chosen"], columns["rejected"])
+            prompt, answer = answer[:shared], answer[shared:]
+        elif prompt is not None:
+            prompt = check_prompt(prompt, where)
+        if isinstance(prompt, list) and isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        if isinstance(prompt, list) and isinstance(answer, list):
+            roles = enumerate((message["role"] for message in answer), start=len(prompt))
+            return self._chat(prompt + answer, where, [i for i, r in roles if r == "assistant"])
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise UserError(f"{where}: `prompt` and `{name}` must both be texts, or both messages.")
+        context, sampled = tokenize(self.tokenizer, prompt), _sampled(self.tokenizer, answer)
+        kinds = [CONTEXT] * len(context) + [ASSISTANT] * len(sampled)
+        return self._example(context + sampled, kinds)
+
+    def _chat(self, messages: Messages, where: str, turns: list[int]) -> Example:
+        """Tokenize a conversation; the assistant's messages at the indices `turns` are trained.
+
+        Each answer is tokenized as an agent would sample it: after the rendered prompt of all
+        earlier messages, and closed by EOS. So each rendered prompt has to begin with all earlier
+        tokens.
+        """
+        if not turns:
+            raise UserError(f"{where}: no message of the assistant to learn from. Remove the row.")
+        ids, kinds = list[int](), list[int]()
+        for turn in [*turns, len(messages)]:
+            if turn == turns[-1] + 1 == len(messages):
+                break  # no message follows the last answer
+            try:
+                answered = turn < len(messages)
+                prompt = _render(self.tokenizer, messages[:turn], add_generation_prompt=answered)
+                text = _said(self.tokenizer, messages, turn) if answered else None
+                sampled = [] if text is None else _sampled(self.tokenizer, text)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from error
+            if prompt[: len(ids)] != ids:
+                raise UserError(
+                    f"{where}: from token {common_prefix_length(prompt, ids)} on, the chat "
+                    f"template renders the messages before message {turn + 1} differently than for "
+                    "earlier answers, so no agent would have sampled these tokens. Set trainer.sft."
+                    "turns=last, give each answer a row of its own, or change the template."
+                )
+            kinds += [NEXT_STATE if ids else CONTEXT] * (len(prompt) - len(ids))
+            ids, kinds = prompt + sampled, kinds + [ASSISTANT] * len(sampled)
+        return self._example(ids, kinds)
+
+    def _example(self, tokens: Any, kinds: Any) -> Example:
+        cut = slice(self.limit)
+        return Example(np.asarray(tokens[cut], np.int32), np.asarray(kinds[cut], np.uint8))
 
 
 def _unknown(row: Row, wanted: str) -> UserError:
     where, columns = row
     has = ", ".join(name for name, value in columns.items() if value is not None) or "none"
     return UserError(f"{where}: a row needs the columns {wanted}; it has {has}.")
-
-
-def _collected_example(
-    columns: dict[str, object], where: str, limit: int, state: list[int]
-) -> Example:
-    tokens, mask = columns["tokens"], columns.get("loss_mask")
-    if isinstance(tokens, bytes) and isinstance(mask, bytes):
-        tokens, mask = np.frombuffer(tokens, "<i4"), np.frombuffer(mask, np.uint8)
-    tokens_T, mask_T = np.asarray(tokens), np.asarray(mask)
-    is_whole = tokens_T.dtype.kind in "iu" and mask_T.dtype.kind in "iub"
-    if not is_whole or tokens_T.ndim != 1 or tokens_T.shape != mask_T.shape:
-        what = "`tokens` must be token ids, and `loss_mask` as many 0 and 1"
-        raise UserError(f"{where}: {what}. Write both as lists of equal length.")
-    mask_T = mask_T.astype(bool)
-    kinds_T = np.where(mask_T, ASSISTANT, np.where(mask_T.cumsum() > 0, NEXT_STATE, CONTEXT))
-    state_S = np.array(state, np.int64)
-    kinds_T = np.append(kinds_T, np.full_like(state_S, NEXT_STATE))
-    return _example(np.append(tokens_T, state_S), kinds_T, limit)
-
-
-def _answer(
-    tokenizer: PreTrainedTokenizerBase, columns: dict[str, Any], where: str, name: str, limit: int
-) -> Example:
-    """Tokenize the row's prompt and one answer: two texts, or two lists of messages.
-
-    If the row has no prompt, the prompt is the beginning that both answers have in common.
-    """
-    answer, prompt = check_prompt(columns[name], where, name), columns.get("prompt")
-    if prompt is None and isinstance(answer, list):
-        shared = common_prefix_length(columns["chosen"], columns["rejected"])
-        prompt, answer = answer[:shared], answer[shared:]
-    elif prompt is not None:
-        prompt = check_prompt(prompt, where)
-    if isinstance(prompt, list) and isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    if isinstance(prompt, list) and isinstance(answer, list):
-        return _chat(tokenizer, prompt + answer, where, limit, first=len(prompt))
-    if not isinstance(prompt, str) or not isinstance(answer, str):
-        raise UserError(f"{where}: `prompt` and `{name}` must both be texts, or both messages.")
-    context, sampled = tokenize(tokenizer, prompt), _sampled(tokenizer, answer)
-    kinds = [CONTEXT] * len(context) + [ASSISTANT] * len(sampled)
-    return _example(context + sampled, kinds, limit)
-
-
-def _chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    where: str,
-    limit: int,
-    *,
-    first: int = 0,
-    only_last: bool = False,
-) -> Example:
-    """Tokenize a conversation; the assistant messages from index `first` on are trained.
-
-    Each answer is tokenized as an agent would sample it: after the rendered prompt of all earlier
-    messages, and closed by EOS. So each rendered prompt has to begin with all earlier tokens.
-    """
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    if not turns:
-        raise UserError(f"{where}: no message of the assistant to learn from. Remove the row.")
-    if only_last:
-        turns, messages = turns[-1:], messages[: turns[-1] + 1]
-    ids, kinds = list[int](), list[int]()
-    for turn in [*turns, len(messages)]:
-        if turn == turns[-1] + 1 == len(messages):
-            break  # no message follows the last answer
-        try:
-            answered = turn < len(messages)
-            prompt = _render(tokenizer, messages[:turn], add_generation_prompt=answered)
-            sampled = _sampled(tokenizer, _said(tokenizer, messages, turn)) if answered else []
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-        if prompt[: len(ids)] != ids:
-            raise UserError(
-                f"{where}: from token {common_prefix_length(prompt, ids)} on, the chat template "
-                f"renders the messages before message {turn + 1} differently than for earlier "
-                "answers, so no agent would have sampled these tokens. Set trainer.sft.turns=last, "
-                "give each answer a row of its own, or change the template."
-            )
-        kinds += [NEXT_STATE if ids else CONTEXT] * (len(prompt) - len(ids))
-        ids, kinds = prompt + sampled, kinds + [ASSISTANT] * len(sampled)
-    return _example(ids, kinds, limit)
 
 
 def _said(tokenizer: Any, messages: Messages, turn: int) -> str:
@@ -396,10 +384,6 @@ def _sampled(tokenizer: Any, text: str) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise UserError("the model's tokenizer has no EOS token to end an answer. Set eos_token.")
     return [*encode(tokenizer, text), tokenizer.eos_token_id]
-
-
-def _example(tokens: Any, kinds: Any, limit: int) -> Example:
-    return Example(np.asarray(tokens[:limit], np.int32), np.asarray(kinds[:limit], np.uint8))
 
 
 def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:

@@ -194,12 +194,9 @@ def tool_calls(message: Any) -> list[dict[str, Any]]:
 def for_template(message: Any) -> dict[str, Any]:
     """Return a message as templates expect it: arguments of tool calls as objects, not as JSON
     text (OpenAI), and without the null values that Parquet adds."""
-    message = {
-        key: value for key, value in message.items() if value is not None or key == "content"
-    }
-    if not (calls := tool_calls(message)):
-        return message
-    return message | {"tool_calls": [_without_nulls(each) for each in calls]}
+    kept = {key: each for key, each in message.items() if each is not None or key == "content"}
+    calls = [_without_nulls(each) for each in tool_calls(message)]
+    return kept | ({"tool_calls": calls} if calls else {})
 
 
 def _without_nulls(value: Any, key: str = "") -> Any:

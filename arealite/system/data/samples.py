@@ -52,9 +52,8 @@ class Samples:
             if before != now:
                 short = max(len(before), len(now)) <= SHOWN
                 what = f"with {key}={before}, now it is {now}" if short else f"with another {key}"
-                raise UserError(
-                    f"{self.file.parent} was started {what}. Restore it, or choose another name=…"
-                )
+                fix = "Restore it, or choose another name=…"
+                raise UserError(f"{self.file.parent} was started {what}. {fix}")
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", identity.items())
 
     def done(self) -> set[tuple[int, int]]:

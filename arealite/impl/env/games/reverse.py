@@ -61,9 +61,8 @@ class ReverseEchoEnv(ReverseEnv):
         """Yield tasks with lines `reverse TEXT` or `echo TEXT`, chosen at random."""
         for number in count():
             rng = random.Random(f"reverse-echo/{split}/{seed}/{number}")
-            lines = [
-                f"{rng.choice([*ASK])} {word(rng, config.length)}" for _ in range(config.turns)
-            ]
+            orders = (rng.choice([*ASK]) for _ in range(config.turns))
+            lines = [f"{order} {word(rng, config.length)}" for order in orders]
             yield {"prompt": "\n".join(lines), "extra_info": {"level": config.length}}
 
     async def run(self, task: Task, **agents: Agent) -> None:

@@ -156,9 +156,8 @@ def multi_step(rng: random.Random, level: int) -> Question:
             story.append(f"Then {who} keeps one part of {factor} equal parts, and sells the rest.")
             have //= factor
         else:
-            story.append(
-                rng.choice((f"Then {who} finds {number} more.", f"A friend adds {number}."))
-            )
+            found = (f"Then {who} finds {number} more.", f"A friend adds {number}.")
+            story.append(rng.choice(found))
             have += number
     return " ".join([*story, f"How many {what} does {who} have now?"]), have
 

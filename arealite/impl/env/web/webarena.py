@@ -136,10 +136,8 @@ async def find(page: Page, target: dict[str, Any]) -> str:
     if not locator:
         return str(await page.evaluate("() => document.documentElement.outerHTML"))
     first = "; ".join(target.get("prep_actions", []))
-    script = (
-        f"() => {{ try {{ {first} }} catch {{}} try {{ return {locator} }} catch {{ return '' }} }}"
-    )
-    return str(await page.evaluate(script) or "")
+    script = f"try {{ {first} }} catch {{}} try {{ return {locator} }} catch {{ return '' }}"
+    return str(await page.evaluate(f"() => {{ {script} }}") or "")
 
 
 def addresses(config: dict[str, str]) -> dict[str, str]:
@@ -171,9 +169,8 @@ def load_tasks(config: Any) -> list[dict[str, Any]]:
             made.append(json.loads(text))
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"webarena.tasks={path}: the file must hold a JSON list of tasks ({why})."
-        ) from error
+        what = f"webarena.tasks={path}: the file must hold a JSON list of tasks"
+        raise UserError(f"{what} ({why}).") from error
     if left_out:
         logger.warning("tasks left out", missing_sites_or_checks=dict(left_out), kept=len(made))
     if not made:

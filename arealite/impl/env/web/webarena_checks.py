@@ -108,7 +108,5 @@ def content_match(content: str, required: Mapping[str, Any]) -> bool:
         return clean(content) == clean(str(required["exact_match"]))
     if "must_include" not in required:
         raise UnsupportedCheck(f"required_contents: {', '.join(required)}")
-    return all(
-        any(includes(content, each) for each in wanted.split(OR))
-        for wanted in required["must_include"]
-    )
+    wanted = (each.split(OR) for each in required["must_include"])
+    return all(any(includes(content, text) for text in texts) for texts in wanted)
