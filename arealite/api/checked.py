@@ -30,9 +30,8 @@ def _checked(act: Any) -> Any:
         if isinstance(action, Action):
             return action
         name = getattr(act, "__qualname__", "act")
-        raise UserError(
-            f"{name} returned {action!r:.60}: an agent returns an Action, for example Action(text)."
-        )
+        fix = "an agent returns an Action, for example Action(text)."
+        raise UserError(f"{name} returned {action!r:.60}: {fix}")
 
     setattr(checked_act, "is_checked", True)  # noqa: B010  (unknown to the type checker)
     return checked_act

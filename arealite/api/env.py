@@ -52,9 +52,8 @@ class Env(ABC):
         Raises:
             UserError: This environment generates no tasks.
         """
-        raise UserError(
-            f"{cls.__name__} generates no tasks. Set dataset.train and dataset.eval to files."
-        )
+        fix = "Set dataset.train and dataset.eval to files."
+        raise UserError(f"{cls.__name__} generates no tasks. {fix}")
 
     @staticmethod  # noqa: B027  (optional hook)
     def check_row(task: Task, /) -> object:

@@ -79,10 +79,8 @@ def sbatch(words: Sequence[str], text: str = "") -> str:
     """
     done = subprocess.run(["sbatch", *words], input=text, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(
-            f"sbatch refused the job: {done.stderr.strip()}. Print the job with --print, and "
-            "change the options launcher.slurm.*"
-        )
+        what = f"sbatch refused the job: {done.stderr.strip()}"
+        raise UserError(f"{what}. Print the job with --print, and change launcher.slurm.*")
     return done.stdout
 
 

@@ -192,10 +192,8 @@ def check_envs(config: ExperimentConfig) -> None:
     collector, rows = config.trainer.ppo.collector, config.dataset.rows
     counts = shares({name: part.weight for name, part in collector.envs.items()}, rows)
     if none := [name for name, count in counts.items() if not count]:
-        raise UserError(
-            f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g} is less than one "
-            f"row of dataset.rows={rows}. Raise one of them."
-        )
+        where = f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g}"
+        raise UserError(f"{where} is less than one row of dataset.rows={rows}. Raise one of them.")
     for part in collector.parts.values():
         if part.env.runtime.type != "in_process":
             make_env(config, part.env)  # checks `runtime.addresses` and `runtime.token_env`
@@ -285,10 +283,8 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
         ) from error
     for server in found:
         if difference := model_difference(server.value, model):
-            raise UserError(
-                f"the server at {server.value['address']}: {difference} Start it with "
-                f"model.path={config.model.path}, or use another trial_name."
-            )
+            fix = f"Start it with model.path={config.model.path}, or use another trial_name."
+            raise UserError(f"the server at {server.value['address']}: {difference} {fix}")
     return found
 
 

@@ -50,7 +50,5 @@ def find(name: str) -> Path:
         return CONFIG_DIR / f"{found[0]}.yaml"
     if file.exists() or file.suffix in (".yaml", ".yml"):  # reading it reports a missing file
         return file
-    raise UserError(
-        f"{unknown('preset', name, names())} `arealite presets` describes them. A file of your own "
-        "ends with .yaml."
-    )
+    what = f"{unknown('preset', name, names())} `arealite presets` describes them"
+    raise UserError(f"{what}. A file of your own ends with .yaml.")

@@ -85,10 +85,8 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
             "replay begins with step 1. Replay a run with keep_payloads=all."
         )
     if missing := [step for step, _, fingerprint in rows if not fingerprint]:
-        raise UserError(
-            f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine computed none. "
-            "Replay a run whose engine does."
-        )
+        what = f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine computed none"
+        raise UserError(f"{what}. Replay a run whose engine does.")
     if rows[-1][0] != len(rows) - 1:
         raise UserError(f"{paths.ledger} lacks steps. Run `arealite audit {paths.root}`.")
     starts = paths.starts

@@ -54,10 +54,8 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
     _check_identity(stored, identity, paths.root, wanted if wanted in good else "", hint)
     if wanted in ("auto", "must") and named and named > max(map(step_of, good), default=0):
         back = f"resume={good[-1]} goes back to that checkpoint; " if good else ""
-        raise UserError(
-            f"the run's newest checkpoint, of step {named}, is missing or broken. {listed} Restore "
-            f"it; or {back}{hint}."
-        )
+        what = f"the run's newest checkpoint, of step {named}, is missing or broken"
+        raise UserError(f"{what}. {listed} Restore it; or {back}{hint}.")
 
 
 def _check_identity(
@@ -76,10 +74,8 @@ def _check_identity(
         )
     for key, now in identity.items():
         if (before := stored.get(key)) != now:
-            raise UserError(
-                f"{root} was started with {key}={before}, now it is {now}. Use {before}, choose "
-                f"another trial_name; or {hint}."
-            )
+            what = f"{root} was started with {key}={before}, now it is {now}"
+            raise UserError(f"{what}. Use {before}, choose another trial_name; or {hint}.")
 
 
 def read_facts(ledger: Path) -> tuple[dict[str, str], int]:

@@ -52,10 +52,8 @@ class FixedPolicyAgent(ChatAgent):
             UserError: The config names no model or two models, or the model's folder is missing.
         """
         if bool(config.server) == bool(config.base_url):
-            raise UserError(
-                "agent.type=fixed_policy: set fixed_policy.server or fixed_policy.base_url, and "
-                "not both."
-            )
+            what = "set fixed_policy.server or fixed_policy.base_url, and not both"
+            raise UserError(f"agent.type=fixed_policy: {what}.")
         if config.base_url:
             async with Completions.connect(config) as endpoint:
                 yield endpoint
@@ -65,10 +63,8 @@ class FixedPolicyAgent(ChatAgent):
             raise UserError(f"fixed_policy.server={config.server}: write EXPERIMENT/TRIAL.")
         model = replace(args.model, path=config.model_path or args.model.path)
         if not (Path(model.path) / "config.json").is_file():
-            raise UserError(
-                f"fixed_policy.model_path={model.path}: this folder has no config.json. Set the "
-                "folder of the model that the server serves."
-            )
+            what = f"fixed_policy.model_path={model.path}: this folder has no config.json"
+            raise UserError(f"{what}. Set the folder of the model that the server serves.")
         other = replace(args, experiment_name=experiment, trial_name=trial, model=model)
         own = args.trainer.ppo.collector.client
         client = clients.get(own.type)(other, own)

@@ -28,10 +28,8 @@ class ScriptedAgent(Agent):
             UserError: The policy is `answers` and there are no answers.
         """
         if config.policy == "answers" and not config.answers:
-            raise UserError(
-                "agent.type=scripted: scripted.policy=answers needs scripted.answers. Set the "
-                "answers or another policy."
-            )
+            what = "agent.type=scripted: scripted.policy=answers needs scripted.answers"
+            raise UserError(f"{what}. Set the answers or another policy.")
 
     async def act(self, observation: object) -> Action:
         """Return the answer of this turn, or one of the observation's choices.

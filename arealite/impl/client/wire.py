@@ -85,15 +85,13 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
     if not ids:
         raise GenerationRefused(f"{request.request_id}: the prompt is empty")
     if vocab and (max(ids) >= vocab or min(ids) < 0):
-        raise GenerationRefused(
-            f"{request.request_id}: token ids span {min(ids)} … {max(ids)}, the model has {vocab}; "
-            "the tokenizer does not belong to the model."
-        )
+        what = f"token ids span {min(ids)} … {max(ids)}, the model has {vocab}"
+        why = "the tokenizer does not belong to the model"
+        raise GenerationRefused(f"{request.request_id}: {what}; {why}.")
     if context and len(ids) + request.sampling.max_new_tokens > context:
-        raise ContextOverflow(
-            f"{request.request_id}: {len(ids)} prompt tokens + {request.sampling.max_new_tokens} "
-            f"new ones exceed the context of {context}; lower sampling.max_new_tokens."
-        )
+        what = f"{len(ids)} prompt tokens + {request.sampling.max_new_tokens} new ones exceed"
+        fix = f"the context of {context}; lower sampling.max_new_tokens."
+        raise ContextOverflow(f"{request.request_id}: {what} {fix}")
 
 
 def sampling_params(config: SamplingConfig, used: int) -> dict[str, object]:

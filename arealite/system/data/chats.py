@@ -176,10 +176,8 @@ def load_rows(
         return found
     rows = [row for row in found if _reward(row, unknown=min_reward) >= min_reward]
     if not rows:
-        raise UserError(
-            f"dataset.{split}={path}: none of its {len(found)} rows has a reward of at least "
-            f"trainer.sft.min_reward={min_reward}. Lower it."
-        )
+        what = f"none of its {len(found)} rows has a reward of at least trainer.sft.min_reward"
+        raise UserError(f"dataset.{split}={path}: {what}={min_reward}. Lower it.")
     return rows
 
 

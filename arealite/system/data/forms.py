@@ -173,10 +173,9 @@ def check_prompt(prompt: object, where: str, column: str = "prompt") -> str | li
         return prompt
     if isinstance(prompt, list) and prompt and all(map(_is_message, cast(list[object], prompt))):
         return cast(list[dict[str, Any]], prompt)
-    raise UserError(
-        f"{where}: `{column}` must be a text that is not empty, or a list of messages. "
-        'Write "…" or [{"role": "user", "content": "…"}].'
-    )
+    what = f"{where}: `{column}` must be a text that is not empty, or a list of messages"
+    fix = 'Write "…" or [{"role": "user", "content": "…"}].'
+    raise UserError(f"{what}. {fix}")
 
 
 def _is_message(value: object) -> bool:

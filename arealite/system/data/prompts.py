@@ -40,10 +40,8 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
         budget = max(budget, ppo.eval.sampling.max_new_tokens)
     context = min(contexts)
     if budget >= context:
-        raise UserError(
-            f"max_new_tokens {budget} leaves no room for a prompt in the server's context of "
-            f"{context} tokens. Lower {ANSWER}."
-        )
+        what = f"max_new_tokens {budget} leaves no room for a prompt in the server's context"
+        raise UserError(f"{what} of {context} tokens. Lower {ANSWER}.")
     if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
         raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
     parts = ppo.collector.parts.values()

@@ -83,6 +83,10 @@ def run_program(job: dict[str, Any], line: Line, out: int) -> None:
     names, code = module.__dict__, 0
     try:
         compiled = compile(job["source"], "<program>", "exec")
+        if stdin is None:
+            exec(compiled, names)
+            if job["entry"]:
+                names[job["entry"]]
     except BaseException as error:  # noqa: BLE001  (the harness gets any error)
         line.send({"error": describe(error)})
         os._exit(1)
@@ -96,13 +100,6 @@ def run_program(job: dict[str, Any], line: Line, out: int) -> None:
             code = 1
         sys.stdout.flush()
         os._exit(code & 255)
-    try:
-        exec(compiled, names)
-        if job["entry"]:
-            names[job["entry"]]
-    except BaseException as error:  # noqa: BLE001
-        line.send({"error": describe(error)})
-        os._exit(1)
     visible = {name: names[name] for name in job["names"] if name in names}
     serve({n: v for n, v in visible.items() if not isinstance(v, type(sys))}, line)
 

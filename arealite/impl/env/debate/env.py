@@ -94,10 +94,8 @@ class DebateEnv(Env):
         The judge gives two verdicts, with each side first once. The scores are their means.
         """
         if agent.trainable:
-            raise UserError(
-                "collector.seats.judge: a trained agent cannot judge a debate, because the judge "
-                "gets no reward. Set collector.seats.judge.type=fixed_policy."
-            )
+            what = "a trained agent cannot judge a debate, because the judge gets no reward"
+            raise UserError(f"collector.seats.judge.type: {what}. Use fixed_policy.")
         found: dict[str, list[float]] = {"pro": [], "con": []}
         for order in (("pro", "con"), ("con", "pro")):
             text = "".join(

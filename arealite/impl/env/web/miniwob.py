@@ -107,9 +107,8 @@ def html_folder() -> Path:
     """
     found = importlib.util.find_spec("miniwob")
     if found is None or not found.submodule_search_locations:
-        raise UserError(
-            f"No module named 'miniwob'. Install it: pip install {extra_requirement('browser')}."
-        )
+        fix = f"Install it: pip install {extra_requirement('browser')}."
+        raise UserError(f"No module named 'miniwob'. {fix}")
     return Path(found.submodule_search_locations[0]) / "html"
 
 

@@ -54,10 +54,8 @@ class WebArenaEnv(Env):
         """
         sites = addresses(self.config.sites)
         if not sites:
-            raise UserError(
-                "webarena.sites={}: there are no sites. Set their addresses in webarena.sites, or "
-                "in the environment variables WA_SHOPPING, WA_REDDIT, …"
-            )
+            fix = "Set their addresses there, or in the variables WA_SHOPPING, WA_REDDIT, …"
+            raise UserError(f"webarena.sites={{}}: there are no sites. {fix}")
         self.browser = Browser(self.config.browser, [*sites.values()])
         await self.browser.setup()
 
@@ -69,10 +67,8 @@ class WebArenaEnv(Env):
             is_train, every = split == "train", config.held_out
             tasks = [task for n, task in enumerate(tasks) if bool((n + 1) % every) == is_train]
         if not tasks:
-            raise UserError(
-                f"webarena.tasks={config.tasks} has no tasks for the split {split}. Add tasks, or "
-                f"change webarena.held_out={config.held_out}."
-            )
+            what = f"webarena.tasks={config.tasks} has no tasks for the split {split}"
+            raise UserError(f"{what}. Add tasks, or change webarena.held_out={config.held_out}.")
         while True:
             rng.shuffle(tasks)
             for task in tasks:
@@ -174,15 +170,11 @@ def load_tasks(config: Any) -> list[dict[str, Any]]:
     if left_out:
         logger.warning("tasks left out", missing_sites_or_checks=dict(left_out), kept=len(made))
     if not made:
-        raise UserError(
-            f"webarena.tasks={path}: no task can be played. Set webarena.sites, or WA_…, for: "
-            + ", ".join(left_out)
-        )
+        what = f"webarena.tasks={path}: no task can be played"
+        raise UserError(f"{what}. Set webarena.sites, or WA_…, for: {', '.join(left_out)}")
     if files := {task["storage_state"] for task in made if lacks_cookies(task)}:
-        raise UserError(
-            f"webarena.tasks={path}: {min(files)}, the storage_state of a task, does not exist. "
-            "Save the cookies there with WebArena's login script."
-        )
+        what = f"webarena.tasks={path}: {min(files)}, the storage_state of a task, does not exist"
+        raise UserError(f"{what}. Save the cookies there with WebArena's login script.")
     return made
 
 
