@@ -30,9 +30,8 @@ NEEDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Print the table of environments."""
-    parser = argparse.ArgumentParser(
-        prog="arealite envs", description="List the environments: type=NAME in a config."
-    )
+    about = "List the environments: type=NAME in a config."
+    parser = argparse.ArgumentParser(prog="arealite envs", description=about)
     parser.add_argument("words", nargs="*", metavar="key=value", help="like imports=[my_module]")
     configs.load(ExperimentConfig, [], parser.parse_args(argv).words)
     lines = [HEAD, *rows()]

@@ -85,10 +85,8 @@ def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
     saved = 12 * numel * (kept + 1) + BYTES[own.engine.fsdp.dtype] * numel
     tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
     ledger = 0 if trainer.is_offline else TOKEN_BYTES * tokens
-    text = (
-        f"{run_paths(config).root}: at most {decimal(saved)} of checkpoints and export, "
-        f"{decimal(ledger)} of answers; {decimal(free_bytes)} free"
-    )
+    text = f"{run_paths(config).root}: at most {decimal(saved)} of checkpoints and export"
+    text += f", {decimal(ledger)} of answers; {decimal(free_bytes)} free"
     return text + (". WARNING: it may fill up" if saved + ledger > free_bytes else "")
 
 

@@ -28,12 +28,8 @@ ANSWER_S = 5.0
 
 def main(argv: Sequence[str]) -> int:
     """Print the tables. Overrides: llm_server.sglang.python names the Python of SGLang."""
-    config = configs.parse(
-        ServerConfig,
-        argv,
-        command="arealite info",
-        description="Show versions, devices, parts, extras, sandbox; how to install missing ones.",
-    )
+    about = "Show versions, devices, parts, extras, sandbox; how to install missing ones."
+    config = configs.parse(ServerConfig, argv, command="arealite info", description=about)
     parts = {
         "versions": versions(config.llm_server.sglang.python),
         "devices": devices(),

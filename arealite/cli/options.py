@@ -54,23 +54,14 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config",
-        action="append",
-        metavar="NAME",
-        help=f"YAML file or preset (default: {default.stem}); may be repeated, later ones win",
-    )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="key=value",
-        help="dotted overrides; FILE.yaml is the same as --config FILE.yaml",
-    )
+    text = f"YAML file or preset (default: {default.stem}); may be repeated, later ones win"
+    parser.add_argument("--config", action="append", metavar="NAME", help=text)
+    text = "dotted overrides; FILE.yaml is the same as --config FILE.yaml"
+    parser.add_argument("words", nargs="*", metavar="key=value", help=text)
     check_flags(argv, schema)
     options = parser.parse_intermixed_args(argv)
-    is_file = [word.endswith((".yaml", ".yml")) and "=" not in word for word in options.words]
-    files = [word for word, yes in zip(options.words, is_file, strict=True) if yes]
-    overrides = [word for word, yes in zip(options.words, is_file, strict=True) if not yes]
+    files = [word for word in options.words if word.endswith((".yaml", ".yml")) and "=" not in word]
+    overrides = [word for word in options.words if word not in files]
     return Layers([*map(presets.find, [*(options.config or []), *files])] or [default], overrides)
 
 

@@ -16,9 +16,8 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 def main(argv: Sequence[str]) -> int:
     """Print a line for each preset, or the content of one preset."""
-    parser = argparse.ArgumentParser(
-        prog="arealite presets", description="List the configs that --config NAME finds."
-    )
+    about = "List the configs that --config NAME finds."
+    parser = argparse.ArgumentParser(prog="arealite presets", description=about)
     parser.add_argument("name", nargs="?", metavar="NAME", help="print this preset's YAML")
     if name := parser.parse_args(argv).name:
         print(find(name).read_text(), end="")

@@ -26,8 +26,6 @@ def main(argv: Sequence[str]) -> int:
     out: Path = options.out or paths.report
     made = write_report(paths, out, most=options.trajectories)
     left_out = made["trajectories"] - made["shown"]
-    print(
-        f"{out}: {made['shown']} trajectories ({left_out} left out), "
-        f"{made['bytes'] / 1e6:.1f} MB, {time.monotonic() - began:.1f} s"
-    )
+    size = f"{made['bytes'] / 1e6:.1f} MB, {time.monotonic() - began:.1f} s"
+    print(f"{out}: {made['shown']} trajectories ({left_out} left out), {size}")
     return 0

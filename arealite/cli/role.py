@@ -98,10 +98,9 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     from arealite.system.links.worker_link import WorkerLink
 
     collector, names = config.trainer.ppo.collector, NameRegistry.of(config)
-    host = socket.gethostname()
     link = WorkerLink(
         lambda: names.address("datapipe"),
-        worker_id=f"rollout-{index}@{host}",
+        worker_id=f"rollout-{index}@{socket.gethostname()}",
         capacity=collector.concurrency,
         secret=names.secret,
         max_frame_mb=config.datapipe.max_frame_mb,

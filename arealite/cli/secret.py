@@ -11,6 +11,10 @@ from arealite.system.names.registry import NameRegistry
 from arealite.system.names.secret import FILE, read_secret, rotate_secret
 
 ROTATE, TOKEN = "--rotate", "--token"
+DESCRIPTION = """\
+Print the path of a trial's secret: arealite secret trial_name=a
+--token prints the bearer token of its servers: curl -H 'Authorization: Bearer TOKEN'
+--rotate creates a new secret; stop all processes of the trial first."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,14 +23,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: The trial has no secret, or a live process uses it.
     """
-    config = configs.parse(
-        ServerConfig,
-        [word for word in argv if word not in (ROTATE, TOKEN)],
-        command="arealite secret",
-        description="Print the path of a trial's secret: arealite secret trial_name=a\n"
-        "--token prints the bearer token of its servers: curl -H 'Authorization: Bearer TOKEN'\n"
-        "--rotate creates a new secret; stop all processes of the trial first.",
-    )
+    words = [word for word in argv if word not in (ROTATE, TOKEN)]
+    config = configs.parse(ServerConfig, words, command="arealite secret", description=DESCRIPTION)
     names = NameRegistry.of(config)
     found = read_secret(names.root)
     if found is None:

@@ -40,12 +40,8 @@ def tiny_model(config: ServerConfig) -> ServerConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
-    config = configs.parse(
-        ServerConfig,
-        argv,
-        command="launch_llm_server.py",
-        description="Start a language-model server with SGLang's HTTP protocol.",
-    )
+    about = "Start a language-model server with SGLang's HTTP protocol."
+    config = configs.parse(ServerConfig, argv, command="launch_llm_server.py", description=about)
     config = configs.resolve_host(config)
     has_parent = die_with_parent()
     if not config.model.path and not has_parent:

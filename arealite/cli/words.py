@@ -41,7 +41,7 @@ def translate(argv: Sequence[str], words: Sequence[Word]) -> tuple[list[str], se
 
 def describe(words: Sequence[Word]) -> str:
     """Return lines for the help of a command, one for each flag."""
-    return "\n".join(
-        f"    {word.flags + ' ' + word.value:<25} {word.options.replace('{}', word.value)}"
-        for word in words
-    )
+    rows = [
+        (f"{word.flags} {word.value}", word.options.replace("{}", word.value)) for word in words
+    ]
+    return "\n".join(f"    {flag:<25} {options}" for flag, options in rows)

@@ -32,14 +32,12 @@ def answer(digits: str) -> str:
 
 def draw(rng: random.Random, count: int, *, without: Iterable[str] = ()) -> list[str]:
     """Draw `count` different strings of six digits 1-9, none of them in `without`."""
-    taken = set(without)
-    drawn: list[str] = []
+    taken, drawn = {*without}, dict[str, None]()
     while len(drawn) < count:
         digits = "".join(rng.choices("123456789", k=NUM_DIGITS))
         if digits not in taken:
-            taken.add(digits)
-            drawn.append(digits)
-    return drawn
+            drawn[digits] = None  # in the order of the draws
+    return [*drawn]
 
 
 def held_out(seed: int) -> list[str]:
