@@ -142,5 +142,5 @@ class TrainEngine(ABC):
 
 
 engines: Registry[TrainEngine] = Registry(
-    "train_engine", {"fsdp": "arealite.impl.engine.fsdp:FSDPEngine"}
+    "train_engine", fsdp="arealite.impl.engine.fsdp:FSDPEngine"
 )

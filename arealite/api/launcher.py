@@ -84,9 +84,7 @@ class Launcher(ABC):
 
 launchers: Registry[Launcher] = Registry(
     "launcher",
-    {
-        "local": "arealite.impl.launcher.local:LocalLauncher",
-        "slurm": "arealite.impl.launcher.slurm:SlurmLauncher",
-        "ray": "arealite.impl.launcher.ray:RayLauncher",
-    },
+    local="arealite.impl.launcher.local:LocalLauncher",
+    slurm="arealite.impl.launcher.slurm:SlurmLauncher",
+    ray="arealite.impl.launcher.ray:RayLauncher",
 )

@@ -114,5 +114,5 @@ class LLMClient(ABC):
 
 
 clients: Registry[LLMClient] = Registry(
-    "llm_client", {"sglang": "arealite.impl.client.sglang:SGLangClient"}
+    "llm_client", sglang="arealite.impl.client.sglang:SGLangClient"
 )

@@ -85,8 +85,6 @@ class LLMServer(ABC):
 
 servers: Registry[LLMServer] = Registry(
     "llm_server",
-    {
-        "embedded": "arealite.impl.server.embedded:EmbeddedServer",
-        "sglang": "arealite.impl.server.sglang:SGLangServer",
-    },
+    embedded="arealite.impl.server.embedded:EmbeddedServer",
+    sglang="arealite.impl.server.sglang:SGLangServer",
 )

@@ -45,10 +45,8 @@ class MetricLogger(ABC):
 
 loggers: Registry[MetricLogger] = Registry(
     "logger",
-    {
-        "jsonl": "arealite.impl.logger.jsonl:JSONLLogger",
-        "tensorboard": "arealite.impl.logger.tensorboard:TensorBoardLogger",
-        "trackio": "arealite.impl.logger.services:TrackioLogger",
-        "wandb": "arealite.impl.logger.services:WandbLogger",
-    },
+    jsonl="arealite.impl.logger.jsonl:JSONLLogger",
+    tensorboard="arealite.impl.logger.tensorboard:TensorBoardLogger",
+    trackio="arealite.impl.logger.services:TrackioLogger",
+    wandb="arealite.impl.logger.services:WandbLogger",
 )

@@ -99,9 +99,7 @@ class WeightPublisher(ABC):
 
 publishers: Registry[WeightPublisher] = Registry(
     "weight_publisher",
-    {
-        "disk": "arealite.impl.publisher.disk:DiskPublisher",
-        "distributed": "arealite.impl.publisher.distributed:DistributedPublisher",
-        "shared": "arealite.impl.publisher.shared:SharedPublisher",
-    },
+    disk="arealite.impl.publisher.disk:DiskPublisher",
+    distributed="arealite.impl.publisher.distributed:DistributedPublisher",
+    shared="arealite.impl.publisher.shared:SharedPublisher",
 )

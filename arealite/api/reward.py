@@ -102,11 +102,9 @@ class Reward(ABC):
 
 rewards: Registry[Reward] = Registry(
     "reward",
-    {
-        "math_verify": "arealite.impl.reward.math_verify:MathVerifyReward",
-        "function": "arealite.impl.reward.functions:FunctionReward",
-        "exact_match": "arealite.impl.reward.exact_match:ExactMatchReward",
-    },
+    math_verify="arealite.impl.reward.math_verify:MathVerifyReward",
+    function="arealite.impl.reward.functions:FunctionReward",
+    exact_match="arealite.impl.reward.exact_match:ExactMatchReward",
 )
 
 

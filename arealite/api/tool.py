@@ -55,12 +55,10 @@ class Tool(ABC):
 
 tools: Registry[Tool] = Registry(
     "tool",
-    {
-        "calculator": "arealite.impl.tool.calculator:CalculatorTool",
-        "python": "arealite.impl.tool.python:PythonTool",
-        "search": "arealite.impl.tool.search:SearchTool",
-        "files": "arealite.impl.tool.files:FilesTool",
-    },
+    calculator="arealite.impl.tool.calculator:CalculatorTool",
+    python="arealite.impl.tool.python:PythonTool",
+    search="arealite.impl.tool.search:SearchTool",
+    files="arealite.impl.tool.files:FilesTool",
 )
 
 

@@ -140,11 +140,9 @@ class Trainer(ABC):
 
 trainers: Registry[Trainer] = Registry(
     "trainer",
-    {
-        "ppo": "arealite.impl.trainer.ppo:PPOTrainer",
-        "async_ppo": "arealite.impl.trainer.ppo:AsyncPPOTrainer",
-        "sft": "arealite.impl.trainer.sft:SFTTrainer",
-        "dpo": "arealite.impl.trainer.preference:DPOTrainer",
-        "reward": "arealite.impl.trainer.preference:RewardTrainer",
-    },
+    ppo="arealite.impl.trainer.ppo:PPOTrainer",
+    async_ppo="arealite.impl.trainer.ppo:AsyncPPOTrainer",
+    sft="arealite.impl.trainer.sft:SFTTrainer",
+    dpo="arealite.impl.trainer.preference:DPOTrainer",
+    reward="arealite.impl.trainer.preference:RewardTrainer",
 )

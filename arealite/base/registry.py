@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from inspect import iscoroutinefunction, isfunction, unwrap
 from pathlib import Path
 from types import ModuleType
@@ -36,11 +36,11 @@ class Registry(Generic[T]):
         table: The built-in parts: "module:class" by name.
     """
 
-    def __init__(self, kind: str, table: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, /, **table: str) -> None:
         self.kind = kind
         self.configs: dict[str, type] = {}
         """Config class of each third-party part, by name."""
-        self._table: dict[str, str | type[T]] = dict(table)
+        self._table: dict[str, str | type[T]] = {**table}
         self._built_in = {line: name for name, line in table.items()}
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[C], C]:

@@ -31,13 +31,13 @@ TABLES += [trainers]
 
 
 def test_built_in_part_is_imported_on_first_use():
-    table: Registry[object] = Registry("thing", {"path": "pathlib:Path"})
+    table: Registry[object] = Registry("thing", path="pathlib:Path")
     assert table.names() == ["path"]
     assert table.get("path") is Path
 
 
 def test_unknown_name_suggests_the_closest_one():
-    table: Registry[object] = Registry("agent", {"math": "x:Y", "chat": "x:Z"})
+    table: Registry[object] = Registry("agent", math="x:Y", chat="x:Z")
     with pytest.raises(UserError, match=r"Unknown agent type 'maths'\. Did you mean 'math'\?"):
         table.get("maths")
     with pytest.raises(
@@ -67,7 +67,7 @@ def test_module_with_the_name_of_an_unknown_part_is_suggested(
 
 
 def test_registering_a_taken_name_is_refused():
-    table: Registry[object] = Registry("agent", {})
+    table: Registry[object] = Registry("agent")
 
     @table.register("mine", config=int)
     class Mine:
@@ -94,7 +94,7 @@ def test_method_that_must_be_a_coroutine_is_checked_when_it_is_registered():
 
         return call
 
-    table: Registry[object] = Registry("env", {})
+    table: Registry[object] = Registry("env")
     with pytest.raises(UserError, match=r"Bad\.run must be a coroutine: write `async def run"):
 
         @table.register("bad")
@@ -164,7 +164,7 @@ def test_plugin_file_is_imported_with_modules_of_its_folder(
 
 
 def test_part_without_options_inherits_those_of_its_base_class():
-    table: Registry[object] = Registry("agent", {"fraction": "fractions:Fraction"})
+    table: Registry[object] = Registry("agent", fraction="fractions:Fraction")
     table.register("mine")(type("Mine", (table.get("fraction"),), {}))
     table.register("other")(type("Other", (), {}))
     config = SimpleNamespace(type="mine", fraction="options of fraction")
