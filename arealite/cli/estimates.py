@@ -65,10 +65,8 @@ def staleness(config: ExperimentConfig) -> str:
     ppo, workers = config.trainer.ppo, config.launcher.rollout_workers
     bound = (ppo.max_staleness + 1) * ppo.batch_size
     slots = workers * ppo.collector.concurrency
-    text = (
-        f"η={ppo.max_staleness}: at most (η + 1) × batch_size = {bound} trajectories in flight, "
-        f"{workers} × concurrency = {slots} slots"
-    )
+    text = f"η={ppo.max_staleness}: at most (η + 1) × batch_size = {bound} trajectories in flight"
+    text += f", {workers} × concurrency = {slots} slots"
     if slots < ppo.batch_size:
         rounds = math.ceil(ppo.batch_size / slots)
         return f"{text}; a batch takes {rounds} rounds: raise concurrency"

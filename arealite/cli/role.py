@@ -133,8 +133,5 @@ def sidecar(config: ExperimentConfig, index: int) -> None:
 
 
 ROLES: dict[str, Callable[[ExperimentConfig, int], None]] = {
-    "datapipe": datapipe,
-    "rollout": rollout,
-    "trainer": trainer,
-    "sidecar": sidecar,
+    role.__name__: role for role in (datapipe, rollout, trainer, sidecar)
 }

@@ -121,10 +121,6 @@ class History:
             return
         _warned.add(template)
         at = common_prefix_length(past, text)
-        logger.warning(
-            "chat template rewrites earlier turns",
-            hint="a turn whose prompt does not extend the last one starts a new training segment",
-            at=at,
-            was=past[at : at + SHOWN],
-            now=text[at : at + SHOWN],
-        )
+        hint = "a turn whose prompt does not extend the last one starts a new training segment"
+        was, now = past[at : at + SHOWN], text[at : at + SHOWN]
+        logger.warning("chat template rewrites earlier turns", hint=hint, at=at, was=was, now=now)

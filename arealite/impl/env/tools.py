@@ -175,11 +175,8 @@ def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[R
                 task += rng.choice(config.operators) + str(rng.randrange(low, high))
         if (crc32(task.encode()) % HELD_OUT == 0) is (split == "train"):
             continue
-        yield {
-            "prompt": config.prompt.replace("{}", task),
-            "ground_truth": evaluate(task),
-            "extra_info": {
-                "data_source": "easy_arithmetic" if is_easy else "arithmetic",
-                "tools": [] if is_easy else ["calculator"],
-            },
-        }
+        extra_info = {"data_source": "arithmetic", "tools": ["calculator"]}
+        if is_easy:
+            extra_info = {"data_source": "easy_arithmetic", "tools": list[str]()}
+        prompt = config.prompt.replace("{}", task)
+        yield {"prompt": prompt, "ground_truth": evaluate(task), "extra_info": extra_info}

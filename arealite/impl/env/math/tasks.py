@@ -7,7 +7,6 @@ Higher levels, 1 to 5, have larger numbers, longer expressions, harder equations
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 Question = tuple[str, int]
 TOP = {1: 9, 2: 20, 3: 50, 4: 100, 5: 500}
@@ -162,9 +161,4 @@ def multi_step(rng: random.Random, level: int) -> Question:
     return " ".join([*story, f"How many {what} does {who} have now?"]), have
 
 
-KINDS: dict[str, Callable[[random.Random, int], Question]] = {
-    "arithmetic": arithmetic,
-    "algebra": algebra,
-    "word": word,
-    "multi_step": multi_step,
-}
+KINDS = {kind.__name__: kind for kind in (arithmetic, algebra, word, multi_step)}
