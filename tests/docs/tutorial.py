@@ -37,6 +37,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
 KIT, QUICK_KIT = "tools/demo_task.py kit", "quickstart --kit kit"
+CONSOLE_SCRIPT = (
+    "import sys; sys.argv[0] = 'arealite'; from arealite.cli.main import main as m; sys.exit(m())"
+)
+"""The installed program `arealite`, which -P keeps from importing from the current folder."""
 CELLS = Path(__file__).with_name("cells.py")
 LINKED = ("arealite", "config", "docs", "examples", "launchers", "tests", "tools", "train.py")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -163,7 +167,7 @@ def prepare(folder: Path, kit: Path) -> dict[str, str]:
     )
     (commands / "arealite").write_text(
         f'#!/bin/sh\n[ "$*" = "{QUICK_KIT}" ] && exec cp -r {kit} kit\n'
-        f'exec {Path(sys.executable).parent}/arealite "$@"\n'
+        f'exec {sys.executable} -P -c "{CONSOLE_SCRIPT}" "$@"\n'
     )
     for command in commands.iterdir():
         command.chmod(0o755)
