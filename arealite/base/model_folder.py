@@ -129,10 +129,9 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
     folder = Path(path).expanduser()
     for name in "config.json", "*.safetensors":
         if not any(folder.glob(name)):
-            raise UserError(
-                f"{key}={path} is no Hugging Face model folder (no {name} in it). "
-                "Use a folder that save_pretrained wrote or that you downloaded."
-            )
+            what = f"{key}={path} is no Hugging Face model folder (no {name} in it)"
+            fix = "Use a folder that save_pretrained wrote or that you downloaded."
+            raise UserError(f"{what}. {fix}")
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         shapes = read_shapes(folder)
@@ -150,10 +149,8 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
     vocab: Any = read_json(folder, "tokenizer.json").get("model", {}).get("vocab") or [0]
     size, ids = vocab_size(config), getattr(vocab, "values", lambda: [len(vocab) - 1])
     if size and (top := max(ids())) >= size:
-        raise UserError(
-            f"{key}={path}: its tokenizer has token {top}, but its model only {size} tokens. Use "
-            "the tokenizer that the model was trained with."
-        )
+        what = f"{key}={path}: its tokenizer has token {top}, but its model only {size} tokens"
+        raise UserError(f"{what}. Use the tokenizer that the model was trained with.")
     return config, shapes
 
 
@@ -172,10 +169,8 @@ def check_logits(config: dict[str, Any], path: Path | str) -> None:
     text = text_part(config)
     for name in LOGIT_CHANGES:
         if (value := text.get(name)) not in (None, 0, 1):
-            raise UserError(
-                f"'{path}' changes its logits ({name}={value}), which is not supported. Use "
-                "another model."
-            )
+            what = f"'{path}' changes its logits ({name}={value}), which is not supported"
+            raise UserError(f"{what}. Use another model.")
 
 
 def check_layers(config: dict[str, Any], path: Path | str) -> None:
@@ -214,10 +209,8 @@ def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> No
         return
     theirs, ours = vocab_size(read_model(path, key)[0]), vocab_size(model)
     if theirs != ours:
-        raise UserError(
-            f"{key}={path} has {theirs} token ids, but model.path has {ours}. Use a model with "
-            "the same vocabulary."
-        )
+        what = f"{key}={path} has {theirs} token ids, but model.path has {ours}"
+        raise UserError(f"{what}. Use a model with the same vocabulary.")
 
 
 SIZES = (

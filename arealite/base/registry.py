@@ -57,10 +57,8 @@ class Registry(Generic[T]):
         def add(cls: C) -> C:
             known = self._table.get(name)
             if known is not None and getattr(known, "__qualname__", known) != cls.__qualname__:
-                raise UserError(
-                    f"{self.kind} '{name}' is already registered; "
-                    f"choose another name for {cls.__name__}."
-                )
+                what = f"{self.kind} '{name}' is already registered"
+                raise UserError(f"{what}; choose another name for {cls.__name__}.")
             check_async(cls)
             self._table[name] = cast(type[T], cls)
             if config is not None:

@@ -91,10 +91,8 @@ def make_mesh(device: torch.device, shard_size: int) -> DeviceMesh:
     size = dist.get_world_size()
     shard_size = shard_size or size
     if size % shard_size:
-        raise UserError(
-            f"engine.fsdp.shard_size {shard_size} does not divide the {size} trainer ranks. "
-            f"Use a divisor of {size}, or 0 to share one copy among all."
-        )
+        what = f"engine.fsdp.shard_size {shard_size} does not divide the {size} trainer ranks"
+        raise UserError(f"{what}. Use a divisor of {size}, or 0 to share one copy among all.")
     if shard_size == size:
         return init_device_mesh(device.type, (size,))
     names = ("copies", "shards")

@@ -206,10 +206,8 @@ def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> obj
         ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"no Ray cluster at launcher.ray.address={options.address}: {line} Start one: "
-            "ray start --head"
-        ) from error
+        what = f"no Ray cluster at launcher.ray.address={options.address}"
+        raise UserError(f"{what}: {line} Start one: ray start --head") from error
     has = ray.cluster_resources()
     for kind in ("CPU", "GPU"):
         needs = sum(bundle.get(kind, 0.0) for bundle in wanted)

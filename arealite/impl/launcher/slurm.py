@@ -54,10 +54,8 @@ class Nodes:
             job = os.environ[f"SLURM_JOB_ID{suffix}"]
             cpus = os.environ[f"SLURM_JOB_CPUS_PER_NODE{suffix}"]
         except KeyError as error:
-            raise UserError(
-                f"launcher.type=slurm outside of a Slurm job ({error} is not set). "
-                "Submit a job: arealite launch slurm CONFIG [key=value …]"
-            ) from error
+            what = f"launcher.type=slurm outside of a Slurm job ({error} is not set). Submit a job"
+            raise UserError(f"{what}: arealite launch slurm CONFIG [key=value …]") from error
         hosts = output(["scontrol", "show", "hostnames", names]).split()
         group = [] if is_alone else [f"--het-group={number}"]
         fewest = min(int(each.partition("(")[0]) for each in cpus.split(","))  # 8(x2),16

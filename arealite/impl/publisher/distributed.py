@@ -70,10 +70,8 @@ class DistributedPublisher(ServersPublisher):
     async def update_server(self, server: ServerControl, version: int) -> None:
         """Check that the server could take a version; `stage` updates it."""
         if not server.can.distributed or server.can.dp != 1:
-            raise RoleError(
-                f"{server.address} cannot join a process group (dp {server.can.dp}); use "
-                "publisher.type=disk, or dp=1"
-            )
+            what = f"{server.address} cannot join a process group (dp {server.can.dp})"
+            raise RoleError(f"{what}; use publisher.type=disk, or dp=1")
         await server.version()
         server.error = None
 

@@ -167,10 +167,8 @@ class App:
     ) -> dict[str, object]:
         layout = Layout(body.names, body.dtypes, body.shapes)
         if (member := self._groups.get(body.group_name)) is None:
-            raise Refusal(
-                f"Failed to receive weights: Group {body.group_name} not in "
-                f"{list(self._groups)}. Please call `init_weights_update_group` first."
-            )
+            what = f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}"
+            raise Refusal(f"{what}. Please call `init_weights_update_group` first.")
         check_layout(self.tensors, layout)
         flat = body.load_format == "flattened_bucket"
         try:

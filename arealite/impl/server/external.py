@@ -140,10 +140,9 @@ def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
         check_form(address, addresses)
     key = config.llm_server.api_key_env
     if addresses and key and not os.environ.get(key, "").strip():
-        raise UserError(
-            f"the environment has no {key}, which llm_server.api_key_env names. Set it, or set "
-            "llm_server.api_key_env= for servers without a key."
-        )
+        what = f"the environment has no {key}, which llm_server.api_key_env names"
+        fix = "Set it, or set llm_server.api_key_env= for servers without a key."
+        raise UserError(f"{what}. {fix}")
     return asyncio.run(_examine(config, model))
 
 
@@ -225,10 +224,8 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
         more = await get(session, f"{url}/server_info")
         models = (await get(session, f"{url}/v1/models")).get("data") or [{}]
     if "model_path" not in info or "weight_version" not in info:
-        raise UserError(
-            f"it is not an SGLang server (its /model_info returns {str(info)[:80]}). "
-            "Correct the address."
-        )
+        what = f"it is not an SGLang server (its /model_info returns {str(info)[:80]})"
+        raise UserError(f"{what}. Correct the address.")
     # After an abort, prompt and partial answer are sent as a new prompt: its limit counts.
     contexts = (more.get("max_req_input_len"), models[0].get("max_model_len"))
     started = more.get("random_seed"), (more.get("startup_time") or {}).get("tokenizer_e2e")
@@ -254,10 +251,9 @@ async def get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     async with session.get(url) as response:
         raw = await response.read()
     if response.status in (401, 403):
-        raise UserError(
-            "the server requires another key. Set llm_server.api_key_env to the environment "
-            "variable with its key."
-        )
+        what = "the server requires another key"
+        fix = "Set llm_server.api_key_env to the environment variable with its key."
+        raise UserError(f"{what}. {fix}")
     try:
         found = json.loads(raw) if response.status == 200 else None
     except ValueError:

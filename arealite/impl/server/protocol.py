@@ -171,10 +171,8 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         Refusal: The request is wrong.
     """
     if not body.input_ids:
-        raise Refusal(
-            "Either text, input_ids or input_embeds should be provided. "
-            "The embedded server takes input_ids only."
-        )
+        what = "Either text, input_ids or input_embeds should be provided"
+        raise Refusal(f"{what}. The embedded server takes input_ids only.")
     if body.stream:
         raise Refusal("The embedded server does not stream: its answer comes at the end.")
     if body.top_logprobs_num or body.logprob_start_len not in (None, -1):

@@ -165,10 +165,8 @@ def describe(config: ServerConfig) -> dict[str, object]:
         raise UserError("model.path is empty. Give a Hugging Face folder: model.path=/my/model")
     folder = Path(path).expanduser().absolute()
     if not (model := read_json(folder)):
-        raise UserError(
-            f"model.path={path}: no model there (no config.json that can be read). "
-            "Give a Hugging Face folder."
-        )
+        what = f"model.path={path}: no model there (no config.json that can be read)"
+        raise UserError(f"{what}. Give a Hugging Face folder.")
     return {
         "type": "sglang",
         "model_path": str(folder),

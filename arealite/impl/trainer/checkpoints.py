@@ -66,8 +66,7 @@ def find(config: ExperimentConfig) -> Path | None:
     name = newest.name if newest else "none"
     fits = {"auto": True, "must": newest is not None, "never": newest is None}
     if not fits.get(wanted, wanted == name):
-        raise UserError(
-            f"resume={wanted}, but the newest good checkpoint in {folder} is {name}. Use "
-            "resume=auto; or run train.py once without RANK to go back or to start over."
-        )
+        what = f"resume={wanted}, but the newest good checkpoint in {folder} is {name}"
+        fix = "Use resume=auto; or run train.py once without RANK to go back or to start over."
+        raise UserError(f"{what}. {fix}")
     return newest

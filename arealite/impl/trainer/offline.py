@@ -178,10 +178,8 @@ class OfflineTrainer(BaseTrainer):
         """Resume or start; return the step."""
         step, progress = self.load_checkpoint()
         if progress and (before := progress.get("identity")) != self.identity:
-            raise UserError(
-                f"{self.paths.checkpoints} was started with {before}, now it is {self.identity}: "
-                "restore that, or choose another trial_name."
-            )
+            what = f"{self.paths.checkpoints} was started with {before}, now it is {self.identity}"
+            raise UserError(f"{what}: restore that, or choose another trial_name.")
         self.rewind_metrics(step)
         if self.is_evaluation_due(step):
             self.evaluate(step)

@@ -86,10 +86,8 @@ class LedgerLink:
             ("parameters are", report.fingerprint, fingerprint),
         ):
             if here != there:
-                raise Differs(
-                    f"step {report.step + 1} is the first that differs: its {what} {here} here, "
-                    f"{there} in the run."
-                )
+                cause = f"step {report.step + 1} is the first that differs"
+                raise Differs(f"{cause}: its {what} {here} here, {there} in the run.")
         self.on_step(report.step)
 
     def close(self) -> None:

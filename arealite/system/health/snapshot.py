@@ -193,10 +193,8 @@ class RunReader:
         file = self.paths.config
         config = base_config.read(file) if file.exists() else DictConfig({})
         if not config.keys() >= {"experiment_name", "trial_name", "trainer", "cluster"}:
-            raise UserError(
-                f"{file.parent} is no run folder: it has no valid {file.name}. "
-                "Give a run folder, as in runs/EXPERIMENT/TRIAL."
-            )
+            what = f"{file.parent} is no run folder: it has no valid {file.name}"
+            raise UserError(f"{what}. Give a run folder, as in runs/EXPERIMENT/TRIAL.")
         filled = OmegaConf.merge({"cluster": asdict(ClusterConfig())}, config)  # an older version's
         self._config, self._changed = cast(ExperimentConfig, filled), file.stat().st_mtime
         self._names = NameRegistry.of(self._config)

@@ -159,10 +159,8 @@ class TrainerLink:
                     waiting = message if isinstance(message, Waiting) else None
                     shown.note_sign(waiting.detail if waiting is not None else "")
                 elif silent_s > self.silence_s:
-                    raise RoleError(
-                        f"the datapipe at {self._address} has been silent for {silent_s:.0f} s; "
-                        f"{owner} waits for the answer to '{name}'"
-                    )
+                    what = f"the datapipe at {self._address} has been silent for {silent_s:.0f} s"
+                    raise RoleError(f"{what}; {owner} waits for the answer to '{name}'")
                 elif now - max(shown.last_sign, resolved_at) > SILENT_S:
                     resolved_at = sent_at = now
                     self._reconnect(request)

@@ -130,10 +130,9 @@ class NameRegistry:
         except OSError as error:
             with suppress(OSError):
                 os.unlink(name)  # else each heartbeat would leave a temporary file
-            raise UserError(
-                f"Cannot write the name '{role}/{entry_id}' below {self.root}: {error.strerror}. "
-                "Set cluster.name_root to a folder that every role can write."
-            ) from error
+            what = f"Cannot write the name '{role}/{entry_id}' below {self.root}: {error.strerror}"
+            fix = "Set cluster.name_root to a folder that every role can write."
+            raise UserError(f"{what}. {fix}") from error
 
     def remove(self, role: str, entry_id: str) -> None:
         """Remove a name. Does nothing if there is no such name."""

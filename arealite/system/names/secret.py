@@ -92,10 +92,8 @@ def _put(folder: Path, put: Callable[[str, Path], None]) -> Secret:
         with suppress(FileExistsError):  # another process of the trial was faster
             put(name, folder / FILE)
     except OSError as error:
-        raise UserError(
-            f"cannot write the secret in {folder}: {error.strerror}. Set cluster.name_root to a "
-            "folder that is writable."
-        ) from error
+        what = f"cannot write the secret in {folder}: {error.strerror}"
+        raise UserError(f"{what}. Set cluster.name_root to a folder that is writable.") from error
     finally:
         with suppress(FileNotFoundError):
             os.unlink(name)
