@@ -45,10 +45,9 @@ def local_folder(path: str | None) -> str | None:
         return hub.snapshot_download(path, allow_patterns=HUB_FILES)
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split()).rstrip(".")
-        raise UserError(
-            f"model.path={path} is no folder here, and no model of the Hugging Face hub that can "
-            f"be read ({why:.200}). Name a folder, or download the model where a network is."
-        ) from error
+        what = "is no folder here, and no model of the Hugging Face hub that can be read"
+        fix = "Name a folder, or download the model where a network is."
+        raise UserError(f"model.path={path} {what} ({why:.200}). {fix}") from error
 
 
 def has_chat_template(folder: Path | str) -> bool:
@@ -108,10 +107,8 @@ def check_shapes(sent: Shapes, expected: Shapes, *, where: str | Path, whole: bo
         if name not in expected:
             raise RoleError(f"tensor '{name}' {list(shape)} of the trainer is not in {where}")
         if list(shape) != list(expected[name]):
-            raise RoleError(
-                f"tensor '{name}' has shape {list(shape)} in the trainer, but {expected[name]} in "
-                f"{where}"
-            )
+            what = f"tensor '{name}' has shape {list(shape)} in the trainer"
+            raise RoleError(f"{what}, but {expected[name]} in {where}")
     for name in expected.keys() - sent.keys() if whole else ():
         if not name.endswith(("lm_head.weight", ".inv_freq")):
             raise RoleError(f"tensor '{name}' {expected[name]} of {where} is not in the trainer")
@@ -142,10 +139,8 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
     for name, shape in shapes.items() if "text_config" not in config else ():
         field = next((LENGTHS[end] for end in LENGTHS if name.endswith(end)), "")
         if config.get(field) not in (None, shape[0]):
-            raise UserError(
-                f"{key}={path}: {name} has shape {shape}, but config.json has {field}="
-                f"{config[field]}. The files are of different models."
-            )
+            what = f"{name} has shape {shape}, but config.json has {field}={config[field]}"
+            raise UserError(f"{key}={path}: {what}. The files are of different models.")
     vocab: Any = read_json(folder, "tokenizer.json").get("model", {}).get("vocab") or [0]
     size, ids = vocab_size(config), getattr(vocab, "values", lambda: [len(vocab) - 1])
     if size and (top := max(ids())) >= size:
@@ -177,10 +172,9 @@ def check_layers(config: dict[str, Any], path: Path | str) -> None:
     """Raise UserError for a model with layers that the embedded server does not support."""
     layers: list[str] = text_part(config).get("layer_types") or []
     if other := {*layers} - {"full_attention", "sliding_attention"}:
-        raise UserError(
-            f"model.path={path} has layers of {', '.join(sorted(other))}; the embedded server "
-            "runs only full and sliding attention. Use llm_server.type=sglang for this model."
-        )
+        what = f"model.path={path} has layers of {', '.join(sorted(other))}"
+        fix = "Use llm_server.type=sglang for this model."
+        raise UserError(f"{what}; the embedded server runs only full and sliding attention. {fix}")
 
 
 RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
@@ -190,11 +184,10 @@ RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
 def check_tensor_names(shapes: dict[str, list[int]], path: str) -> None:
     """Raise UserError if the trainer would rename tensors, which servers have under old names."""
     if renamed := next((name for name in shapes if RENAMED.search(name)), None):
-        raise UserError(
-            f"model.path={path}: the trainer renames the tensor '{renamed}' or fuses it with "
-            "others, and cannot publish it to servers. Use trainer.ppo.publisher.type=shared, or "
-            "save the model again with save_pretrained(folder, save_original_format=False)."
-        )
+        what = f"the trainer renames the tensor '{renamed}' or fuses it with others"
+        use = "Use trainer.ppo.publisher.type=shared, or save the model again with save_pretrained"
+        fix = f"{use}(folder, save_original_format=False)."
+        raise UserError(f"model.path={path}: {what}, and cannot publish it to servers. {fix}")
 
 
 def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> None:

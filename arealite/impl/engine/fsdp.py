@@ -191,10 +191,9 @@ class FSDPEngine(TrainEngine):
         limit = exact_length(self.module.config.get_text_config().to_dict())
         longest = max((length for each in all_lengths for length in each), default=0)
         if limit and longest > limit:
-            raise UserError(
-                f"A row has {longest} tokens. Positions of '{self.source}' beyond {limit} depend "
-                f"on the rows beside it: use llm_server.context_length={limit}, or shorter rows."
-            )
+            what = f"Positions of '{self.source}' beyond {limit} depend on the rows beside it"
+            fix = f"use llm_server.context_length={limit}, or shorter rows."
+            raise UserError(f"A row has {longest} tokens. {what}: {fix}")
         return microbatches(
             [len(row.tokens) for row in rows],
             self.config.max_tokens_per_microbatch,

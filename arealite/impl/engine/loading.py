@@ -93,10 +93,8 @@ def load_weights(
             full = read(file_name(name))
             full = first_value(name, tensor.shape, generator) if full is None else full
             if full.shape != tensor.shape:
-                raise UserError(
-                    f"'{path}': {file_name(name)} has shape {list(full.shape)}, the model of its "
-                    f"config.json {list(tensor.shape)}. {FIX}"
-                )
+                what = f"'{path}': {file_name(name)} has shape {list(full.shape)}"
+                raise UserError(f"{what}, the model of its config.json {list(tensor.shape)}. {FIX}")
             full = full.to(device=device, dtype=tensor.dtype)
             if isinstance(tensor, DTensor):
                 # src_data_rank=None: every rank cuts its own shard, nothing is sent.

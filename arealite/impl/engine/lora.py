@@ -42,17 +42,16 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
         target_modules=list(config.targets),
         task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM",
     )
+    key = f"engine.fsdp.lora.targets {config.targets}"
     try:
         peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise UserError(f"engine.fsdp.lora.targets {config.targets}: {error}") from error
+        raise UserError(f"{key}: {error}") from error
     layers = [(name, each) for name, each in module.named_modules() if hasattr(each, "lora_A")]
     if fused := [name for name, each in layers if not hasattr(each.get_base_layer(), "weight")]:
-        raise UserError(
-            f"engine.fsdp.lora.targets {config.targets}: '{fused[0]}' holds all its experts in one "
-            "parameter, and adapters of such a parameter cannot be merged. Remove gate_proj, "
-            "up_proj and down_proj from the targets."
-        )
+        what = f"'{fused[0]}' holds all its experts in one parameter"
+        what += ", and adapters of such a parameter cannot be merged"
+        raise UserError(f"{key}: {what}. Remove gate_proj, up_proj and down_proj from the targets.")
     if head == "value":
         module.score.requires_grad_(True)
     return made

@@ -80,13 +80,12 @@ class Optimizer:
         self._torch.zero_grad(set_to_none=True)
         if 0 < config.max_skipped_updates <= self.skipped:
             bad = (name for name, p in self._named.items() if not _local(p).isfinite().all())
-            raise InvariantError(
-                f"{self.skipped} updates in a row were skipped, after {self.updates} applied ones: "
-                f"the gradient norm is {norm}, parameters are "
-                f"{'not finite, as ' + name if (name := next(bad, '')) else 'finite'}. "
-                f"Probably the learning rate ({lr:g}) is too high: resume from an older checkpoint "
-                "with a lower one. (optimizer.max_skipped_updates)"
-            )
+            found = f"not finite, as {name}" if (name := next(bad, "")) else "finite"
+            what = f"{self.skipped} updates in a row were skipped, after {self.updates} applied"
+            what += f" ones: the gradient norm is {norm}, parameters are {found}"
+            fix = f"Probably the learning rate ({lr:g}) is too high: resume from an older"
+            fix += " checkpoint with a lower one. (optimizer.max_skipped_updates)"
+            raise InvariantError(f"{what}. {fix}")
         return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -35,10 +35,9 @@ def load(folder: Path, module: nn.Module, optimizer: Optimizer) -> dict[str, obj
     stored = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
     names = (f"{part}.{name}" for part, tensors in state.items() for name in tensors)
     if absent := next((name for name in names if name not in stored), None):
-        raise UserError(
-            f"Checkpoint '{folder}' has no '{absent}': use the model, engine.fsdp.lora "
-            "and optimizer.type that it was written with, or start a new run with resume=never."
-        )
+        what = "use the model, engine.fsdp.lora and optimizer.type that it was written with"
+        fix = f"{what}, or start a new run with resume=never."
+        raise UserError(f"Checkpoint '{folder}' has no '{absent}': {fix}")
     load_state(state, checkpoint_id=folder / "state")
     inside = json.loads((folder / "extra.json").read_text())
     optimizer.updates = inside["updates"]

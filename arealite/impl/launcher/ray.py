@@ -212,17 +212,15 @@ def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> obj
     for kind in ("CPU", "GPU"):
         needs = sum(bundle.get(kind, 0.0) for bundle in wanted)
         if needs > has.get(kind, 0.0):
-            raise UserError(
-                f"the Ray cluster is too small: the run needs {needs:g} {kind}s, the cluster has "
-                f"{has.get(kind, 0.0):g}. Lower launcher.* or launcher.ray.*, or add nodes."
-            )
+            what = f"the run needs {needs:g} {kind}s, the cluster has {has.get(kind, 0.0):g}"
+            fix = "Lower launcher.* or launcher.ray.*, or add nodes."
+            raise UserError(f"the Ray cluster is too small: {what}. {fix}")
     group = ray.util.placement_group([*wanted], strategy="PACK")
     if not group.wait(options.start_s):
         ray.util.remove_placement_group(group)
         free = ray.available_resources()
-        raise UserError(
-            f"Ray found no place for {len(wanted)} processes within launcher.ray.start_s="
-            f"{options.start_s:g} s: {free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} "
-            "GPUs are free. End other jobs, wait longer, or take less (launcher.ray.*)."
-        )
+        left = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free"
+        what = f"{len(wanted)} processes within launcher.ray.start_s={options.start_s:g} s: {left}"
+        fix = "End other jobs, wait longer, or take less (launcher.ray.*)."
+        raise UserError(f"Ray found no place for {what}. {fix}")
     return group

@@ -158,11 +158,10 @@ class SlurmLauncher(LocalLauncher):
             self.devices[nodes.job, host] = [] if rest == "-" else rest.split(",")
         expected = [(nodes.job, host) for nodes in self.nodes.values() for host in nodes.hosts]
         if silent := [host for job, host in expected if (job, host) not in self.devices]:
-            raise UserError(
-                f"no answer from {', '.join(sorted({*silent}))} within "
-                f"launcher.slurm.start_s={self.options.slurm.start_s:g} s. See `scontrol show "
-                f"node {silent[0]}`, exclude it (--exclude={silent[0]}), or increase start_s."
-            )
+            start_s = f"launcher.slurm.start_s={self.options.slurm.start_s:g} s"
+            what = f"no answer from {', '.join(sorted({*silent}))} within {start_s}"
+            fix = f"See `scontrol show node {silent[0]}`, exclude it (--exclude={silent[0]})"
+            raise UserError(f"{what}. {fix}, or increase start_s.")
 
     async def _probe_part(self, nodes: Nodes, files: Sequence[Path]) -> list[str]:
         """Run PROBE on the nodes of a part; return the lines printed within `start_s`."""

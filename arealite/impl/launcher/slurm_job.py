@@ -72,10 +72,9 @@ def check_partitions(config: ExperimentConfig) -> None:
         why = getattr(error, "stderr", None) or f"{error}"
         raise UserError(f"Slurm does not respond: {why.strip()}. Is slurmctld up?") from error
     if not (rows := [line.split() for line in done.stdout.splitlines()]):
-        raise UserError(
-            "this Slurm has no partition (`sinfo` shows none). Its administrator can add one to "
-            "slurm.conf: PartitionName=main Nodes=ALL Default=YES State=UP"
-        )
+        what = "this Slurm has no partition (`sinfo` shows none)"
+        fix = "slurm.conf: PartitionName=main Nodes=ALL Default=YES State=UP"
+        raise UserError(f"{what}. Its administrator can add one to {fix}")
     up = {name: int(nodes) for name, state, nodes, _ in rows if state == "up"}
     default = next((name for name, *_, starred in rows if starred.endswith("*")), None)
     wanted = Counter[str]()
@@ -94,11 +93,9 @@ def check_partitions(config: ExperimentConfig) -> None:
         wanted[names[0] if len(names) == 1 else ""] += int(parsed.nodes.partition("-")[0])
     for name, nodes in wanted.items():
         if name and nodes > up[name]:
-            raise UserError(
-                f"partition {name} has {up[name]} nodes, but the parts of the job need {nodes}; "
-                "parts share no node. Request fewer nodes, or remove the arguments of a part from "
-                "launcher.slurm, so that it shares the head's node."
-            )
+            what = f"partition {name} has {up[name]} nodes, but the parts of the job need {nodes}"
+            fix = "Request fewer nodes, or remove the arguments of a part from launcher.slurm, so"
+            raise UserError(f"{what}; parts share no node. {fix} that it shares the head's node.")
 
 
 def output(

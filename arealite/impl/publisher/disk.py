@@ -99,11 +99,9 @@ class DiskSender:
             shutil.rmtree(final, ignore_errors=True)
             self.newest = temporary.rename(final)
         except (OSError, SafetensorError) as error:
-            raise RoleError(
-                f"weights of version {version} could not be staged in {self.folder}: {error}. "
-                "Make room there, or point trainer.ppo.publisher.disk.dir elsewhere. No server "
-                "was paused."
-            ) from error
+            what = f"weights of version {version} could not be staged in {self.folder}: {error}"
+            fix = "Make room there, or point trainer.ppo.publisher.disk.dir elsewhere."
+            raise RoleError(f"{what}. {fix} No server was paused.") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -262,7 +262,6 @@ class GroupSender:
         try:
             return socket.create_server((self.host, port))
         except OSError as error:
-            raise RoleError(
-                f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self.host} "
-                f"cannot be bound: {error}. Use another port, or 0 for any free port."
-            ) from error
+            what = f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self.host}"
+            why = f"cannot be bound: {error}"
+            raise RoleError(f"{what} {why}. Use another port, or 0 for any free port.") from error

@@ -235,11 +235,9 @@ class ServersPublisher(WeightPublisher):
                 return confirmed, [server.id for server in servers if server.error]
             if time.monotonic() >= give_up:
                 errors = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
-                raise RoleError(
-                    f"no server confirmed version {version} in {self.config.timeout_s:g} s "
-                    "(trainer.ppo.publisher.timeout_s). "
-                    + (errors or f"None is registered in {self.registry.root}; start one.")
-                )
+                errors = errors or f"None is registered in {self.registry.root}; start one."
+                what = f"no server confirmed version {version} in {self.config.timeout_s:g} s"
+                raise RoleError(f"{what} (trainer.ppo.publisher.timeout_s). {errors}")
             await asyncio.sleep(RETRY_S)
 
     # ------------------------------------------------------------ in the publisher's thread

@@ -41,11 +41,10 @@ class SharedPublisher(WeightPublisher):
             UserError: The engine's parameters, the model or the port cannot be used.
         """
         if (module := engine.whole_module) is None:
-            raise UserError(
-                "trainer.ppo.publisher.type=shared generates from the trained parameters, so they "
-                "must not be sharded, and must have the dtype of the forward pass: use one trainer "
-                "rank, engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
-            )
+            what = "publisher.type=shared generates from the trained parameters, so they must not"
+            what += " be sharded, and must have the dtype of the forward pass: use one trainer rank"
+            fix = "engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
+            raise UserError(f"trainer.ppo.{what}, {fix}")
         with suppress(OSError):  # no generation config: config.json has the end tokens
             folder = Path(config.model.path).expanduser()
             module.generation_config = GenerationConfig.from_pretrained(folder)

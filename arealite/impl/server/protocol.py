@@ -193,17 +193,14 @@ def _generation(
 ) -> Generation:
     length, context = len(prompt), model.context_length
     if length >= context:
-        raise Refusal(
-            f"The input ({length} tokens) is longer than the model's context length "
-            f"({context} tokens)."
-        )
+        what = f"The input ({length} tokens) is longer than the model's context length"
+        raise Refusal(f"{what} ({context} tokens).")
     limit = context - length if sampling.max_new_tokens is None else sampling.max_new_tokens
     if length + limit > context:
-        raise Refusal(
-            f"Requested token count exceeds the model's maximum context length of {context} "
-            f"tokens. You requested a total of {length + limit} tokens: {length} tokens from the "
-            f"input messages and {limit} tokens for the completion."
-        )
+        what = "Requested token count exceeds the model's maximum context length of"
+        total = f"You requested a total of {length + limit} tokens"
+        parts = f"{length} tokens from the input messages and {limit} tokens for the completion"
+        raise Refusal(f"{what} {context} tokens. {total}: {parts}.")
     stop_ids = sampling.stop_token_ids or []
     for name, ids in (("input_ids", prompt), ("stop_token_ids", stop_ids)):
         if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:

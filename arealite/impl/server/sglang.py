@@ -194,10 +194,9 @@ def probe(python: str, device: str) -> int:
         why = error.strerror
     except (ValueError, subprocess.TimeoutExpired) as error:
         why = str(error)
-    raise UserError(
-        f"llm_server.sglang.python: {python} cannot run SGLang: {why}. Name a Python that has it "
-        "(for a CPU, tools/setup_sglang_cpu.sh makes one), or pip install sglang there."
-    )
+    what = f"llm_server.sglang.python: {python} cannot run SGLang: {why}"
+    has_it = "a Python that has it (for a CPU, tools/setup_sglang_cpu.sh makes one)"
+    raise UserError(f"{what}. Name {has_it}, or pip install sglang there.")
 
 
 def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
@@ -216,11 +215,10 @@ def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
     each = options.tp * options.dp
     needed = options.num_servers * each
     if needed > count:
-        raise UserError(
-            f"llm_server.sglang: {options.num_servers} servers of tp {options.tp} x dp "
-            f"{options.dp} need {needed} GPUs, but {count} are visible. Lower one of them, "
-            "widen CUDA_VISIBLE_DEVICES, or take device=cpu."
-        )
+        what = f"{options.num_servers} servers of tp {options.tp} x dp {options.dp}"
+        fix = "Lower one of them, widen CUDA_VISIBLE_DEVICES, or take device=cpu."
+        visible = f"need {needed} GPUs, but {count} are visible"
+        raise UserError(f"llm_server.sglang: {what} {visible}. {fix}")
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",") if named else [str(i) for i in range(count)]
     return [",".join(visible[i * each : (i + 1) * each]) for i in range(options.num_servers)]

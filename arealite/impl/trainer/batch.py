@@ -198,10 +198,8 @@ def make_train_batch(
     """
     owned = [i for i, owner in enumerate(batch.ranks) if owner == rank]
     if sorted(batch.mine) != owned or len(payloads) != len(owned):
-        raise InvariantError(
-            f"batch {batch.step}: rank {rank} received {len(payloads)} payloads for trajectories "
-            f"{batch.mine}, but it owns {owned}"
-        )
+        what = f"rank {rank} received {len(payloads)} payloads for trajectories {batch.mine}"
+        raise InvariantError(f"batch {batch.step}: {what}, but it owns {owned}")
     wrong = {
         header.group_id: what
         for index, payload in zip(batch.mine, payloads, strict=True)
@@ -261,8 +259,7 @@ def _enforce_staleness(
         row.loss_mask = row.loss_mask & ~old_T
         return
     oldest = int(versions_T[old_T].min())
-    raise InvariantError(
-        f"trajectory {header.trajectory_id} has tokens of version {oldest} at step {step}: "
-        f"staleness {step - oldest} is above max_staleness {config.max_staleness}, which "
-        f"staleness_policy={config.staleness_policy} must prevent"
-    )
+    what = f"trajectory {header.trajectory_id} has tokens of version {oldest} at step {step}"
+    bound = f"staleness {step - oldest} is above max_staleness {config.max_staleness}"
+    policy = f"staleness_policy={config.staleness_policy}"
+    raise InvariantError(f"{what}: {bound}, which {policy} must prevent")

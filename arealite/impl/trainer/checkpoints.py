@@ -47,10 +47,9 @@ def load(path: Path, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
     checkpoint.require(path)
     for folder in engines:
         if not (path / folder).is_dir():
-            raise UserError(
-                f"checkpoint {path} has no {folder}. Use the advantage.type that the run was "
-                "started with, another trial_name, or resume=never to start over."
-            )
+            fix = "another trial_name, or resume=never to start over."
+            what = f"checkpoint {path} has no {folder}"
+            raise UserError(f"{what}. Use the advantage.type that the run was started with, {fix}")
     found = [engine.load(path / folder) for folder, engine in engines.items()]
     return found[0]
 

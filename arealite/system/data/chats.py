@@ -100,10 +100,8 @@ def render(
         UserError: the tokenizer has no chat template, or the template raises an error.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            "The prompt is a list of chat messages, but the model's tokenizer has no chat "
-            "template. Use a chat model, or write the dataset's prompts as plain text."
-        )
+        what = "The prompt is a list of messages, but the model's tokenizer has no chat template"
+        raise UserError(f"{what}. Use a chat model, or write the dataset's prompts as plain text.")
     if any(map(tool_calls, messages)) and "tool_calls" not in str(tokenizer.chat_template):
         what = "the model's chat template renders no `tool_calls`, which the messages have"
         raise UserError(f"{what}. Use another model or template, or remove the messages.")
@@ -115,10 +113,9 @@ def render(
             add_generation_prompt=add_generation_prompt,
         )
     except Exception as error:  # a template can raise anything
-        raise UserError(
-            f"the model's chat template refuses the messages: {error}. Remove what it does not "
-            "support (a system prompt, tools), or give the tokenizer another template."
-        ) from error
+        what = f"the model's chat template refuses the messages: {error}"
+        fix = "Remove what it does not support (a system prompt, tools), or use another template."
+        raise UserError(f"{what}. {fix}") from error
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -229,10 +226,9 @@ def check_examples(
         for example in examples:
             top, bottom = int(example.tokens.max(initial=0)), int(example.tokens.min(initial=0))
             if bottom < 0 or (vocabulary and top >= vocabulary):
-                raise UserError(
-                    f"{row[0]}: token {top if bottom >= 0 else bottom} is not among the model's "
-                    f"{vocabulary}. Create the rows with the tokenizer of model.path."
-                )
+                wrong = top if bottom >= 0 else bottom
+                what = f"{row[0]}: token {wrong} is not among the model's {vocabulary}"
+                raise UserError(f"{what}. Create the rows with the tokenizer of model.path.")
         if not all(example.kinds[1:].any() for example in examples):
             unused.append(row[0])
     if len(unused) == len(train) + len(held_out):

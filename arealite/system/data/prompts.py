@@ -53,11 +53,9 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
     for task in long:
         length = len(tokenize(tokenizer, task.prompt))
         if length + budget > context:
-            raise UserError(
-                f"row {task.task_id}: its prompt has {length} tokens, with max_new_tokens {budget} "
-                f"that is over the server's context of {context}. Remove the row, lower {ANSWER} "
-                "or raise llm_server.context_length."
-            )
+            what = f"its prompt has {length} tokens, with max_new_tokens {budget} that is over"
+            fix = f"Remove the row, lower {ANSWER} or raise llm_server.context_length."
+            raise UserError(f"row {task.task_id}: {what} the server's context of {context}. {fix}")
 
 
 def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
@@ -101,10 +99,9 @@ def check_tokens(path: str, tasks: Sequence[Task]) -> None:
     for row, encoding in zip(rows, encode([str(row.prompt) for row in rows]), strict=True):
         if not encoding.ids or max(encoding.ids) >= size:
             found = max(encoding.ids, default="no token")
-            raise UserError(
-                f"row {row.task_id}: the tokenizer of model.path={path} makes {found} of its "
-                f"prompt; the model has {size} tokens. Remove the row, or use another tokenizer."
-            )
+            what = f"the tokenizer of model.path={path} makes {found} of its prompt"
+            what += f"; the model has {size} tokens"
+            raise UserError(f"row {row.task_id}: {what}. Remove the row, or use another tokenizer.")
 
 
 def longest_request(config: ExperimentConfig, tasks: Sequence[Task]) -> int | None:

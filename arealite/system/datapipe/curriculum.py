@@ -40,10 +40,9 @@ class Curriculum:
         for row, name in enumerate(self.class_of):
             self.rows[name].append(row)
         if len(self.rows) < 2:
-            raise UserError(
-                f"datapipe.curriculum.by={options.by}: all rows are of one class, "
-                f"'{self.class_of[0]}'. Set it to a key of extra_info with at least two values."
-            )
+            what = f"{options.by}: all rows are of one class, '{self.class_of[0]}'"
+            fix = "Set it to a key of extra_info with at least two values."
+            raise UserError(f"datapipe.curriculum.by={what}. {fix}")
         self.offered = Counter[str]()
         """By class: number of groups created."""
         self.recent: dict[str, dict[int, float]] = {}

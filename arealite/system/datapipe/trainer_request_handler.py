@@ -371,10 +371,8 @@ class TrainerRequestHandler:
         expected = sorted(h.trajectory_id for group in groups for h in group.headers)
         if sorted(report.trained) != expected:
             wrong = set(report.trained) ^ set(expected)
-            raise InvariantError(
-                f"step {report.step}: the trainer trained {len(report.trained)} trajectories, the "
-                f"batch has {len(expected)}; they differ in {sorted(wrong)[:3]}"
-            )
+            what = f"step {due}: the trainer trained {len(report.trained)} trajectories, the batch"
+            raise InvariantError(f"{what} has {len(expected)}; they differ in {sorted(wrong)[:3]}")
         self.store.mark_trained(report.step)
         self.store.ledger.train(report)
 

@@ -169,10 +169,9 @@ def audit(path: Path, *, new_only: bool = False, on_row: OnRow | None = None) ->
             db.execute("BEGIN")  # one snapshot for all queries
             return Audit(db, new_only).run(Guarantees.of(paths), max(saved, default=0), on_row)
     except sqlite3.Error as error:
-        raise UserError(
-            f"{path} cannot be read as a ledger: {error}.{_unreadable(path)} Restore a copy, or "
-            "export the newest checkpoint and begin another trial with it."
-        ) from error
+        what = f"{path} cannot be read as a ledger: {error}.{_unreadable(path)}"
+        fix = "Restore a copy, or export the newest checkpoint and begin another trial with it."
+        raise UserError(f"{what} {fix}") from error
 
 
 class Audit:

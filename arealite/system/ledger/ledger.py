@@ -83,9 +83,8 @@ class Ledger:
                 self._prepare(fingerprint)
                 on_error.pop_all()
         except (OSError, sqlite3.Error) as error:
-            raise UserError(
-                f"Cannot use the ledger {path}: {error}. Make the folder writable or free the disk."
-            ) from error
+            what = f"Cannot use the ledger {path}: {error}"
+            raise UserError(f"{what}. Make the folder writable or free the disk.") from error
 
     def _prepare(self, fingerprint: dict[str, str]) -> None:
         expected = {"schema": schema.SCHEMA_VERSION, **fingerprint}
@@ -102,10 +101,9 @@ class Ledger:
         stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
         for key, value in expected.items():
             if stored.get(key) != value:
-                raise UserError(
-                    f"The ledger {self.path} was started with {key}={stored.get(key)}, now it is "
-                    f"{value}. Restore the value, or choose another trial_name."
-                )
+                what = f"was started with {key}={stored.get(key)}, now it is {value}"
+                fix = "Restore the value, or choose another trial_name."
+                raise UserError(f"The ledger {self.path} {what}. {fix}")
         db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")
         self.boot = int(stored.get("boot", "0")) + 1
         self.set_meta("boot", str(self.boot))
@@ -269,10 +267,9 @@ class Ledger:
         except sqlite3.Error as error:
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            raise InvariantError(
-                f"cannot write the ledger {self.path}: {error}. No acknowledged result is lost: "
-                "free the disk or repair its permissions, then start the same trial again."
-            ) from error
+            what = f"cannot write the ledger {self.path}: {error}. No acknowledged result is lost"
+            fix = "free the disk or repair its permissions, then start the same trial again."
+            raise InvariantError(f"{what}: {fix}") from error
         self._transactions += 1
         if self._transactions % CHECK_LOG_EVERY == 0:
             self._limit_log()

@@ -109,10 +109,9 @@ class NameRegistry:
         if self.is_secured and read_secret(self.root) is None:
             for role in ("llm_server", "datapipe"):
                 if found := [e for e in self.list(role) if e.value.get("type") != "external"]:
-                    raise UserError(
-                        f"{role} {found[0].id} in {self.root} runs without a secret: it has "
-                        "cluster.security=off, or AReaLite 0.1.0. Stop it, or set trial_name."
-                    )
+                    what = f"{role} {found[0].id} in {self.root} runs without a secret"
+                    why = "it has cluster.security=off, or AReaLite 0.1.0"
+                    raise UserError(f"{what}: {why}. Stop it, or set trial_name.")
 
     def put(self, role: str, entry_id: str, value: Mapping[str, object]) -> None:
         """Write or renew a name, atomically.
