@@ -239,10 +239,9 @@ async def make_players(
         if name not in mine:
             agent = collector.seats.get(name, opponent)
             if agents.get(agent.type).trainable:
-                raise UserError(
-                    f"seat '{name}': agent.type={agent.type} needs the policy of a run. Use "
-                    f"seats.{name}.type=fixed_policy and its options, or scripted."
-                )
+                what = f"seat '{name}': agent.type={agent.type} needs the policy of a run"
+                fix = f"Use seats.{name}.type=fixed_policy and its options, or scripted."
+                raise UserError(f"{what}. {fix}")
             await factory.share(agent, stack)
             player.other = factory.make_agent(agent, seat)
     return players

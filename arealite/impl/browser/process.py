@@ -75,10 +75,9 @@ class Browser:
             await self._ensure_browser()
         except self._errors as error:
             why = self._pages.first_line(error)
-            raise UserError(
-                f"browser.executable={self.config.executable} does not start: {why}. Set the path "
-                "of a Chromium that starts on this host."
-            ) from error
+            what = f"browser.executable={self.config.executable} does not start: {why}"
+            fix = "Set the path of a Chromium that starts on this host."
+            raise UserError(f"{what}. {fix}") from error
 
     async def close(self) -> None:
         """Stop the browser."""

@@ -84,10 +84,8 @@ def read_token(name: str, section: str = "") -> str:
         UserError: The variable is not set.
     """
     if name and not os.environ.get(name):
-        raise UserError(
-            f"{section}token_env={name}: this environment variable is not set. Export it with the "
-            "server's token, or name another variable."
-        )
+        what = f"{section}token_env={name}: this environment variable is not set"
+        raise UserError(f"{what}. Export it with the server's token, or name another variable.")
     return os.environ.get(name, "")
 
 
@@ -100,10 +98,8 @@ def frame(kind: str, data: object, max_bytes: int) -> str:
     """
     raw = encode({"type": kind, "data": data})
     if len(raw) > max_bytes:
-        raise MessageTooLarge(
-            f"a message has {len(raw)} bytes, more than max_message_kb={max_bytes // 1024}. Raise "
-            "max_message_kb of the server and of the runtime."
-        )
+        what = f"a message has {len(raw)} bytes, more than max_message_kb={max_bytes // 1024}"
+        raise MessageTooLarge(f"{what}. Raise max_message_kb of the server and of the runtime.")
     return raw.decode()
 
 

@@ -63,10 +63,9 @@ class MCPServer:
             raise UserError(f"{error}. Correct env.tools.mcp.{self.name}.") from error
         listed = {tool.name: tool for tool in self._session.tools}
         if missing := set(self.config.tools).difference(listed):
-            raise UserError(
-                f"MCP server '{self.name}' has no tool {', '.join(sorted(missing))}. "
-                f"Set env.tools.mcp.{self.name}.tools to some of: {', '.join(sorted(listed))}."
-            )
+            what = f"MCP server '{self.name}' has no tool {', '.join(sorted(missing))}"
+            fix = f"Set env.tools.mcp.{self.name}.tools to some of: {', '.join(sorted(listed))}."
+            raise UserError(f"{what}. {fix}")
         return [MCPTool(self, listed[name]) for name in sorted(self.config.tools or listed)]
 
     async def call(self, tool: str, arguments: dict[str, object]) -> types.CallToolResult:

@@ -90,10 +90,8 @@ def build(source: str) -> sqlite3.Connection:
     path = Path(source).expanduser()
     documents = list(_folder(path) if path.is_dir() else _jsonl(path))
     if not documents:
-        raise UserError(
-            f"env.tools.search.path={path} has no documents. Name a JSONL file with rows, or a "
-            "folder of .txt and .md files."
-        )
+        what = f"env.tools.search.path={path} has no documents"
+        raise UserError(f"{what}. Name a JSONL file with rows, or a folder of .txt and .md files.")
     index = sqlite3.connect(":memory:", check_same_thread=False)
     columns = "id UNINDEXED, title, text, tokenize = 'porter unicode61'"
     index.execute(f"CREATE VIRTUAL TABLE texts USING fts5({columns})")

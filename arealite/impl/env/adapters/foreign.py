@@ -28,10 +28,8 @@ def seed_of(task: Task) -> int:
     """
     if isinstance(seed := task.extra_info.get("seed"), int):
         return seed
-    raise UserError(
-        f"{task.task_id}: extra_info.seed must be an integer. Add it to the row, or set "
-        "dataset.train=generated."
-    )
+    what = f"{task.task_id}: extra_info.seed must be an integer"
+    raise UserError(f"{what}. Add it to the row, or set dataset.train=generated.")
 
 
 class LibraryEnv(Env):
@@ -74,10 +72,8 @@ class LibraryEnv(Env):
         except UserError:
             raise
         except Exception as error:
-            raise UserError(
-                f"env.{self.package}: the environment cannot be constructed: {error}. Correct "
-                "env_id, factory or kwargs."
-            ) from error
+            what = f"env.{self.package}: the environment cannot be constructed: {error}"
+            raise UserError(f"{what}. Correct env_id, factory or kwargs.") from error
 
     @abstractmethod
     def check_env(self, env: object) -> None:

@@ -63,10 +63,9 @@ class OpenEnvEnv(Env):
             UserError: There are no addresses, or a container does not start.
         """
         if not (self.config.addresses or self.containers):
-            raise UserError(
-                "env.openenv.addresses=[]: env.type=openenv needs the addresses of its servers. "
-                "Set env.openenv.addresses=[host:port,…], or env.runtime.type=docker."
-            )
+            what = "env.openenv.addresses=[]: env.type=openenv needs the addresses of its servers"
+            fix = "Set env.openenv.addresses=[host:port,…], or env.runtime.type=docker."
+            raise UserError(f"{what}. {fix}")
         await self.servers.start()
         self._stack.push_async_callback(self.servers.close)
         if self.containers is not None:
