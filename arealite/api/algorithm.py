@@ -49,19 +49,12 @@ class LossConfig:
         """Yield the constraints on the policy loss."""
         cap, masks = self.behav_weight_cap, self.behav_weight == "mask"
         objective, is_plain = f"objective={self.objective}", self.objective == "reinforce"
-        yield (
-            self.dual_clip is None or self.objective == "ppo",
-            f"dual_clip requires objective=ppo, not {objective}. Use dual_clip=null.",
-        )
-        yield (
-            self.decoupled or not is_plain,
-            f"{objective} has no ratio, so decoupled=false leaves off-policy tokens uncorrected. "
-            "Use trainer.ppo.loss.decoupled=true.",
-        )
-        yield (
-            self.ratio == "token" or not is_plain,
-            f"ratio={self.ratio} has no effect with {objective}, which has no ratio. Use token.",
-        )
+        what = f"dual_clip requires objective=ppo, not {objective}"
+        yield self.dual_clip is None or self.objective == "ppo", f"{what}. Use dual_clip=null."
+        what = f"{objective} has no ratio, so decoupled=false leaves off-policy tokens uncorrected"
+        yield self.decoupled or not is_plain, f"{what}. Use trainer.ppo.loss.decoupled=true."
+        what = f"ratio={self.ratio} has no effect with {objective}, which has no ratio"
+        yield self.ratio == "token" or not is_plain, f"{what}. Use token."
         yield (
             not masks or (cap is not None and cap > 1),
             f"behav_weight=mask keeps tokens in [1/cap, cap]: behav_weight_cap={cap} must be "
@@ -90,11 +83,9 @@ class KLConfig:
             f"coef={self.coef} needs a reference policy. Use trainer.ppo.kl.reference=initial for "
             "the initial model of the run, or set it to a folder.",
         )
-        yield (
-            self.coef == 0 or self.place == "reward" or self.estimator != "k1",
-            "estimator=k1 has zero expected gradient in the loss. Use k2 or k3, or "
-            "trainer.ppo.kl.place=reward.",
-        )
+        what = "estimator=k1 has zero expected gradient in the loss"
+        fix = "Use k2 or k3, or trainer.ppo.kl.place=reward."
+        yield self.coef == 0 or self.place == "reward" or self.estimator != "k1", f"{what}. {fix}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,16 +57,11 @@ class CollectorConfig:
         """Yield the constraints on names of environments, temperature and concurrency."""
         bad = [name for name in self.envs if not re.fullmatch(r"[A-Za-z0-9_-]+", name)]
         yield not bad, f"envs.{''.join(bad[:1])}: use letters, digits, '_' and '-' only."
-        yield (
-            self.sampling.temperature > 0,
-            "sampling.temperature must be above 0: greedy sampling does not explore.",
-        )
+        what = "sampling.temperature must be above 0: greedy sampling does not explore."
+        yield self.sampling.temperature > 0, what
         least, most = self.autoscale.min_concurrency, self.concurrency
-        yield (
-            least <= most or not self.autoscale.enabled,
-            f"autoscale.min_concurrency={least} is above collector.concurrency={most}. Lower one "
-            "or raise the other.",
-        )
+        what = f"autoscale.min_concurrency={least} is above collector.concurrency={most}"
+        yield least <= most or not self.autoscale.enabled, f"{what}. Lower one or raise the other."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,11 +84,9 @@ class ExperimentConfig(TrialConfig):
     def constraints(self) -> Constraints:
         """Yield the constraints between sections, for a run with servers and workers."""
         trainer, ppo, launcher = self.trainer, self.trainer.ppo, self.launcher
-        yield (
-            trainer.type != "ppo" or ppo.max_staleness == 0,
-            f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}. "
-            "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo.",
-        )
+        what = f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}"
+        fix = "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
+        yield trainer.type != "ppo" or ppo.max_staleness == 0, f"{what}. {fix}"
         most, least = launcher.max_workers, launcher.rollout_workers
         yield (
             most == 0 or (most >= least and ppo.collector.autoscale.enabled),
@@ -98,14 +96,10 @@ class ExperimentConfig(TrialConfig):
         if ppo.publisher.type != "shared":
             return
         fsdp, key = ppo.engine.fsdp, "trainer.ppo.publisher.type=shared"
-        yield (
-            launcher.trainer_ranks == 1,
-            f"{key} needs launcher.trainer_ranks=1, not {launcher.trainer_ranks}.",
-        )
-        yield (
-            not (self.llm_server.addresses or launcher.llm_servers),
-            f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers.",
-        )
+        what = f"{key} needs launcher.trainer_ranks=1, not {launcher.trainer_ranks}."
+        yield launcher.trainer_ranks == 1, what
+        what = f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers."
+        yield not (self.llm_server.addresses or launcher.llm_servers), what
         yield (
             not fsdp.cpu_offload and (fsdp.dtype == "float32" or fsdp.lora.rank > 0),
             f"{key} generates from the trained parameters: use engine.fsdp.dtype=float32 or "

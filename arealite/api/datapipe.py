@@ -47,7 +47,5 @@ class DatapipeConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraint on `keep_payloads`."""
-        yield (
-            bool(re.fullmatch(r"all|[1-9]\d{0,8}", self.keep_payloads)),
-            f"keep_payloads={self.keep_payloads}: use all, or a number of at least 1.",
-        )
+        what = f"keep_payloads={self.keep_payloads}: use all, or a number of at least 1."
+        yield bool(re.fullmatch(r"all|[1-9]\d{0,8}", self.keep_payloads)), what

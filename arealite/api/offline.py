@@ -40,14 +40,10 @@ class SFTConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints on loss weights and turns."""
-        yield (
-            self.assistant_weight > 0 or self.next_state_weight > 0,
-            "assistant_weight and next_state_weight are both 0. Set one above 0.",
-        )
-        yield (
-            self.turns == "all" or not self.next_state_weight,
-            "turns=last trains no next states. Use turns=all, or next_state_weight=0.",
-        )
+        what = "assistant_weight and next_state_weight are both 0"
+        yield self.assistant_weight > 0 or self.next_state_weight > 0, f"{what}. Set one above 0."
+        what = "turns=last trains no next states. Use turns=all, or next_state_weight=0."
+        yield self.turns == "all" or not self.next_state_weight, what
 
 
 @dataclass(frozen=True, kw_only=True)

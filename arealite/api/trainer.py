@@ -87,25 +87,19 @@ class PPOConfig:
             f"reward.overlong_buffer={self.reward.overlong_buffer} must be at most "
             f"collector.sampling.max_new_tokens={sampling.max_new_tokens}.",
         )
-        yield (
-            group > 1 or not self.advantage.is_relative,
-            f"{kind} compares the episodes of a group, but collector.group_size is 1. "
-            "Use at least 2, or trainer.ppo.advantage.type=reinforce or gae.",
-        )
-        yield (
-            group > 1 or not self.filter_zero_variance,
-            "filter_zero_variance drops every group if collector.group_size is 1. Use "
-            "trainer.ppo.filter_zero_variance=false, or a larger group.",
-        )
+        what = f"{kind} compares the episodes of a group, but collector.group_size is 1"
+        fix = "Use at least 2, or trainer.ppo.advantage.type=reinforce or gae."
+        yield group > 1 or not self.advantage.is_relative, f"{what}. {fix}"
+        what = "filter_zero_variance drops every group if collector.group_size is 1"
+        fix = "Use trainer.ppo.filter_zero_variance=false, or a larger group."
+        yield group > 1 or not self.filter_zero_variance, f"{what}. {fix}"
         yield (
             self.advantage.gamma == 1 or not self.advantage.is_relative,
             f"advantage.gamma={self.advantage.gamma} has no effect with {kind}, which gives an "
             "episode one advantage. Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae.",
         )
-        yield (
-            self.critic.path is None or self.advantage.type == "gae",
-            f"critic.path is set, but {kind} has no critic. Use trainer.ppo.advantage.type=gae.",
-        )
+        what = f"critic.path is set, but {kind} has no critic. Use trainer.ppo.advantage.type=gae."
+        yield self.critic.path is None or self.advantage.type == "gae", what
 
 
 @dataclass(frozen=True, kw_only=True)
