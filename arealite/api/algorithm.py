@@ -29,9 +29,7 @@ class LossConfig:
     dual_clip: float | None = opt(None, "bound the loss at c·|A| for negative advantages", above=1)
     sapo_tau: float = opt(1.0, "SAPO's temperature for positive advantages", above=0)
     sapo_tau_neg: float = opt(1.05, "SAPO's temperature for negative advantages", above=0)
-    decoupled: bool = opt(
-        True, "recompute proximal logprobs; weight each token by the behaviour weight π_p/π_b"
-    )
+    decoupled: bool = opt(True, "recompute proximal logprobs; behaviour weight of tokens: π_p/π_b")
     behav_weight: Literal["truncate", "mask"] = opt(
         "truncate", "truncate: cap the behaviour weight (TIS); mask: no loss outside [1/cap, cap]"
     )

@@ -32,17 +32,13 @@ class DatapipeConfig:
     )
     max_failed_share: float = opt(0.5, "stop if more of the last 256 episodes failed", at_least=0)
     stall_timeout_s: float = opt(300.0, "stop if no leased episode finishes for this long", above=0)
-    wait_report_share: float = opt(
-        0.2, "log the slow episodes if this share of time is lost waiting for them", at_least=0
-    )
+    wait_report_share: float = opt(0.2, "log slow episodes if waiting takes this share", at_least=0)
     keep_payloads: str = opt(
         "all",
         "payloads (tokens) in the ledger: all, for replay and report of every step; a number N "
         "drops those of steps older than the N newest checkpoints",
     )
-    max_frame_mb: int = opt(
-        64, "limit of a trajectory, in MB; a token takes 17 bytes; larger ones fail", at_least=1
-    )
+    max_frame_mb: int = opt(64, "larger trajectories fail; a token takes 17 bytes", at_least=1)
     curriculum: CurriculumConfig = sub(CurriculumConfig, "order of tasks by success rate")
 
     def constraints(self) -> Constraints:

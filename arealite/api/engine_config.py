@@ -21,14 +21,10 @@ class OptimizerConfig:
     eps: float = opt(1e-8, "added to the square root of the second moment", above=0)
     weight_decay: float = opt(0.0, "decoupled weight decay, of matrices only", at_least=0)
     clip_grad_norm: float = opt(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
-    schedule: Literal["constant", "linear", "cosine"] = opt(
-        "constant", "schedule of the learning rate after the warm-up"
-    )
+    schedule: Literal["constant", "linear", "cosine"] = opt("constant", "of `lr` after the warm-up")
     warmup_steps: int = opt(10, "optimizer updates of linear warm-up", at_least=0)
     min_lr_ratio: float = opt(0.0, "final learning rate as a share of lr", at_least=0)
-    max_skipped_updates: int = opt(
-        5, "consecutive updates with non-finite gradients that stop the run; 0: never", at_least=0
-    )
+    max_skipped_updates: int = opt(5, "non-finite gradients in a row to stop; 0: never", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -61,17 +57,11 @@ class FSDPConfig:
     max_tokens_per_microbatch: int = opt(
         8192, "tokens of a micro-batch, padding included; a longer row gets its own", at_least=1
     )
-    layout: Literal["auto", "padded", "packed"] = opt(
-        "auto", "layout of a micro-batch; auto: packed on CUDA, padded on a CPU"
-    )
-    dtype: Literal["float32", "bfloat16"] = opt(
-        "float32", "data type of compute; master parameters are float32"
-    )
+    layout: Literal["auto", "padded", "packed"] = opt("auto", "auto: packed on CUDA, padded on CPU")
+    dtype: Literal["float32", "bfloat16"] = opt("float32", "of compute; master weights are float32")
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     cpu_offload: bool = opt(False, "keep parameters and optimizer state in the host's memory")
-    logits_chunk: int = opt(
-        2**25, "logits (tokens × vocabulary) computed at a time", at_least=1, at_most=2**40
-    )
+    logits_chunk: int = opt(2**25, "logits: tokens × vocabulary at once", at_least=1, at_most=2**40)
     lora: LoRAConfig = sub(LoRAConfig, "low-rank adapters")
 
 

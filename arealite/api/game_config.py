@@ -19,9 +19,7 @@ class MathEnvConfig:
     kinds: list[str] = sub(
         lambda: ["arithmetic", "algebra", "word", "multi_step"], "kinds of generated questions"
     )
-    levels: list[int] = sub(
-        lambda: [1, 2, 3], "levels of difficulty of generated questions, 1 to 5, equally likely"
-    )
+    levels: list[int] = sub(lambda: [1, 2, 3], "1 to 5, of generated questions; equally likely")
     instruction: str = opt(ANSWER, "text after each generated question")
 
 
@@ -58,12 +56,8 @@ class MatrixGameConfig:
         "prisoners_dilemma",
         "prisoners_dilemma, stag_hunt, chicken, matching_pennies or rock_paper_scissors",
     )
-    payoffs: dict[str, list[float]] = sub(
-        dict, "payoffs of your own game, by the two choices: {'stag stag': [4, 4], …}"
-    )
-    illegal_reward: float = opt(
-        -1.0, "reward for an unreadable choice; the other seat gets its mean payoff"
-    )
+    payoffs: dict[str, list[float]] = sub(dict, "your game by choices: {'stag stag': [4, 4], …}")
+    illegal_reward: float = opt(-1.0, "reward if unreadable; the other seat gets its mean payoff")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,9 +43,7 @@ class SGLangServerConfig:
     start_timeout_s: float = opt(600.0, "timeout of a server's start", above=0)
     silence_s: float = opt(30.0, "kill and restart a server that is silent this long", above=0)
     drain_timeout_s: float = opt(10.0, "time for open requests to end after SIGTERM", at_least=0)
-    max_restarts: int = opt(
-        10, "consecutive starts that fail within a minute; then the server is given up", at_least=0
-    )
+    max_restarts: int = opt(10, "consecutive starts failing in a minute; then give up", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,7 @@ class OfflineConfig:
     batch_size: int = opt(64, "rows (or pairs) of an optimizer update, of all ranks", at_least=1)
     max_tokens: int = opt(4096, "longest row; longer rows are cut at their end", at_least=1)
     eval_every_steps: int = opt(0, "steps between held-out losses; 0: at start and end", at_least=0)
-    checkpoint_every_steps: int = opt(
-        50, "steps between checkpoints; 0: only at the end and on Ctrl-C", at_least=0
-    )
+    checkpoint_every_steps: int = opt(50, "0: only at the end and on Ctrl-C", at_least=0)
     checkpoint_keep: int = opt(2, "number of checkpoints to keep, newest first", at_least=1)
     optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
     engine: TrainEngineConfig = sub(TrainEngineConfig, "train engine of the model")

@@ -33,9 +33,7 @@ class CodeEnvConfig:
     """Programs that are scored by test cases."""
 
     sandbox: SandboxConfig = sub(SandboxConfig, "sandbox of the programs")
-    levels: tuple[int, ...] = opt(
-        (1,), "levels of difficulty of generated programs, equally likely", at_least=1, at_most=5
-    )
+    levels: tuple[int, ...] = opt((1,), "of generated tasks, equally likely", at_least=1, at_most=5)
     case_timeout_s: float = opt(2.0, "timeout of one case; sandbox.timeout_s is for all", above=0)
     tolerance: float = opt(1e-6, "relative and absolute tolerance of numbers", at_least=0)
     partial: bool = opt(True, "reward the share of passed cases")
