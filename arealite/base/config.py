@@ -201,8 +201,29 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
 def save(config: Any, file: Path) -> None:
     """Write the whole resolved config as YAML, atomically."""
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    temporary.write_text(_as_yaml(config))
     temporary.replace(file)
+
+
+def _as_yaml(config: Any) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def values(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield each value of a tree with its dotted key."""
+    inner = cast(dict[str, object], value) if isinstance(value, dict) else {}
+    if not inner:
+        yield key, str(cast(object, value))
+    for name, each in inner.items():
+        yield from values(f"{key}.{name}" if key else name, each)
+
+
+def changes(file: Path, config: Any) -> Iterator[str]:
+    """Yield each option that has another value in a saved config, as `key=value (was value)`."""
+    before = dict(values("", yaml.safe_load(file.read_text())))
+    for key, value in values("", yaml.safe_load(_as_yaml(config))):
+        if before.get(key, value) != value:
+            yield f"{key}={value} (was {before[key]})"
 
 
 def extend(schema: type, parts: Parts) -> type:

@@ -56,11 +56,12 @@ def parse(
     )
     text = f"YAML file or preset (default: {default.stem}); may be repeated, later ones win"
     parser.add_argument("--config", action="append", metavar="NAME", help=text)
-    text = "dotted overrides; FILE.yaml is the same as --config FILE.yaml"
+    text = "dotted overrides; FILE.yaml or PRESET is the same as --config"
     parser.add_argument("words", nargs="*", metavar="key=value", help=text)
     check_flags(argv, schema)
     options = parser.parse_intermixed_args(argv)
-    files = [word for word in options.words if word.endswith((".yaml", ".yml")) and "=" not in word]
+    names = [word for word in options.words if "=" not in word]
+    files = [n for n in names if n.endswith((".yaml", ".yml")) or n in presets.names()]
     overrides = [word for word in options.words if word not in files]
     return Layers([*map(presets.find, [*(options.config or []), *files])] or [default], overrides)
 

@@ -18,6 +18,7 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
+from arealite.cli.fold import fold
 from arealite.impl.engine import checkpoint
 from arealite.system.ledger.ledger import connect, open_read_only
 from arealite.system.ledger.schema import SCHEMA_VERSION, VALID_CHECKPOINT
@@ -120,6 +121,8 @@ def prepare_folder(config: ExperimentConfig) -> ExperimentConfig:
     if newest:
         total = "" if config.trainer.is_offline else f" of {config.trainer.ppo.total_steps}"
         print(f"resuming after step {begin}{total}", flush=True)
+        if paths.config.exists() and (new := [*base_config.changes(paths.config, config)]):
+            print(fold(f"changed options: {', '.join(new)}"), flush=True)
     for step, file in paths.starts.items():
         if step > begin:
             file.unlink()

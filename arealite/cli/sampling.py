@@ -7,17 +7,18 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import name_dir
 from arealite.api.llm import SamplingConfig, clients
 from arealite.api.sampling import SamplingRunConfig
 from arealite.api.task import Task
+from arealite.base import config as base_config
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model
@@ -204,14 +205,5 @@ def facts(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> dict[
         "weights": hashlib.blake2b(files.encode(), digest_size=8).hexdigest(),
         "dataset_rows": rows["dataset_rows"],
         "dataset_digest": rows["dataset_digest"],
-        **dict(leaves("", options)),
+        **dict(base_config.values("", options)),
     }
-
-
-def leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield each value of a tree with its dotted key."""
-    inner = cast(dict[str, object], value) if isinstance(value, dict) else {}
-    if not inner:
-        yield key, str(cast(object, value))
-    for name, each in inner.items():
-        yield from leaves(f"{key}.{name}" if key else name, each)

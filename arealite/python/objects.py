@@ -45,8 +45,8 @@ def import_path(value: Any, option: str) -> str:
     raise UserError(
         f"{option}={name or repr(value)}: other processes cannot import a lambda, a function in a "
         f"function, or code of a notebook cell. Write a function or class at the top level of a "
-        f"file (in a notebook, begin a cell with %%writefile my_{option}.py), and import it, or "
-        f"pass {option}='my_{option}.py:NAME'."
+        f"file (in a notebook, begin a cell with %%writefile my_{option}.py), and import it"
+        + (", or pass reward='my_reward.py:NAME'." if option == "reward" else ".")
     )
 
 

@@ -58,6 +58,13 @@ def test_presets_of_command_line_and_stages_are_read() -> None:
     assert second.trainer.type == "sft"
 
 
+def test_preset_without_config_flag_is_read_like_a_file() -> None:
+    with_flag = configs.parse_stages(
+        ["--config", "demo", "seed=3"], command="train", description=""
+    )
+    assert configs.parse_stages(["demo", "seed=3"], command="train", description="") == with_flag
+
+
 def test_every_preset_is_listed_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

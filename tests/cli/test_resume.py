@@ -191,6 +191,20 @@ def test_each_start_saves_its_config_under_its_first_step(used: ExperimentConfig
     assert json.loads((paths.checkpoints / "step-000004" / "manifest.json").read_text())
 
 
+def test_resumed_run_prints_the_options_that_changed(
+    used: ExperimentConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume.prepare_folder(used)
+    assert "changed" not in capsys.readouterr().out
+    resume.prepare_folder(replace(used, seed=7, imports=["mine"]))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "changed options: " in out
+    assert f"seed=7 (was {used.seed})" in out
+    assert "imports=['mine'] (was [])" in out
+    resume.prepare_folder(replace(used, seed=7, imports=["mine"]))
+    assert "changed" not in capsys.readouterr().out
+
+
 def test_ledger_of_another_format_is_refused(used: ExperimentConfig) -> None:
     db = connect(run_paths(used).ledger)
     db.execute("UPDATE meta SET value = '3' WHERE key = 'schema'")
