@@ -162,13 +162,16 @@ def import_user_module(module: str, option: str) -> ModuleType:
     """Import a module, or a .py file, that an option names.
 
     Raises:
-        UserError: The module cannot be found, or its import fails.
+        UserError: The module cannot be found, its import fails, or its import has not ended (to
+            import it here could wait for the importing thread forever).
     """
     name, file = module, Path(module).expanduser().resolve()
     if is_file := module.endswith(".py"):
         name = file.stem
         if str(file.parent) not in sys.path:
             sys.path.insert(0, str(file.parent))
+    if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+        raise UserError(f"{option}: {name} is still being imported. Call AReaLite in a function.")
     try:
         found = importlib.import_module(name)
     except UserError:

@@ -23,7 +23,7 @@ from arealite.api.reward import rewards
 from arealite.api.trainer import trainers
 from arealite.base import registry
 from arealite.base.errors import UserError
-from arealite.base.registry import Registry, import_plugins
+from arealite.base.registry import Registry, import_plugins, import_user_module
 from arealite.cli import configs
 
 TABLES = [agents, clients, engines, envs, launchers, loggers, publishers, rewards, servers]
@@ -172,3 +172,24 @@ def test_part_without_options_inherits_those_of_its_base_class():
     assert table.options(SimpleNamespace(type="fraction", fraction=1)) == 1
     assert table.options(SimpleNamespace(type="other", fraction=1)) is None
     assert table.options(SimpleNamespace(type="mine", mine=2, fraction=1)) == 2
+
+
+def test_module_that_is_being_imported_is_refused_in_place_of_a_deadlock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imports_itself.py").write_text(
+        "from threading import Thread\n"
+        "from arealite.base.registry import import_user_module\n"
+        "found = []\n"
+        "def check():\n"
+        "    try:\n"
+        "        import_user_module(__name__, 'imports')\n"
+        "    except Exception as error:\n"
+        "        found.append(str(error))\n"
+        "thread = Thread(target=check, daemon=True)\n"
+        "thread.start()\n"
+        "thread.join(20)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (why,) = import_user_module("imports_itself", "imports").found
+    assert "still being imported" in why
