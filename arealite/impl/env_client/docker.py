@@ -40,7 +40,7 @@ def check_docker(config: RuntimeConfig) -> None:
     """Check that Docker runs and has the image.
 
     Raises:
-        UserError: It does not.
+        UserError: Docker does not run, or lacks the image.
     """
     if not config.image or config.image.startswith("-"):
         raise UserError(
@@ -50,7 +50,8 @@ def check_docker(config: RuntimeConfig) -> None:
     try:
         docker(config, "image", "inspect", config.image)
     except (OSError, subprocess.SubprocessError) as error:
-        why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+        is_said = isinstance(error, subprocess.CalledProcessError)  # else its stderr is bytes
+        why = f"{error}\n{error.stderr if is_said else ''}".strip().splitlines()[-1]
         raise UserError(
             f"env.runtime.type=docker: `{config.docker} image inspect {config.image}` failed: "
             f"{why.rstrip('.?')}. Start Docker (or set env.runtime.docker=podman) and pull or "
@@ -89,7 +90,8 @@ class Containers(Children):
         own = f"--filter=label={self._label}"
         for name in docker(self.runtime, "ps", "--all", own, "--format={{.Names}}").split():
             if not Path("/proc", name.split("-")[1]).exists():
-                docker(self.runtime, "rm", "--force", name)
+                with suppress(subprocess.SubprocessError):  # its guard is removing it
+                    docker(self.runtime, "rm", "--force", name)
 
     async def _launch(self) -> tuple[Child, str]:
         """Start a container; return it and its address when the server answers."""
@@ -118,10 +120,9 @@ class Containers(Children):
         return child, address
 
     async def _answers(self, address: str) -> bool:
-        try:
+        with suppress(aiohttp.ClientError, OSError, EOFError):
             return bool(await self._servers.get(ServerState(parse(address)), "health"))
-        except (aiohttp.ClientError, OSError, EOFError, TimeoutError):
-            return False
+        return False
 
     async def _remove(self, child: Running) -> None:
         await super()._remove(child)

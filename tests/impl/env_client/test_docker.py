@@ -29,6 +29,8 @@ from tests.waiting import eventually, has_exited
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[3]
 COLLECTOR = "trainer.ppo.collector"
+LEFTOVER = f"arealite-{2**30}-ab"
+"""Name of a container whose worker has exited: no process has this id."""
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +124,20 @@ async def test_containers_of_a_killed_worker_are_removed(
     await eventually(lambda: not containers(state))
 
 
+async def test_leftover_container_that_cannot_be_removed_does_not_stop_the_start(
+    state: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "busy"
+    program.write_text(
+        f"#!/bin/sh\n[ $1$2$3 = rm--force{LEFTOVER} ] && exit 1\n"
+        f'[ $1 = ps ] && exec echo {LEFTOVER}\nexec {tmp_path}/docker "$@"\n'
+    )
+    program.chmod(0o755)
+    async with contained(docker=str(program)) as collector:
+        assert await pid_of(collector)
+    assert not containers(state)
+
+
 async def test_container_that_exits_or_is_mute_is_a_user_error(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +190,17 @@ def test_missing_image_program_or_daemon_is_one_line_before_the_run(tmp_path: Pa
     with pytest.raises(UserError, match="failed: Is the docker daemon running") as raised:
         checked("image=a", f"docker={dead}")
     assert "\n" not in str(raised.value)
+
+
+def test_silent_daemon_is_one_line_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\necho 'connecting …' >&2\nexec sleep 600\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(docker_module, "COMMAND_S", 1.0)
+    with pytest.raises(UserError, match=r"failed: Command .* timed out after 1.0 seconds\. Start"):
+        checked("image=a", f"docker={silent}")
 
 
 def test_image_name_reaches_no_shell(tmp_path: Path) -> None:
