@@ -21,13 +21,14 @@ CHAT = ("tokens", "messages", "prompt", "completion", "chosen", "rejected")
 """Columns of a row of sft, dpo and reward."""
 PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "text")
 """Common names of the column with the prompt, for errors."""
-ROLES = {
-    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"},
-    **{"observation": "tool", "function_response": "tool"},
+ROLES = {"human": "user", "observation": "tool", "function_response": "tool"} | {
+    name: "assistant" for name in ("gpt", "chatgpt", "bing")
 }
 """Role of a chat message by ShareGPT's `from`; other values are roles already."""
 HUMANEVAL = ("prompt", "entry_point", "canonical_solution", "test")
 """Columns of HumanEval's rows. `task_id` is not required."""
+BESIDE_QUESTION = {"choices", "options", "context", "passage"}
+"""Columns that belong into the prompt: a row with a question and one of them is not recognised."""
 Row = dict[str, Any]
 _json = msgspec.json.Encoder().encode
 
@@ -47,7 +48,7 @@ def task_form(row: Row) -> tuple[str, Row]:
             extra = {"data_source": row["data_source"], **cast(Row, extra)}
         form = "verl rows: reward_model.ground_truth"
         return form, {**row, "ground_truth": as_text(truth), "extra_info": extra}
-    if {"question", "answer"} <= row.keys():
+    if {"question", "answer"} <= row.keys() and not BESIDE_QUESTION & row.keys():
         form, prompt, truth = "rows: question/answer", row["question"], row["answer"]
         if isinstance(truth, str) and "####" in truth:
             form = "GSM8K rows: question/answer, `####` answers"
@@ -67,8 +68,10 @@ def chat_row(row: Row) -> Row:
     if row.get("conversations") is None or any(map(row.get, CHAT[:3])):
         return row
     pair = {n: row[n] for n in ("chosen", "rejected") if isinstance(row.get(n), dict | list)}
-    every = {"prompt" if pair or "chosen" in row else "messages": row["conversations"], **pair}
-    return {**row, **{name: _from_sharegpt(value) for name, value in every.items()}}
+    system = [{"from": "system", "value": row["system"]}] if row.get("system") else []
+    name = "prompt" if pair or "chosen" in row else "messages"
+    own = {name: [*system, row["conversations"]], **pair}
+    return {**row, **{key: _from_sharegpt(value) for key, value in own.items()}}
 
 
 def chat_form(row: Row) -> str:

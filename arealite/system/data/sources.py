@@ -158,10 +158,10 @@ def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
         what = f"dataset.{split}={folder} is a folder without a dataset of save_to_disk"
         raise UserError(f"{what}. Name a file, or a folder that save_to_disk has written.")
     ipc = importlib.import_module("pyarrow.ipc")
-    files = [folder / each["filename"] for each in json.loads(state.read_text())["_data_files"]]
     try:
+        files = [folder / f["filename"] for f in json.loads(state.read_text())["_data_files"]]
         rows = [r for f in files for r in ipc.open_stream(f.read_bytes()).read_all().to_pylist()]
-    except OSError as error:
+    except (OSError, ValueError, KeyError) as error:  # errors of Arrow are ValueErrors
         what = f"{folder} is not a readable dataset: {one_line(error)}"
         raise UserError(f"{what}. Save it again.") from error
     yield from _numbered(folder, rows)
@@ -186,9 +186,8 @@ def one_line(error: Exception) -> str:
 
 
 def _pick_split(names: Sequence[str], split: str, where: str, mark: str) -> str:
-    for name in SPLITS.get(split, ("train",)):
-        if name in names:
-            return name
+    if found := [name for name in SPLITS.get(split, ("train",)) if name in names]:
+        return found[0]
     every = ", ".join(names)
     raise UserError(f"{where} has the splits {every}. Set dataset.{split}={where}{mark}NAME.")
 

@@ -16,6 +16,7 @@ from arealite.base.errors import UserError
 from arealite.system.data import chats
 from arealite.system.data.dataset import identity, load_tasks
 from arealite.system.data.forms import boxed, chat_form, chat_row, task_form
+from arealite.system.data.sources import read_rows
 from tests.system.data.test_dataset import jsonl, parquet
 
 USER = {"role": "user", "content": "1+1?"}
@@ -265,6 +266,23 @@ def test_folder_with_splits_gives_the_split_of_the_option(tmp_path: Path) -> Non
         load_tasks(str(tmp_path), "train")
 
 
+@pytest.mark.parametrize("file", ["state.json", "data-00001-of-00002.arrow"])
+def test_folder_with_a_broken_file_is_refused(tmp_path: Path, file: str) -> None:
+    folder = saved(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
+    (Path(folder) / file).write_text("{}")
+    with pytest.raises(UserError, match=r"saved is not a readable dataset: .*Save it again"):
+        list(read_rows(folder, "train"))
+
+
+@pytest.mark.parametrize("column", ["choices", "context"])
+def test_question_whose_prompt_needs_another_column_is_not_recognised(
+    tmp_path: Path, column: str
+) -> None:
+    path = jsonl(tmp_path, [{"question": "q", "answer": "a", column: "c"}])
+    with pytest.raises(UserError, match=r"no column `prompt`.*dataset.columns.prompt=question"):
+        load_tasks(path, "train")
+
+
 def test_folder_without_a_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a folder without a dataset of save_to_disk. Name a file"):
         load_tasks(str(tmp_path), "train")
@@ -348,6 +366,11 @@ ANSWERED = {"role": "assistant", "content": "b"}
             "ShareGPT rows: prompt/chosen/rejected",
         ),
         ({"conversations": [ASKED]}, {"messages": [ASKED]}, "ShareGPT rows: messages"),
+        (
+            {"conversations": SAID, "system": "s"},
+            {"messages": [{"role": "system", "content": "s"}, ASKED, ANSWERED]},
+            "ShareGPT rows: messages",
+        ),
         ({"prompt": "a", "completion": "b"}, {}, "rows: prompt/completion"),
         ({"messages": [ASKED], "x": 1}, {}, "rows: messages"),
     ],
