@@ -2,12 +2,13 @@
 
 A function gets the values that its parameters name:
 
-* `reward(completion, ground_truth)`: for one completion, and returns a number. Other parameters
+* `reward(completion, ground_truth)` scores one completion, and returns a number. Other parameters
   are `prompt`, `extra_info`, and the row's columns and keys of `extra_info`.
-* `reward(completions, prompts, …)`: TRL's form. Each argument is a list of one value, and so is the
-  result. A completion is a text, or a list of one message if the prompt is a chat.
+* `reward(completions, prompts, …)` has TRL's form. Each argument is a list of one value, and the
+  result is a list of one number. A completion is a text, or a list of one message if the prompt is
+  a chat.
 
-A path may also name a `Reward` class. A function that returns None has no opinion on the row.
+A path may also name a `Reward` class. If a function returns None, it does not count for the row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import inspect
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from traceback import extract_tb
-from typing import Any
+from typing import Any, SupportsFloat
 
 from arealite.api.reward import FunctionRewardConfig, Reward, Score
 from arealite.api.task import Task
@@ -37,7 +38,15 @@ class FunctionFailed(EpisodeError):
     failure_class = "reward_function"
 
 
-class FunctionReward(Reward):
+class _RowReward(Reward):
+    """A reward that reads the whole row."""
+
+    async def score(self, completion: str, ground_truth: str) -> float:
+        """Return the reward of a row without other columns."""
+        return await self.score_task(completion, Task("", "", ground_truth, {}))
+
+
+class FunctionReward(_RowReward):
     """Adds the weighted results of functions. Each result is a part with the function's name."""
 
     needs_truth = False
@@ -64,10 +73,6 @@ class FunctionReward(Reward):
     async def setup(self) -> None:
         """Set up the `Reward` classes."""
         await asyncio.gather(*(part.setup() for part in self.parts.values()))
-
-    async def score(self, completion: str, ground_truth: str) -> float:
-        """Return the reward of a row without other columns."""
-        return await self.score_task(completion, Task("", "", ground_truth, {}))
 
     async def score_task(self, completion: str, task: Task) -> float:
         """Return the weighted sum; its parts are the results without weights.
@@ -120,7 +125,7 @@ def make_part(path: str, threads: ThreadPoolExecutor) -> Reward:
     return _Function(path, target, threads)
 
 
-class _Function(Reward):
+class _Function(_RowReward):
     """One function."""
 
     def __init__(self, path: str, target: Any, threads: ThreadPoolExecutor) -> None:
@@ -168,10 +173,6 @@ class _Function(Reward):
                 "parameter a default, or name its column: dataset.columns.PARAMETER=COLUMN"
             ) from error
 
-    async def score(self, completion: str, ground_truth: str) -> float:
-        """Return the result for a row without other columns."""
-        return await self.score_task(completion, Task("", "", ground_truth, {}))
-
     async def score_task(self, completion: str, task: Task) -> float:
         """Call the function in a thread, and return its number.
 
@@ -194,8 +195,8 @@ class _Function(Reward):
         match value if self.is_batched else [value]:
             case [None]:
                 return NO_OPINION
-            case [int() | float() as number]:
-                return number
+            case [SupportsFloat() as number]:
+                return number if isinstance(number, float) else float(number)
         wanted = "a list with one number per completion" if self.is_batched else "a number or None"
         what = f"returned {value!r:.60}, and must return {wanted}"
         raise FunctionFailed(f"reward function {self.path} {what}")

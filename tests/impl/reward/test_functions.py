@@ -63,6 +63,9 @@ def not_a_list(completions, **kwargs):
 def numpy_number(completion):
     return np.float32(0.5)
 
+def numpy_list(completions, **kwargs):
+    return [np.float32(0.5)]
+
 def broken(completion):
     return completion.no_such
 
@@ -149,6 +152,7 @@ async def scored(file: Path, *names: str, task: Task = TASK, completion: str = "
         ("trl_async", 0.0),
         ("no_opinion", 0.0),
         ("numpy_number", 0.5),
+        ("numpy_list", 0.5),
         ("instance", 3.0),
         ("Whole", 2.0),
     ],

@@ -67,9 +67,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 async def gather(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
     """Run coroutines concurrently; when all have ended, return their lists as one."""
     ended = await asyncio.gather(*calls, return_exceptions=True)
-    for error in ended:
-        if isinstance(error, BaseException):
-            raise error
+    if errors := [each for each in ended if isinstance(each, BaseException)]:
+        raise errors[0]
     return [each for made in ended if isinstance(made, list) for each in made]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,9 +67,7 @@ class TimeLimit(Wrapper):
 class ScaleReward(Wrapper):
     """Multiplies rewards by `scale` and clips them to [-clip, clip]; each action adds `bias`."""
 
-    def __init__(
-        self, scale: float = 1.0, *, clip: float = float("inf"), bias: float = 0.0
-    ) -> None:
+    def __init__(self, scale: float = 1.0, *, clip: float = inf, bias: float = 0.0) -> None:
         self.scale, self.clip, self.bias = scale, clip, bias
 
     async def act(self, observation: object) -> Action:
