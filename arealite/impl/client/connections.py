@@ -49,7 +49,7 @@ class Pool:
         """Post a JSON body; return the status and the body of the reply.
 
         Raises:
-            OSError: The server cannot be reached, closed the connection, or replied no HTTP.
+            OSError: The server cannot be reached, closed the connection, or sent a malformed reply.
         """
         async with self._slots:
             loop, idle = asyncio.get_running_loop(), self._idle[endpoint.place]
@@ -94,7 +94,7 @@ class Head(NamedTuple):
 
 @lru_cache(maxsize=64)
 def read_head(text: bytes) -> Head:
-    """Parse status line and headers; replies of one server have few different ones a second."""
+    """Parse status line and headers. The cache hits often: most replies have equal headers."""
     first, *lines = text.decode("latin-1").lower().split("\r\n")
     pairs = (line.partition(":") for line in lines)
     headers = {name.strip(): value.strip() for name, _, value in pairs}
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
             elif self._head.length is not None and len(self._data) >= self._head.length:
                 self._finish(self._head, self._data, self._head.length)
         except ValueError as error:
-            self._fail(f"the reply is no HTTP: {error}")
+            self._fail(f"malformed HTTP reply: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the request, unless its reply ends with the connection."""

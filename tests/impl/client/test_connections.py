@@ -136,7 +136,7 @@ async def test_garbage_is_a_connection_error_or_waits(raw: bytes, is_body: bool)
 async def test_malformed_reply_fails_the_request_and_its_connection(site, raw: bytes) -> None:
     server = ByteServer(raw, PLAIN)
     async with site(server) as (pool, endpoint):
-        with pytest.raises(ConnectionError, match="no HTTP"):
+        with pytest.raises(ConnectionError, match="malformed HTTP"):
             await pool.post(endpoint, b"{}")
         assert await pool.post(endpoint, b"{}") == (200, b"hello")
     assert server.accepted == 2
