@@ -86,13 +86,9 @@ def batch_for_rank(
         seed: Seed of the run.
         waits: Metrics of the datapipe.
     """
-    group_ids = [header.group_id for header in headers]
-    minibatches, ranks = partition(
-        group_ids,
-        [header.num_tokens for header in headers],
-        updates=min(updates, len(set(group_ids))),
-        ranks=request.world_size,
-        seed=seed + request.step,
-    )
+    group_ids, tokens = [h.group_id for h in headers], [h.num_tokens for h in headers]
+    updates, seed = min(updates, len(set(group_ids))), seed + request.step
+    size = request.world_size
+    minibatches, ranks = partition(group_ids, tokens, updates=updates, ranks=size, seed=seed)
     mine = [index for index, rank in enumerate(ranks) if rank == request.rank]
     return Batch(request.step, headers, ranks, minibatches, mine, waits)

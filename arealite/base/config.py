@@ -188,9 +188,8 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
     """
     for item in overrides:
         if "=" not in item or item.startswith(("-", "=")):
-            raise UserError(
-                f"'{item}' is not an override. Write key=value, for example trainer.ppo.lr=1e-5."
-            )
+            fix = "Write key=value, for example trainer.ppo.lr=1e-5."
+            raise UserError(f"'{item}' is not an override. {fix}")
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, yaml.YAMLError) as error:

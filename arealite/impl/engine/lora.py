@@ -36,12 +36,9 @@ def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
             several experts in one parameter.
     """
     peft = import_optional("peft", extra_requirement("lora"))
-    made = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=list(config.targets),
-        task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM",
-    )
+    size = {"r": config.rank, "lora_alpha": config.alpha}
+    task = "SEQ_CLS" if head == "value" else "CAUSAL_LM"
+    made = peft.LoraConfig(**size, target_modules=list(config.targets), task_type=task)
     key = f"engine.fsdp.lora.targets {config.targets}"
     try:
         peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)

@@ -17,27 +17,11 @@ from pathlib import Path
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
+from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.leftovers import clear
-from arealite.impl.launcher.processes import (
-    TERMINATE_GRACE_S,
-    Child,
-    end_all,
-    rank_environments,
-    server_gpus,
-    server_overrides,
-    spawn,
-    threads,
-)
+from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.progress import Progress
-from arealite.impl.launcher.supervisor import (
-    ROLE,
-    STOPPING,
-    Budget,
-    HealthMonitor,
-    Role,
-    RoleFailed,
-    Supervisor,
-)
+from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
 from arealite.system.health import vitals
 from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.explain import explain
@@ -87,7 +71,7 @@ class LocalLauncher(Launcher, Supervisor):
 
     def _role(self, *names: str, leads: bool = False) -> Role:
         over = self.trained if leads else self.over
-        return Role(names, Budget(self.options.max_restarts, names[0]), leads, over)
+        return Role(names, supervisor.Budget(self.options.max_restarts, names[0]), leads, over)
 
     def run(self) -> int:
         """Run until the end.
@@ -112,14 +96,15 @@ class LocalLauncher(Launcher, Supervisor):
         await asyncio.to_thread(clear, self.config, *kinds)
         with self.progress.shown():
             options = self.options
-            monitor = HealthMonitor(self.vitals, self, options.silent_s, options.blocked_s)
+            limits = options.silent_s, options.blocked_s
+            monitor = supervisor.HealthMonitor(self.vitals, self, *limits)
             monitoring = asyncio.ensure_future(monitor.run())
             try:
                 code = await self._supervise_all()
             finally:
                 monitoring.cancel()
-                grace_s = 0.0 if self._stops > 1 else TERMINATE_GRACE_S
-                await end_all(self.children, self.stop, grace_s=grace_s)
+                grace_s = 0.0 if self._stops > 1 else processes.TERMINATE_GRACE_S
+                await processes.end_all(self.children, self.stop, grace_s=grace_s)
                 await asyncio.to_thread(clear, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a large ledger would block the loop
@@ -143,19 +128,19 @@ class LocalLauncher(Launcher, Supervisor):
         """Return the command line of one role. Other launchers put their own words before it."""
         arealite = [sys.executable, "-m", "arealite.cli.main"]
         if role == "llm_server":
-            return [*arealite, "serve-llm", *server_overrides(self.config)]
+            return [*arealite, "serve-llm", *processes.server_overrides(self.config)]
         return [*arealite, "role", role, str(index), str(self.paths.root)]
 
     async def start(self, role: Role) -> None:
         """Start all processes of a role."""
         if role.children:
             await asyncio.to_thread(clear, self.config)
-        shared, role.children = threads(self.options.trainer_threads), []
+        shared, role.children = processes.threads(self.options.trainer_threads), []
         count = len(role.names)
         own = [dict[str, str]()] * count
         if role is self.trainer:
             address, local = await self.rank_places()
-            own = rank_environments(count, address=address, local=local)
+            own = processes.rank_environments(count, address=address, local=local)
         for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
             (self.vitals / f"{name}.json").unlink(missing_ok=True)  # a predecessor's
@@ -169,9 +154,9 @@ class LocalLauncher(Launcher, Supervisor):
         role, _, index = name.rpartition("-")
         if role == "llm_server":
             count = self.options.llm_servers
-            environment = environment | server_gpus(int(index), count, ranks=self.local_ranks)
-            environment |= {ROLE: name}
-        return await spawn(name, command, log=log, environment=environment)
+            gpus = processes.server_gpus(int(index), count, ranks=self.local_ranks)
+            environment = environment | gpus | {supervisor.ROLE: name}
+        return await processes.spawn(name, command, log=log, environment=environment)
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         """Return `address` and `local` of `rank_environments`."""
@@ -200,7 +185,7 @@ class LocalLauncher(Launcher, Supervisor):
         """
         if role.leaving:
             return False
-        if dead.code in STOPPING:
+        if dead.code in supervisor.STOPPING:
             raise RoleFailed(dead.exit_report, dead.code)
         if self.trainer.ended or self.datapipe.ended:  # all steps are trained
             if dead.code != -self.stop:

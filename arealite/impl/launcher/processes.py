@@ -171,10 +171,7 @@ async def _started(
 
 
 async def end_all(
-    children: Sequence[Child],
-    number: int = signal.SIGTERM,
-    *,
-    grace_s: float = TERMINATE_GRACE_S,
+    children: Sequence[Child], number: int = signal.SIGTERM, *, grace_s: float = TERMINATE_GRACE_S
 ) -> None:
     """Send a signal to children, wait up to `grace_s`, then kill them and their children."""
     running = [child for child in children if child.running]
@@ -280,11 +277,9 @@ def needed_paths(config: ExperimentConfig) -> list[Path]:
 
 def not_shared(path: object, here: str, host: str) -> UserError:
     """Return the error for a path that exists on host `here` and not on `host`."""
-    return UserError(
-        f"{path} is not shared between {here} and {host}. The working directory, "
-        "cluster.run_root, cluster.name_root, model.path and Python must be on a file system that "
-        "every node mounts."
-    )
+    what = f"{path} is not shared between {here} and {host}"
+    needed = "The working directory, cluster.run_root, cluster.name_root, model.path and Python"
+    return UserError(f"{what}. {needed} must be on a file system that every node mounts.")
 
 
 def threads(count: int) -> dict[str, str]:

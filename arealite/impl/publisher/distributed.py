@@ -189,15 +189,8 @@ class GroupSender:
             await server.request_ok("/init_weights_update_group", body | offset)
 
         posted = self.submit(on_all(join))
-        job = partial(
-            groups.join,
-            listener,
-            self.name,
-            rank=0,
-            world_size=ranks[-1],
-            backend=self._backend,
-            seconds=seconds,
-        )
+        as_first = partial(groups.join, rank=0, world_size=ranks[-1], backend=self._backend)
+        job = partial(as_first, listener, self.name, seconds=seconds)
         joined: Future[Any] = Future()
         # A daemon: the process does not wait for a job that may block for long.
         threading.Thread(target=resolve, args=(joined, job), name="join group", daemon=True).start()

@@ -182,9 +182,8 @@ def check_form(address: str, addresses: Sequence[str]) -> None:
     host = r"\[[0-9a-fA-F:.]+\]|[\w.-]+"
     match = re.fullmatch(rf"(?:{host}):(\d{{1,5}})", address)
     if match is None or not 0 < int(match[1]) < 2**16:
-        raise UserError(
-            f"llm_server.addresses: {address!r} is not host:port, as in 10.0.0.7:30000."
-        )
+        what = f"llm_server.addresses: {address!r} is not host:port"
+        raise UserError(f"{what}, as in 10.0.0.7:30000.")
     if addresses.count(address) > 1:
         raise UserError(f"llm_server.addresses: {address} is given twice. Give it once.")
 

@@ -50,13 +50,9 @@ class GroupMember:
         """
 
         def join() -> None:
+            name, backend = self.name, self.backend
             self._group = groups.join(
-                address,
-                self.name,
-                rank=rank,
-                world_size=world_size,
-                backend=self.backend,
-                seconds=TIMEOUT_S,
+                address, name, rank=rank, world_size=world_size, backend=backend, seconds=TIMEOUT_S
             )
 
         try:

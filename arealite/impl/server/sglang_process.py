@@ -24,14 +24,7 @@ from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.launcher.processes import GUARD, Child, spawn
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
-from arealite.impl.server.sglang_api import (
-    Loads,
-    ModelInfo,
-    Models,
-    ServerInfo,
-    follow,
-    note_load,
-)
+from arealite.impl.server.sglang_api import Loads, ModelInfo, Models, ServerInfo, follow, note_load
 from arealite.system.health import vitals
 from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry

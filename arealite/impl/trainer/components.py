@@ -120,10 +120,6 @@ def make_engine(
 ) -> TrainEngine:
     """Load the model at `path` (None: at model.path); without `training` it is frozen."""
     options = _options(config)
-    return engines.get(options.type)(
-        getattr(options, options.type, options.fsdp),
-        model_path=path or config.model.path,
-        seed=config.seed,
-        training=training,
-        head=head,
-    )
+    make, own = engines.get(options.type), getattr(options, options.type, options.fsdp)
+    path = path or config.model.path
+    return make(own, model_path=path, seed=config.seed, training=training, head=head)

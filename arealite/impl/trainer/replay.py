@@ -116,13 +116,9 @@ def replay(
     ppo = config.trainer.ppo
     checkpoint = replace(ppo.checkpoint, every_steps=0, export=False)
     ppo = replace(ppo, checkpoint=checkpoint, token_stats=False)
-    config = replace(
-        config,
-        resume="auto",
-        cluster=replace(config.cluster, run_root=str(scratch)),
-        dataset=replace(config.dataset, eval=None),
-        trainer=replace(config.trainer, ppo=ppo),
-    )
+    cluster, dataset = replace(config.cluster, run_root=str(scratch)), config.dataset
+    config = replace(config, resume="auto", cluster=cluster, dataset=replace(dataset, eval=None))
+    config = replace(config, trainer=replace(config.trainer, ppo=ppo))
     trainer_class: Any = trainers.get(config.trainer.type)
 
     class Replayer(trainer_class):

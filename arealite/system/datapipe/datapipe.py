@@ -88,13 +88,10 @@ class Datapipe:
         self.ready = asyncio.Event()
         """Set once `address` accepts connections."""
         self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, self.train))
+        by_class = Curriculum(config, self.train) if config.datapipe.curriculum.by else None
+        seed, shuffle = config.seed, config.dataset.shuffle
         self.store = GroupStore(
-            self.ledger,
-            self.train,
-            ppo=ppo,
-            seed=config.seed,
-            shuffle=config.dataset.shuffle,
-            curriculum=Curriculum(config, self.train) if config.datapipe.curriculum.by else None,
+            self.ledger, self.train, ppo=ppo, seed=seed, shuffle=shuffle, curriculum=by_class
         )
         rows = list(self.eval)[: ppo.eval.num_prompts or None]
         self.evals = EvalScheduler(rows, samples=ppo.eval.samples, max_attempts=ppo.max_attempts)

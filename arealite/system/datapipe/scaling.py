@@ -119,11 +119,8 @@ class Scaling:
         names = [w.worker_id for w in self.workers.by_id.values() if w.route is not None]
         staying = [name for name in names if name != self._leaving]
         before, workers = self._scaler.target, max(len(staying), 1)
-        target = self._scaler.decide(
-            readings,
-            least=self.min_concurrency * workers,
-            most=self.max_concurrency * self.max_workers,
-        )
+        least, most = self.min_concurrency * workers, self.max_concurrency * self.max_workers
+        target = self._scaler.decide(readings, least=least, most=most)
         self._adapt_workers(target, names)
         each = min(max(math.ceil(target / workers), self.min_concurrency), self.max_concurrency)
         self.workers.set_limit(each, leaving=self._leaving)

@@ -317,10 +317,8 @@ class TrainerRequestHandler:
         """Return the reason why no trainer can start at `step`; "" if a trainer can."""
         known = self.store.num_trained_steps()
         if step > known:
-            return (
-                f"the trainer begins at step {step}, but {self.store.ledger.path} has only "
-                f"{known} trained steps: checkpoint and ledger are not of one trial"
-            )
+            what = f"the trainer begins at step {step}, but {self.store.ledger.path} has only"
+            return f"{what} {known} trained steps: checkpoint and ledger are not of one trial"
         newest = "SELECT IFNULL(MAX(step), 0) FROM checkpoints"
         (saved,) = self.store.ledger.connection.execute(newest).fetchone()
         if step >= saved:

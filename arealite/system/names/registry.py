@@ -73,12 +73,9 @@ class NameRegistry:
         cls, config: ExperimentConfig | ServerConfig, *, ttl_s: float | None = None
     ) -> NameRegistry:
         """Return the registry of a config's trial."""
-        return cls(
-            name_dir(config),
-            ttl_s=config.cluster.ttl_s if ttl_s is None else ttl_s,
-            is_secured=config.cluster.security,
-            key_env=getattr(config.llm_server, "api_key_env", ""),
-        )
+        ttl_s = config.cluster.ttl_s if ttl_s is None else ttl_s
+        key_env = getattr(config.llm_server, "api_key_env", "")
+        return cls(name_dir(config), ttl_s, is_secured=config.cluster.security, key_env=key_env)
 
     @cached_property
     def secret(self) -> Secret | None:

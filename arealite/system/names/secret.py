@@ -54,9 +54,8 @@ def read_secret(folder: Path) -> Secret | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the secret {path} cannot be read: {error}. Use another user.") from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise UserError(
-            f"{path} must be yours and of mode 0600. Run chmod 600, then arealite secret --rotate."
-        )
+        what = f"{path} must be yours and of mode 0600"
+        raise UserError(f"{what}. Run chmod 600, then arealite secret --rotate.")
     if not re.fullmatch(rf"[0-9a-f]{{{2 * NUM_BYTES}}}\s*", text):
         raise UserError(f"{path} is not a secret of {NUM_BYTES} bytes. Remove it.")
     return Secret(bytes.fromhex(text))
