@@ -50,17 +50,10 @@ class SharedPublisher(WeightPublisher):
             module.generation_config = GenerationConfig.from_pretrained(folder)
         self.config, threads = config.trainer.ppo.publisher, config.launcher.trainer_threads
         rows = self.config.shared.max_running_requests
-        served = ServerConfig(
-            experiment_name=config.experiment_name,
-            trial_name=config.trial_name,
-            seed=config.seed,
-            cluster=config.cluster,
-            model=config.model,
-            llm_server=LLMServerConfig(
-                host=config.cluster.bound,
-                embedded=EmbeddedServerConfig(max_running_requests=rows, num_threads=threads),
-            ),
-        )
+        same = ("experiment_name", "trial_name", "seed", "cluster", "model")
+        embedded = EmbeddedServerConfig(max_running_requests=rows, num_threads=threads)
+        own = LLMServerConfig(host=config.cluster.bound, embedded=embedded)
+        served = ServerConfig(**{name: getattr(config, name) for name in same}, llm_server=own)
         self.server = EmbeddedServer(served, shared=module)
         self._ready: Future[None] = Future()
         self._pause_s = self._stall_s = 0.0
