@@ -53,16 +53,15 @@ class LossConfig:
         yield self.decoupled or not is_plain, f"{what}. Use trainer.ppo.loss.decoupled=true."
         what = f"ratio={self.ratio} has no effect with {objective}, which has no ratio"
         yield self.ratio == "token" or not is_plain, f"{what}. Use token."
-        yield (
-            not masks or (cap is not None and cap > 1),
-            f"behav_weight=mask keeps tokens in [1/cap, cap]: behav_weight_cap={cap} must be "
-            "above 1, as in trainer.ppo.loss.behav_weight_cap=5.0.",
+        what = "behav_weight=mask keeps tokens in [1/cap, cap]"
+        fix = (
+            f"behav_weight_cap={cap} must be above 1, as in trainer.ppo.loss.behav_weight_cap=5.0."
         )
-        yield (
-            self.decoupled or not (masks or self.behav_weight_level == "sequence"),
-            "behav_weight=mask and behav_weight_level=sequence require the decoupled loss. Use "
-            "trainer.ppo.loss.decoupled=true, or remove them.",
-        )
+        yield not masks or (cap is not None and cap > 1), f"{what}: {fix}"
+        what = "behav_weight=mask and behav_weight_level=sequence require the decoupled loss"
+        is_used = masks or self.behav_weight_level == "sequence"
+        fix = "Use trainer.ppo.loss.decoupled=true, or remove them."
+        yield self.decoupled or not is_used, f"{what}. {fix}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +75,9 @@ class KLConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints on reference and estimator."""
-        yield (
-            self.coef == 0 or self.reference is not None,
-            f"coef={self.coef} needs a reference policy. Use trainer.ppo.kl.reference=initial for "
-            "the initial model of the run, or set it to a folder.",
-        )
+        what = f"coef={self.coef} needs a reference policy. Use trainer.ppo.kl.reference=initial"
+        fix = "for the initial model of the run, or set it to a folder."
+        yield self.coef == 0 or self.reference is not None, f"{what} {fix}"
         what = "estimator=k1 has zero expected gradient in the loss"
         fix = "Use k2 or k3, or trainer.ppo.kl.place=reward."
         yield self.coef == 0 or self.place == "reward" or self.estimator != "k1", f"{what}. {fix}"

@@ -88,11 +88,10 @@ class ExperimentConfig(TrialConfig):
         fix = "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
         yield trainer.type != "ppo" or ppo.max_staleness == 0, f"{what}. {fix}"
         most, least = launcher.max_workers, launcher.rollout_workers
-        yield (
-            most == 0 or (most >= least and ppo.collector.autoscale.enabled),
-            f"launcher.max_workers={most} must be at least launcher.rollout_workers={least}, and "
-            "needs collector.autoscale.enabled=true. Use 0 for a fixed number of workers.",
-        )
+        what = f"launcher.max_workers={most} must be at least launcher.rollout_workers={least}"
+        fix = "needs collector.autoscale.enabled=true. Use 0 for a fixed number of workers."
+        is_scaled = most >= least and ppo.collector.autoscale.enabled
+        yield most == 0 or is_scaled, f"{what}, and {fix}"
         if ppo.publisher.type != "shared":
             return
         fsdp, key = ppo.engine.fsdp, "trainer.ppo.publisher.type=shared"
@@ -100,11 +99,10 @@ class ExperimentConfig(TrialConfig):
         yield launcher.trainer_ranks == 1, what
         what = f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers."
         yield not (self.llm_server.addresses or launcher.llm_servers), what
-        yield (
-            not fsdp.cpu_offload and (fsdp.dtype == "float32" or fsdp.lora.rank > 0),
-            f"{key} generates from the trained parameters: use engine.fsdp.dtype=float32 or "
-            "lora.rank above 0, and cpu_offload=false.",
-        )
+        is_exact = fsdp.dtype == "float32" or fsdp.lora.rank > 0
+        fix = "use engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
+        what = f"{key} generates from the trained parameters: {fix}"
+        yield is_exact and not fsdp.cpu_offload, what
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,32 +72,25 @@ class PPOConfig:
         """Yield the constraints between sizes, advantage, filters and critic."""
         size, group, sampling = self.batch_size, self.collector.group_size, self.collector.sampling
         groups, kind = -(-size // group), f"advantage.type={self.advantage.type}"
-        yield (
-            size % group == 0,
-            f"collector.group_size {group} does not divide batch_size {size}: a batch holds whole "
-            f"groups. Use a multiple of {group}, as in trainer.ppo.batch_size={groups * group}.",
-        )
-        yield (
-            groups % self.updates == 0,
-            f"updates {self.updates} does not divide the {groups} groups of a batch "
-            f"(batch_size {size} / group_size {group}). Use a divisor of {groups}.",
-        )
-        yield (
-            self.reward.overlong_buffer <= sampling.max_new_tokens,
-            f"reward.overlong_buffer={self.reward.overlong_buffer} must be at most "
-            f"collector.sampling.max_new_tokens={sampling.max_new_tokens}.",
-        )
+        what = f"collector.group_size {group} does not divide batch_size {size}"
+        fix = f"Use a multiple of {group}, as in trainer.ppo.batch_size={groups * group}."
+        yield size % group == 0, f"{what}: a batch holds whole groups. {fix}"
+        what = f"updates {self.updates} does not divide the {groups} groups of a batch"
+        fix = f"(batch_size {size} / group_size {group}). Use a divisor of {groups}."
+        yield groups % self.updates == 0, f"{what} {fix}"
+        most, buffer = sampling.max_new_tokens, self.reward.overlong_buffer
+        what = f"must be at most collector.sampling.max_new_tokens={most}."
+        yield buffer <= most, f"reward.overlong_buffer={buffer} {what}"
         what = f"{kind} compares the episodes of a group, but collector.group_size is 1"
         fix = "Use at least 2, or trainer.ppo.advantage.type=reinforce or gae."
         yield group > 1 or not self.advantage.is_relative, f"{what}. {fix}"
         what = "filter_zero_variance drops every group if collector.group_size is 1"
         fix = "Use trainer.ppo.filter_zero_variance=false, or a larger group."
         yield group > 1 or not self.filter_zero_variance, f"{what}. {fix}"
-        yield (
-            self.advantage.gamma == 1 or not self.advantage.is_relative,
-            f"advantage.gamma={self.advantage.gamma} has no effect with {kind}, which gives an "
-            "episode one advantage. Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae.",
-        )
+        what = f"advantage.gamma={self.advantage.gamma} has no effect with {kind}, which gives an"
+        fix = "Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae."
+        is_fit = self.advantage.gamma == 1 or not self.advantage.is_relative
+        yield is_fit, f"{what} episode one advantage. {fix}"
         what = f"critic.path is set, but {kind} has no critic. Use trainer.ppo.advantage.type=gae."
         yield self.critic.path is None or self.advantage.type == "gae", what
 

@@ -106,10 +106,9 @@ def check_derived() -> None:
             base = TABLES[schema].base_of(name)
             read = getattr(schema(), base, None)
             if lacking := {*_fields(read)} - {*_fields(own)}:
-                raise UserError(
-                    f"{TABLES[schema].kind} '{name}': its config {own.__name__} has no option "
-                    f"'{min(lacking)}', which {base} reads. Derive it from {type(read).__name__}."
-                )
+                what = f"{TABLES[schema].kind} '{name}': its config {own.__name__} has no option"
+                fix = f"which {base} reads. Derive it from {type(read).__name__}."
+                raise UserError(f"{what} '{min(lacking)}', {fix}")
 
 
 def check_names(config: ExperimentConfig) -> None:
@@ -171,11 +170,9 @@ def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
             named = [str(run_paths(policies[-1]).export)]
             trainer = policies[-1].trainer
             if not trainer.is_offline and not trainer.ppo.checkpoint.export:
-                raise UserError(
-                    f"stage {number} has no model: the stage before has "
-                    "trainer.ppo.checkpoint.export=false. Set it to true there, or set model.path "
-                    "after --then."
-                )
+                what = "the stage before has trainer.ppo.checkpoint.export=false"
+                fix = "Set it to true there, or set model.path after --then."
+                raise UserError(f"stage {number} has no model: {what}. {fix}")
         if named:
             config = replace(config, model=replace(config.model, path=named[0]))
         if number < len(stages):

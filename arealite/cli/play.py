@@ -145,16 +145,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("env", metavar="ENV", help="name of the environment")
-    parser.add_argument(
-        "--seat", action="append", help="your seat; may be repeated; all: every one"
-    )
-    parser.add_argument(
-        "--opponent", default="scripted", help="agent of other seats; scripted: random choices"
-    )
+    parser.add_argument("--seat", action="append", help="your seat; repeatable; all: every one")
+    text = "agent of other seats; scripted: random choices"
+    parser.add_argument("--opponent", default="scripted", help=text)
     parser.add_argument("--seed", type=int, default=1, help="seed of the task and the opponent")
-    parser.add_argument(
-        "--task", metavar="FILE", help="tasks, as for dataset.train; default: generated tasks"
-    )
+    text = "tasks, as for dataset.train; default: generated tasks"
+    parser.add_argument("--task", metavar="FILE", help=text)
     parser.add_argument("--row", type=int, default=0, help="number of the task, from 0")
     parser.add_argument("words", nargs="*", metavar="key=value", help="options")
     return parser.parse_intermixed_args(argv)

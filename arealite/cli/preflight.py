@@ -139,11 +139,10 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     check_first_rows(config)
     tasks, held_out = load_split(config, "train"), load_split(config, "eval")
     if len(tasks) < ppo.num_groups:
-        raise UserError(
-            f"{config.dataset.train or 'dataset.rows'} has {len(tasks)} rows, a batch needs "
-            f"{ppo.num_groups} (batch_size {ppo.batch_size} / group_size "
-            f"{ppo.collector.group_size}). Use a smaller batch_size or more rows."
-        )
+        size = f"batch_size {ppo.batch_size} / group_size {ppo.collector.group_size}"
+        what = f"{len(tasks)} rows, a batch needs {ppo.num_groups} ({size})"
+        where = config.dataset.train or "dataset.rows"
+        raise UserError(f"{where} has {what}. Use a smaller batch_size or more rows.")
     if config.datapipe.curriculum.by:
         Curriculum(config, tasks)
     check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
@@ -207,11 +206,9 @@ def check_sources(config: ExperimentConfig) -> None:
     if not config.trainer.ppo.collector.envs:
         required(config.dataset.train, "dataset.train")
     elif config.dataset.train or config.dataset.eval or config.trainer.ppo.collector.seats:
-        raise UserError(
-            "collector.envs has several environments: set train, eval and seats of each of them "
-            "(trainer.ppo.collector.envs.NAME.train=…), not dataset.train, dataset.eval and "
-            "collector.seats."
-        )
+        what = "collector.envs has several environments: set train, eval and seats of each of them"
+        fix = "not dataset.train, dataset.eval and collector.seats."
+        raise UserError(f"{what} (trainer.ppo.collector.envs.NAME.train=…), {fix}")
 
 
 # ------------------------------------------------------------ this host
@@ -222,10 +219,9 @@ def check_run_folder(config: ExperimentConfig) -> int:
     root = run_paths(config).root
     free = check_folder(root, "run folder", "cluster.run_root")
     if free < MIN_FREE_BYTES:
-        raise UserError(
-            f"the disk of run folder {root} has {free >> 20} MiB free, a run needs at least "
-            f"{MIN_FREE_BYTES >> 20} MiB. Free some, or set cluster.run_root to another disk."
-        )
+        what = f"the disk of run folder {root} has {free >> 20} MiB free, a run needs at least"
+        fix = "Free some, or set cluster.run_root to another disk."
+        raise UserError(f"{what} {MIN_FREE_BYTES >> 20} MiB. {fix}")
     return free
 
 

@@ -80,10 +80,9 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     if not rows or (to is not None and to < 1):
         raise UserError(f"{paths.root} has no trained step to replay.")
     if dropped:
-        raise UserError(
-            f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads), but a "
-            "replay begins with step 1. Replay a run with keep_payloads=all."
-        )
+        what = f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads), but a"
+        fix = "Replay a run with keep_payloads=all."
+        raise UserError(f"{what} replay begins with step 1. {fix}")
     if missing := [step for step, _, fingerprint in rows if not fingerprint]:
         what = f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine computed none"
         raise UserError(f"{what}. Replay a run whose engine does.")

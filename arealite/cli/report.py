@@ -15,10 +15,8 @@ def main(argv: Sequence[str]) -> int:
     """Write the report of a run folder; print its path and size."""
     parser = run_parser("report", "Write a run's report: one HTML file that needs no network.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
-    parser.add_argument(
-        "--trajectories", type=int, default=10_000, metavar="N",
-        help="show at most N trajectories, in whole groups, evenly over the steps (10000)",
-    )  # fmt: skip
+    text = "show at most N trajectories, in whole groups, evenly over the steps (10000)"
+    parser.add_argument("--trajectories", type=int, default=10_000, metavar="N", help=text)
     options = parser.parse_args(argv)
     if options.trajectories < 0:
         parser.error(f"--trajectories {options.trajectories}: use a number of at least 0")

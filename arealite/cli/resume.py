@@ -64,15 +64,13 @@ def _check_identity(
 ) -> None:
     """Raise UserError if format or identity differ, or if payloads after `named` were dropped."""
     if (before := stored.get("schema")) != SCHEMA_VERSION:
-        raise UserError(
-            f"{root} was written by another version of AReaLite (format {before}, now "
-            f"{SCHEMA_VERSION}): use that version, choose another trial_name; or {hint}."
-        )
+        formats = f"format {before}, now {SCHEMA_VERSION}"
+        what = f"{root} was written by another version of AReaLite ({formats})"
+        raise UserError(f"{what}: use that version, choose another trial_name; or {hint}.")
     if named and step_of(named) < (dropped := int(stored.get("dropped", 0))):
-        raise UserError(
-            f"resume={named}: payloads of steps 1 to {dropped} were dropped (datapipe."
-            f"keep_payloads). Name a checkpoint from step-{dropped:06d} on; or {hint}."
-        )
+        what = f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads)"
+        fix = f"Name a checkpoint from step-{dropped:06d} on; or {hint}."
+        raise UserError(f"resume={named}: {what}. {fix}")
     for key, now in identity.items():
         if (before := stored.get(key)) != now:
             what = f"{root} was started with {key}={before}, now it is {now}"

@@ -30,13 +30,11 @@ def main(argv: Sequence[str]) -> int:
     """Show a run until its end, or until q or Ctrl-C."""
     parser = run_parser("top", "Show the state of a run until its end; q quits.")
     parser.add_argument("--once", action="store_true", help="print the panel once")
-    parser.add_argument(
-        "--every", type=float, default=2.0, metavar="S", help="seconds between updates (2)"
-    )
+    text = "seconds between updates (2)"
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help=text)
     parser.add_argument("--web", action="store_true", help="serve the report; it updates itself")
-    parser.add_argument(
-        "--port", type=int, metavar="N", help="serve the report at this port (any free port)"
-    )
+    text = "serve the report at this port (any free port)"
+    parser.add_argument("--port", type=int, metavar="N", help=text)
     options = parser.parse_args(argv)
     if not 0.1 <= options.every <= 3600.0:
         parser.error(f"--every {options.every:g} must be from 0.1 to 3600 seconds")

@@ -41,7 +41,5 @@ def translate(argv: Sequence[str], words: Sequence[Word]) -> tuple[list[str], se
 
 def describe(words: Sequence[Word]) -> str:
     """Return lines for the help of a command, one for each flag."""
-    rows = [
-        (f"{word.flags} {word.value}", word.options.replace("{}", word.value)) for word in words
-    ]
-    return "\n".join(f"    {flag:<25} {options}" for flag, options in rows)
+    rows = [(f"{each.flags} {each.value}", each.options, each.value) for each in words]
+    return "\n".join(f"    {flag:<25} {text.replace('{}', value)}" for flag, text, value in rows)

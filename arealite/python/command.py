@@ -49,10 +49,9 @@ def checked(check: Callable[[], T]) -> T:
         UserError: A process of a run, or the check itself, imports the calling script.
     """
     if NESTED in os.environ or threading.current_thread().name.startswith(CHECKER):
-        raise UserError(
-            "a process of a run imports this script, which would start another run. Move the calls "
-            'of arealite.train and others below `if __name__ == "__main__":`.'
-        )
+        what = "a process of a run imports this script, which would start another run"
+        fix = 'Move the calls of arealite.train and others below `if __name__ == "__main__":`.'
+        raise UserError(f"{what}. {fix}")
     with ThreadPoolExecutor(1, CHECKER) as thread:
         return thread.submit(check).result()
 

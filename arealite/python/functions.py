@@ -188,9 +188,8 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
     """
 
     def check() -> tuple[EnvServerConfig, list[str]]:
-        parts = [
-            registered(e, env_api.envs) for e in ([envs] if isinstance(envs, str | type) else envs)
-        ]
+        wanted = [envs] if isinstance(envs, str | type) else envs
+        parts = [registered(each, env_api.envs) for each in wanted]
         names, modules = [name for name, _ in parts], [each for _, more in parts for each in more]
         own = words(overrides, **{"server.port": port, "imports": modules or None})
         own += words({"environments": names} if names[1:] else {"env.type": names[0]})

@@ -42,12 +42,11 @@ def import_path(value: Any, option: str) -> str:
         home = module.__spec__.name if module and module.__spec__ else home  # python -m module
     if home and getattr(module, name, None) is value:
         return f"{home}:{name}"
-    raise UserError(
-        f"{option}={name or repr(value)}: other processes cannot import a lambda, a function in a "
-        f"function, or code of a notebook cell. Write a function or class at the top level of a "
-        f"file (in a notebook, begin a cell with %%writefile my_{option}.py), and import it"
-        + (", or pass reward='my_reward.py:NAME'." if option == "reward" else ".")
-    )
+    what = "a lambda, a function in a function, or code of a notebook cell"
+    fix = "Write a function or class at the top level of a file (in a notebook, begin a cell with "
+    fix += f"%%writefile my_{option}.py), and import it"
+    fix += ", or pass reward='my_reward.py:NAME'." if option == "reward" else "."
+    raise UserError(f"{option}={name or repr(value)}: other processes cannot import {what}. {fix}")
 
 
 def registered(value: Any, registry: Registry[Any]) -> tuple[str, list[str]]:
@@ -61,10 +60,11 @@ def registered(value: Any, registry: Registry[Any]) -> tuple[str, list[str]]:
         return value, []
     kind, name = registry.kind, registry.name_of(value)
     if name is None:
-        raise UserError(
-            f"{kind}={getattr(value, '__name__', value)} is not registered. Write "
-            f'@arealite.{kind}s.register("NAME") above the class, or pass a registered name.'
+        what = f"{kind}={getattr(value, '__name__', value)} is not registered"
+        fix = (
+            f'Write @arealite.{kind}s.register("NAME") above the class, or pass a registered name.'
         )
+        raise UserError(f"{what}. {fix}")
     module = import_path(value, kind).partition(":")[0]
     return name, [] if module.startswith("arealite.") else [module]
 

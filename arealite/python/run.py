@@ -106,9 +106,8 @@ class Run:
         newest, failed = shot.metrics.newest, sum(shot.failures.values())
         steps = {"step": shot.metrics.steps, "total_steps": shot.total_steps}
         shown = {name: newest[key] for name, key in SHOWN.items() if key in newest}
-        return Facts(
-            state=state or shot.state, **steps, **shown, failed_episodes=failed, folder=folder
-        )
+        state = state or shot.state
+        return Facts(state=state, **steps, **shown, failed_episodes=failed, folder=folder)
 
     @property
     def summary(self) -> Facts:

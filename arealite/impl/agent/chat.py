@@ -42,11 +42,9 @@ class ChatAgent(Agent):
             return self.read(await self.generate(prompt))
         if self.record.turns:
             return Action("", is_last=True)
-        raise ContextOverflow(
-            f"the first prompt has {len(prompt)} tokens. With sampling.max_new_tokens, that is "
-            f"{needed - cap} more than max_tokens={cap} of the agent. Raise max_tokens or lower "
-            "max_new_tokens."
-        )
+        what = f"the first prompt has {len(prompt)} tokens. With sampling.max_new_tokens, that is"
+        what += f" {needed - cap} more than max_tokens={cap} of the agent"
+        raise ContextOverflow(f"{what}. Raise max_tokens or lower max_new_tokens.")
 
     def read(self, response: LLMResponse) -> Action:
         """Add an answer to the conversation; return the action it means."""

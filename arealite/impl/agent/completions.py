@@ -87,17 +87,15 @@ class Completions:
         url = urlsplit(config.base_url)
         is_plain = url.hostname and not url.query and "@" not in url.netloc
         if url.scheme not in ("http", "https") or not is_plain:
-            raise UserError(
-                "fixed_policy.base_url must be http://HOST[:PORT]/… or https://…, without a key or "
-                "password in it. Put the key into the environment variable that "
-                "fixed_policy.api_key_env names."
-            )
+            what = "fixed_policy.base_url must be http://HOST[:PORT]/… or https://…, without a key"
+            fix = "Put the key into the environment variable that fixed_policy.api_key_env names."
+            raise UserError(f"{what} or password in it. {fix}")
         key = os.environ.get(config.api_key_env or "", "").strip()
         if config.api_key_env and not key:
-            raise UserError(
-                f"fixed_policy.api_key_env={config.api_key_env}: this environment variable is not "
-                "set. Export it where train.py is started."
+            what = (
+                f"fixed_policy.api_key_env={config.api_key_env}: this environment variable is not"
             )
+            raise UserError(f"{what} set. Export it where train.py is started.")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=config.connections)
         async with aiohttp.ClientSession(

@@ -41,10 +41,9 @@ class ScriptedAgent(Agent):
         turn, self.turn = self.turn, self.turn + 1
         options = config.answers if config.policy == "answers" else observe(observation).choices
         if not options:
-            raise UserError(
-                f"seat '{seat.name}', agent.type=scripted: policy={config.policy} needs an "
-                "environment that offers choices. Set policy=answers, or use another environment."
-            )
+            what = f"seat '{seat.name}', agent.type=scripted: policy={config.policy} needs an"
+            fix = "Set policy=answers, or use another environment."
+            raise UserError(f"{what} environment that offers choices. {fix}")
         if config.policy == "random":
             member = seat.episode_id.rpartition("/")[2]  # the part before it changes per attempt
             rng = random.Random(f"{config.seed}/{seat.group_id}/{member}/{seat.name}/{turn}")

@@ -63,10 +63,9 @@ class Browser:
             UserError: Playwright or Chromium is not installed, or the browser does not start.
         """
         if shutil.which(self.config.executable) is None:
-            raise UserError(
-                f"browser.executable={self.config.executable}: program not found. Install Debian's "
-                "package chromium-headless-shell, or set the path of another Chromium."
-            )
+            what = f"browser.executable={self.config.executable}: program not found"
+            fix = "Install Debian's package chromium-headless-shell, or set the path of another"
+            raise UserError(f"{what}. {fix} Chromium.")
         import_optional("playwright", extra_requirement("browser"))
         self._pages: Any = await asyncio.to_thread(import_module, "arealite.impl.browser.page")
         self._errors = (self._pages.Error, DeadlineError)

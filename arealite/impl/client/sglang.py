@@ -178,10 +178,9 @@ class SGLangClient(LLMClient):
             if wait.expired:
                 self._abort(server, rid)
             if asyncio.get_running_loop().time() >= generation.deadline:
-                raise ServerUnavailable(
-                    f"{request.request_id}: {server.address} did not finish before the deadline "
-                    f"({len(generation.output_ids)} tokens were sampled before)"
-                ) from outcome
+                what = f"{request.request_id}: {server.address} did not finish before the deadline"
+                count = f"{len(generation.output_ids)} tokens were sampled before"
+                raise ServerUnavailable(f"{what} ({count})") from outcome
             server.alive = False
             server.mark_entry_stale()
             self._directory.request_refresh()

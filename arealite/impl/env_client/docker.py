@@ -43,10 +43,9 @@ def check_docker(config: RuntimeConfig) -> None:
         UserError: Docker does not run, or lacks the image.
     """
     if not config.image or config.image.startswith("-"):
-        raise UserError(
-            f"env.runtime.image='{config.image}': runtime.type=docker needs the name of an image "
-            "that serves OpenEnv. Set env.runtime.image=NAME."
-        )
+        what = "runtime.type=docker needs the name of an image that serves OpenEnv"
+        where = f"env.runtime.image='{config.image}'"
+        raise UserError(f"{where}: {what}. Set env.runtime.image=NAME.")
     try:
         docker(config, "image", "inspect", config.image)
     except (OSError, subprocess.SubprocessError) as error:
@@ -112,10 +111,9 @@ class Containers(Children):
         except BaseException as error:
             await self._end(child)
             if isinstance(error, DeadlineError | UserError):
-                raise UserError(
-                    f"a container of env.runtime.image={runtime.image} does not answer /health at "
-                    f"port {runtime.port} (env.runtime.port): {error}."
-                ) from error
+                what = f"a container of env.runtime.image={runtime.image} does not answer /health"
+                where = f"port {runtime.port} (env.runtime.port)"
+                raise UserError(f"{what} at {where}: {error}.") from error
             raise
         return child, address
 

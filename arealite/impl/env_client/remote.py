@@ -60,10 +60,9 @@ class RemoteEnv(Env):
         self.seats, self.resumable = hosted.seats, hosted.resumable
         runtime = config.runtime
         if runtime.type == "remote" and not runtime.addresses:
-            raise UserError(
-                "env.runtime.type=remote needs env.runtime.addresses=[host:port,…]: the addresses "
-                f"of servers that `arealite serve env.type={config.type}` started."
-            )
+            what = "env.runtime.type=remote needs env.runtime.addresses=[host:port,…]"
+            fix = f"the addresses of servers that `arealite serve env.type={config.type}` started"
+            raise UserError(f"{what}: {fix}.")
         self.servers = ServerPool(runtime, Reply)
         self._stack = AsyncExitStack()
         self._hosted: Hosted | None = None
@@ -88,11 +87,10 @@ class RemoteEnv(Env):
                     await self.servers.wait_until(self._is_any_alive)
             except DeadlineError as error:
                 where = ", ".join(runtime.addresses) or "the worker's child processes"
-                raise UserError(
-                    f"env.runtime.type={runtime.type}: no server answers at {where} in "
-                    f"wait_s={runtime.wait_s}. Start the servers with `arealite serve`, or check "
-                    "env.runtime.addresses and env.runtime.token_env."
-                ) from error
+                what = f"no server answers at {where} in wait_s={runtime.wait_s}"
+                fix = "Start the servers with `arealite serve`, or check env.runtime.addresses and"
+                what = f"env.runtime.type={runtime.type}: {what}. {fix} env.runtime.token_env."
+                raise UserError(what) from error
             await self._read_metadata()
             self._stack = stack.pop_all()
 
@@ -118,21 +116,17 @@ class RemoteEnv(Env):
             try:
                 default = decode_hosted(await self.servers.get(server, "metadata"))
             except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
+                what = f"{server.name} does not describe its environment at /metadata"
                 is_unauthorized = getattr(error, "status", 0) == 401
-                why = "it needs another token; set env.runtime.token_env"
-                raise UserError(
-                    f"{server.name} does not describe its environment at /metadata: "
-                    f"{why if is_unauthorized else error}"
-                ) from error
+                fix = "it needs another token; set env.runtime.token_env"
+                raise UserError(f"{what}: {fix if is_unauthorized else error}") from error
             named = {each.name: each for each in default.environments}
             hosted = named.get(self.config.type, default)
             self._hosted = self._hosted or hosted
             if hosted != self._hosted or hosted.name != self.config.type:
-                raise UserError(
-                    f"{server.name} hosts environment {', '.join(named) or hosted.name} with seats "
-                    f"{hosted.seats}. "
-                    f"This run needs {self.config.type}, with the same seats in all servers."
-                )
+                found = f"{', '.join(named) or hosted.name} with seats {hosted.seats}"
+                fix = f"This run needs {self.config.type}, with the same seats in all servers."
+                raise UserError(f"{server.name} hosts environment {found}. {fix}")
             self.seats, self.resumable = hosted.seats, hosted.resumable
 
 

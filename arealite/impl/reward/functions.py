@@ -140,11 +140,9 @@ class _Function(_RowReward):
         self.is_batched = "completions" in kinds
         is_named = self.takes_all or {*kinds} & {"completion", "completions", "solution_str"}
         if not is_named or inspect.Parameter.POSITIONAL_ONLY in kinds.values():
-            raise UserError(
-                f"{OPTION}={path}: its parameters are ({', '.join(kinds)}), and none is named "
-                "`completion`. Write def f(completion, ground_truth), or TRL's "
-                "def f(completions, **columns)."
-            )
+            what = f"{OPTION}={path}: its parameters are ({', '.join(kinds)}), and none is named"
+            fix = "Write def f(completion, ground_truth), or TRL's def f(completions, **columns)."
+            raise UserError(f"{what} `completion`. {fix}")
 
     def arguments(self, completion: str, task: Task) -> dict[str, Any]:
         """Return the arguments of a call by name."""
@@ -168,10 +166,9 @@ class _Function(_RowReward):
         except TypeError as error:
             has = ["ground_truth"] * (task.ground_truth is not None)
             has = ", ".join([*has, *task.columns, *task.extra_info]) or "none"
-            raise EpisodeError(
-                f"reward function {self.path}: {error}. The row has the columns {has}. Give the "
-                "parameter a default, or name its column: dataset.columns.PARAMETER=COLUMN"
-            ) from error
+            what = f"reward function {self.path}: {error}. The row has the columns {has}. Give the"
+            fix = "parameter a default, or name its column: dataset.columns.PARAMETER=COLUMN"
+            raise EpisodeError(f"{what} {fix}") from error
 
     async def score_task(self, completion: str, task: Task) -> float:
         """Call the function in a thread, and return its number.

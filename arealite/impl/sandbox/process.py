@@ -73,11 +73,10 @@ class Sandbox:
             problem = f"a program cannot fork: {done.stderr[-300:]}"
         except SandboxFailed as error:
             problem = str(error)
-        raise UserError(
-            f"this host cannot confine programs: {problem}. Run `apt install bubblewrap` and allow "
-            "user namespaces. Or set sandbox.backend=unsafe: programs then run with all rights of "
-            "this user."
-        )
+        what = f"this host cannot confine programs: {problem}"
+        fix = "Run `apt install bubblewrap` and allow user namespaces. Or set"
+        other = "sandbox.backend=unsafe: programs then run with all rights of this user."
+        raise UserError(f"{what}. {fix} {other}")
 
     async def run(self, program: str, *, stdin: str = "") -> Outcome:
         """Run a program until it exits or reaches a limit. Cancelling this call kills the program.

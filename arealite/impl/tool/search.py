@@ -108,10 +108,9 @@ def _folder(path: Path) -> Iterator[tuple[str, str, str]]:
 
 def _jsonl(path: Path) -> Iterator[tuple[str, str, str]]:
     if not path.is_file():
-        raise UserError(
-            f"env.tools.search.path={path}: neither a file nor a folder. Name a JSONL file of "
-            '{"id": …, "title": …, "text": …}, or a folder of .txt and .md files.'
-        )
+        what = f"env.tools.search.path={path}: neither a file nor a folder"
+        row = '{"id": …, "title": …, "text": …}'
+        raise UserError(f"{what}. Name a JSONL file of {row}, or a folder of .txt and .md files.")
     for number, (where, row) in enumerate(jsonl_rows(path), start=1):
         if "text" not in row:
             raise UserError(f'{where}: a document needs "text"; "id" and "title" are optional.')

@@ -110,9 +110,8 @@ class LibraryEnv(Env):
         if not config.factory:
             if not config.env_id:
                 raise UserError(f"env.{self.package}: set env_id, or factory=module:callable.")
-            return partial(
-                import_optional(self.package, self.install).make, config.env_id, **config.kwargs
-            )
+            package = import_optional(self.package, self.install)
+            return partial(package.make, config.env_id, **config.kwargs)
         path, _, name = config.factory.partition(":")
         try:
             return partial(getattr(importlib.import_module(path), name), **config.kwargs)

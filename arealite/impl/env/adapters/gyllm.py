@@ -50,10 +50,8 @@ class GyLLMEnv(LibraryEnv):
         """
         actors = {*(getattr(env, "actors", None) or getattr(env, "agents", self.seats))}
         if actors != {*self.seats}:
-            raise UserError(
-                f"env.gyllm.seats={self.config.seats}: the environment's actors are "
-                f"{sorted(actors)}. Set seats to these names."
-            )
+            what = f"env.gyllm.seats={self.config.seats}: the environment's actors are"
+            raise UserError(f"{what} {sorted(actors)}. Set seats to these names.")
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's seed, then let actors act until no request needs an action.
@@ -123,9 +121,8 @@ def take(
         seat = request.actor.partition("::")[0]
         if seat not in agents or seat in asked:
             why = "it has another request" if seat in asked else f"the seats are {[*agents]}"
-            raise BadRequests(
-                f"a request for actor {request.actor}, but {why}. Do not batch environments."
-            )
+            what = f"a request for actor {request.actor}, but {why}"
+            raise BadRequests(f"{what}. Do not batch environments.")
         agent, info = agents[seat], request.info.items()
         parts = {name: float(part) for name, part in info if isinstance(part, int | float)}
         if (request.reward or parts) and (agent.record.turns or not agent.trainable):

@@ -100,14 +100,10 @@ def actions(space: Any, names: Sequence[str]) -> tuple[int, tuple[str, ...]]:
     if space is None or kind == "Text":
         return 0, ()
     if kind != "Discrete":
-        raise UserError(
-            f"env.gymnasium: the action space is {space}. Agents can write texts and numbers: use "
-            "an environment with a Text or Discrete action space."
-        )
+        what = f"env.gymnasium: the action space is {space}. Agents can write texts and numbers"
+        raise UserError(f"{what}: use an environment with a Text or Discrete action space.")
     first, count = int(space.start), int(space.n)
     if names and len(names) != count:
-        raise UserError(
-            f"env.gymnasium.actions has {len(names)} names, but the environment has {count} "
-            "actions. Name each action once."
-        )
+        what = f"env.gymnasium.actions has {len(names)} names, but the environment has {count}"
+        raise UserError(f"{what} actions. Name each action once.")
     return first, tuple(names) or tuple(str(first + i) for i in range(count))

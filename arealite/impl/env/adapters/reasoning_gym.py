@@ -109,10 +109,8 @@ class ReasoningGymEnv(Env):
         """
         seed, number = task.extra_info.get("seed"), task.extra_info.get("number")
         if not isinstance(seed, int) or not isinstance(number, int):
-            raise UserError(
-                f"{task.task_id}: env.type=reasoning_gym needs rows with extra_info.seed and "
-                ".number. Set dataset.train=generated."
-            )
+            what = f"{task.task_id}: env.type=reasoning_gym needs rows with extra_info.seed and"
+            raise UserError(f"{what} .number. Set dataset.train=generated.")
         name = self.config.dataset
         try:
             entry = entry_of(name, self._options, seed, number)
@@ -136,10 +134,9 @@ def check(config: ReasoningGymConfig) -> str:
     """
     name, options = config.dataset, msgspec.json.encode(config.options).decode()
     if name in FLAWED and not config.any_scorer:
-        raise UserError(
-            f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another dataset. Or set "
-            "any_scorer=true, if wrong rewards and running the model's programs do no harm."
-        )
+        what = f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another dataset"
+        fix = "set any_scorer=true, if wrong rewards and running the model's programs do no harm"
+        raise UserError(f"{what}. Or {fix}.")
     import_optional("reasoning_gym", extra_requirement("envs"))
     try:
         entry_of(name, options, 0, 0)

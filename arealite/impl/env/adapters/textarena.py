@@ -55,10 +55,9 @@ class TextArenaEnv(Env):
             raise
         except Exception as error:
             first = str(error).strip().splitlines()[:1]
-            raise UserError(
-                f"env.textarena.env_id={self.config.env_id} with players={self.config.players} "
-                f"cannot be constructed: {first}. Correct env_id, players or kwargs."
-            ) from error
+            what = f"env.textarena.env_id={self.config.env_id} with players={self.config.players}"
+            why = f"cannot be constructed: {first}"
+            raise UserError(f"{what} {why}. Correct env_id, players or kwargs.") from error
 
     def begin(self, seed: int) -> Game:
         """Create and reset a game. This call blocks."""

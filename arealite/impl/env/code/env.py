@@ -197,10 +197,9 @@ def read_cases(task: Task, seconds: float) -> Cases:
     if info.get("test") and entry:
         tests = [f"{info['test']}\ncheck(candidate)\n"]
     if not tests:
-        raise BrokenTests(
-            f"{task.task_id}: extra_info has no test cases. Add cases (with entry_point, or of "
-            "stdin and stdout), test (with entry_point) or test_list."
-        )
+        what = f"{task.task_id}: extra_info has no test cases"
+        known = "cases (with entry_point, or of stdin and stdout), test (with entry_point)"
+        raise BrokenTests(f"{what}. Add {known} or test_list.")
     setup = info.get("setup") or info.get("test_setup_code") or ""
     names = [entry] if entry else names_read([setup, *tests])
     if is_python(given):

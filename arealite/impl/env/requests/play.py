@@ -270,10 +270,9 @@ class Requests(AbstractContextManager["Requests"]):
         given = actions if isinstance(actions, Mapping) else {waiting[0]: actions}
         if wrong := sorted(map(str, {*given} ^ {*waiting})):
             what = "has no action" if wrong[0] in waiting else "does not have to act"
-            raise UserError(
-                f"step: '{wrong[0]}' {what}. Give one action to each actor whose Request needs "
-                f"one: {', '.join(waiting[:9])}{', …' if len(waiting) > 9 else ''}."
-            )
+            listed = ", ".join([*waiting[:9], *["…"][: len(waiting) > 9]])
+            fix = f"Give one action to each actor whose Request needs one: {listed}"
+            raise UserError(f"step: '{wrong[0]}' {what}. {fix}.")
         seeds = self._seeds if self._autoreset else iter(())
         return run(gather(game.step(given, seeds) for game in self.games if game.waits))
 
