@@ -11,7 +11,8 @@ __version__ = "0.2.0"
 _MODULES = {
     "python.functions": "train evaluate collect serve",
     "python.run": "Run",
-    "impl.env.requests": "make make_vec wrap Record ScaleReward TimeLimit TransformObservation",
+    "impl.env.requests.play": "make make_vec",
+    "impl.env.requests.wrappers": "wrap Record ScaleReward TimeLimit TransformObservation",
     "api.requests": "Request",
     "api.env": "Env StepEnv StepResult envs",
     "api.agent": "Agent agents",

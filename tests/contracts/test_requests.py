@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from arealite.api.browser_config import BrowserConfig
-from arealite.impl.env.requests import make
+from arealite.impl.env.requests.play import make
 from tests.contracts.test_env import ENVS
 from tests.fakes.env_servers import hosted
 from tests.fakes.foreign import ADAPTERS, installed

@@ -17,10 +17,7 @@ from tests.docs.tables import Row
 PAGE = tutorial.ROOT / "docs/features.md"
 SETUP, *PROJECTS = re.split(r"^(?=## )", PAGE.read_text(), flags=re.MULTILINE)[1:]
 PYTHON = ">>> "
-PROMPT = (
-    "import sys, arealite; from arealite.impl.env.requests import *; "
-    "exec(compile(sys.argv[1], 'row', 'single'))"
-)
+PROMPT = "import sys, arealite; from arealite import *; exec(compile(sys.argv[1], 'row', 'single'))"
 """Program that runs a line as Python's prompt does."""
 
 

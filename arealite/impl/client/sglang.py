@@ -98,10 +98,8 @@ class SGLangClient(LLMClient):
         model_config = await asyncio.to_thread(read_json, self._model_path)
         self._directory.vocab_size = vocab_size(model_config)
         await self._directory.start()
-        what = (
-            f"an llm server in {self._directory.registry.root} (start one with "
-            "arealite/launch_llm_server.py, under the same experiment and trial names)"
-        )
+        fix = "arealite/launch_llm_server.py, under the same experiment and trial names"
+        what = f"an llm server in {self._directory.registry.root} (start one with {fix})"
         with Wait(what, owner="llm client", seconds=self._server_wait_s):
             while not any(server.alive for server in self._router.servers.values()):
                 await self._directory.changed()

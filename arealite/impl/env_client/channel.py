@@ -194,11 +194,9 @@ class Channel(Generic[T]):
         """Return the error for a message without content: the session was closed."""
         code, name = self._socket.close_code, self.server.name
         if code == WSCloseCode.MESSAGE_TOO_BIG:
-            limit = self._config.max_message_kb
-            return MessageTooLarge(
-                f"{name}: a message is longer than max_message_kb={limit} of the runtime, or than "
-                "the server's server.max_message_kb. Raise both."
-            )
+            what = f"{name}: a message is longer than max_message_kb={self._config.max_message_kb}"
+            other = "the server's server.max_message_kb"
+            return MessageTooLarge(f"{what} of the runtime, or than {other}. Raise both.")
         if message.type in CLOSING:
             why = f"{code} {message.extra or ''}".strip()
             return EnvServerLost(f"{name} closed the session ({why})")

@@ -186,9 +186,8 @@ class ServerPool(Generic[T]):
         server.started += 1
         try:
             with Wait("a session", owner="episode", on=server.name, seconds=CONNECT_S):
-                socket = await self._session.ws_connect(
-                    server.url / "ws", max_msg_size=self.config.max_message_kb * 1024
-                )
+                size, url = self.config.max_message_kb * 1024, server.url / "ws"
+                socket = await self._session.ws_connect(url, max_msg_size=size)
         except BaseException as error:
             server.load -= 1
             if not isinstance(error, aiohttp.ClientError | OSError | DeadlineError):

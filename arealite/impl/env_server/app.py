@@ -159,10 +159,8 @@ class EnvServer:
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         """Answer each message of a socket until it closes or has been idle for `idle_s`."""
-        name = self._name(request)
-        socket = web.WebSocketResponse(
-            max_msg_size=self._max_bytes, compress=False, timeout=CLOSE_S
-        )
+        name, size = self._name(request), self._max_bytes
+        socket = web.WebSocketResponse(max_msg_size=size, compress=False, timeout=CLOSE_S)
         await socket.prepare(request)
         try:
             session = self._open(name)

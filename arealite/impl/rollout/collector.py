@@ -26,12 +26,7 @@ from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.base import errors, log
-from arealite.base.errors import (
-    DeadlineError,
-    EpisodeError,
-    EpisodeTimeout,
-    UserError,
-)
+from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.failures import FATAL, make_failure, root_error
@@ -231,10 +226,8 @@ class Collector:
         if kind not in self._logged:  # log only the first of each class
             self._logged.add(kind)
             trace = None if isinstance(error, EpisodeError) else error
-            task = lease.task.task_id
-            logger.warning(
-                "episode failed", failure=kind, task=task, error=str(error), exc_info=trace
-            )
+            known = {"failure": kind, "task": lease.task.task_id, "error": str(error)}
+            logger.warning("episode failed", **known, exc_info=trace)
         return failure
 
 

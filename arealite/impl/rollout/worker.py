@@ -104,10 +104,9 @@ class RolloutWorker:
                 key = (lease.lease_id, member)
                 if key in self._running:
                     continue  # the lease was sent twice
-                self._running[key] = task = episodes.create_task(
-                    self._run_member(lease, member, turns),
-                    name=f"episode {lease.group_id}/{member}",
-                )
+                episode = self._run_member(lease, member, turns)
+                task = episodes.create_task(episode, name=f"episode {lease.group_id}/{member}")
+                self._running[key] = task
                 task.add_done_callback(lambda _, key=key: self._running.pop(key))
 
     async def _run_member(self, lease: Lease, member: int, turns: list[bytes]) -> None:

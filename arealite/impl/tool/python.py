@@ -105,10 +105,8 @@ async def run_in_monty(monty: Any, pool: Any, limits: SandboxConfig, code: str) 
         ToolError: The program failed or exceeded a limit.
     """
     printed = monty.CollectString(limits.output_kb << 10)
-    bounds = {
-        "max_feed_duration_secs": limits.timeout_s,
-        "max_memory": min(limits.memory_mb, MONTY_MB) << 20,
-    }
+    most = min(limits.memory_mb, MONTY_MB) << 20
+    bounds = {"max_feed_duration_secs": limits.timeout_s, "max_memory": most}
     try:
         async with pool.checkout(limits=bounds, os_policy={"sleep": "zero"}) as shell:
             value = await shell.feed_run(code, print_callback=printed)

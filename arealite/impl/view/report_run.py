@@ -118,8 +118,7 @@ def read_ledger(ledger: Path) -> dict[str, object]:
     with closing(connect(ledger, read_only=True)) as db:
         examples = db.execute("SELECT class, MIN(detail) FROM failures GROUP BY class").fetchall()
         younger = ", ".join(f"SUM(step - oldest <= {age})" for age in range(AGES))
-        ages = db.execute(
-            f"SELECT step + 1, {younger}, COUNT(*) FROM {TRAINED} GROUP BY step"
-        ).fetchall()
+        select = f"SELECT step + 1, {younger}, COUNT(*) FROM {TRAINED} GROUP BY step"
+        ages = db.execute(select).fetchall()
     found = {"examples": dict(examples), "ages": list(zip(*ages, strict=True))}
     return {**asdict(report), "ok": report.ok, **found}

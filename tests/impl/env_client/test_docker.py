@@ -18,7 +18,7 @@ import pytest
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.cli import configs, preflight
-from arealite.impl.env.requests import make
+from arealite.impl.env.requests.play import make
 from arealite.impl.env_client import docker as docker_module
 from arealite.impl.rollout.collector import Collector
 from tests.fakes import docker_program

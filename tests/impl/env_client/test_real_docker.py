@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.impl.env.requests import make
+from arealite.impl.env.requests.play import make
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[3]

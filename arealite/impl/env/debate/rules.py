@@ -13,9 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-WORDS: dict[str, list[str]] = tomllib.loads(
-    Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
-)
+_FILE = Path(__file__).with_name("words.toml")
+WORDS: dict[str, list[str]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 FILLERS = frozenset(WORDS["fillers"])
 ENOUGH = 3
 """Number of different markers of one kind that gives the full score."""

@@ -23,9 +23,8 @@ from arealite.base.registry import unknown
 from arealite.impl.env.games.choices import chosen
 
 Payoffs = dict[tuple[str, str], tuple[float, float]]
-GAMES: dict[str, dict[str, list[float]]] = tomllib.loads(
-    Path(__file__).with_name("payoffs.toml").read_text(encoding="utf-8")
-)
+_FILE = Path(__file__).with_name("payoffs.toml")
+GAMES: dict[str, dict[str, list[float]]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 """Payoffs of row and column by game and by both choices, as "row column"."""
 
 
@@ -127,8 +126,9 @@ def payoffs(config: MatrixGameConfig) -> Payoffs:
         rows, columns = zip(*pairs, strict=True)
         whole = {*product(rows, columns)} == {*pairs}
     if not whole:
-        raise UserError(
-            "payoffs: each pair of choices needs two numbers, for row and column. Write "
-            "{'stag stag': [4, 4], 'stag hare': [0, 3], 'hare stag': [3, 0], 'hare hare': [2, 2]}."
+        form = (
+            "{'stag stag': [4, 4], 'stag hare': [0, 3], 'hare stag': [3, 0], 'hare hare': [2, 2]}"
         )
+        what = "payoffs: each pair of choices needs two numbers, for row and column"
+        raise UserError(f"{what}. Write {form}.")
     return pairs  # pyright: ignore[reportReturnType]

@@ -15,7 +15,7 @@ from arealite.api.episode import Action
 from arealite.api.observation import Observation
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.impl.env.requests import Requests, make, make_vec
+from arealite.impl.env.requests.play import Requests, make, make_vec
 from tests.fakes import env_hosts
 from tests.waiting import has_exited
 

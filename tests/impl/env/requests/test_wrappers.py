@@ -12,15 +12,13 @@ from msgspec import structs
 from arealite.api.env import envs
 from arealite.base.errors import UserError
 from arealite.impl.env.debate.env import DebateEnv
-from arealite.impl.env.requests import (
+from arealite.impl.env.requests.play import Requests, make, make_vec
+from arealite.impl.env.requests.wrappers import (
     Record,
-    Requests,
     ScaleReward,
     TimeLimit,
     TransformObservation,
     Wrapper,
-    make,
-    make_vec,
     wrap,
 )
 from tests.fakes import env_hosts
