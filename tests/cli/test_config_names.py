@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,10 @@ def test_presets_of_command_line_and_stages_are_read() -> None:
 
 
 def test_preset_without_config_flag_is_read_like_a_file() -> None:
-    with_flag = configs.parse_stages(
-        ["--config", "demo", "seed=3"], command="train", description=""
-    )
-    assert configs.parse_stages(["demo", "seed=3"], command="train", description="") == with_flag
+    lines = (["--config", "demo", "seed=3"], ["demo", "seed=3"])
+    one, other = (configs.parse_stages(line, command="train", description="")[0] for line in lines)
+    assert asdict(one) == asdict(other)
+    assert (other.experiment_name, other.seed) == ("demo", 3)
 
 
 def test_every_preset_is_listed_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
