@@ -87,3 +87,39 @@ def test_hints_name_the_package(bin_folder: Path, tmp_path: Path) -> None:
     assert shown.strip() == "'arealite[browser]'"
     shown = output(bin_folder / "arealite", "train", "--model", "m", cwd=tmp_path, code=2)
     assert shown == "error: --model is no option of the command. Write model.path=m.\n"
+
+
+SCRIPT = """\
+import sys
+
+import arealite
+from my_reward import in_order
+
+if __name__ == "__main__":
+    kit, names = sys.argv[1:]
+    numbers = [str(number) for number in range(123456, 123520)]
+    rows = [{"prompt": f"{n}=", "ground_truth": "".join(sorted(n))} for n in numbers]
+    options = {"trainer.ppo.total_steps": 2, "trainer.ppo.batch_size": 64}
+    run = arealite.train(
+        "demo", model=f"{kit}/model", dataset=rows, reward=in_order,
+        overrides={**options, "cluster.name_root": names},
+    )
+    print("audit:", run.summary["balanced"])
+    assert {row["step"] for row in run.trajectories(step=2)} == {2}
+    with arealite.make("tic_tac_toe") as env:
+        print([each.actor for each in env.reset(seed=1)])
+"""
+REWARD = """\
+def in_order(completion, ground_truth):
+    return float(completion == ground_truth)
+"""
+
+
+def test_python_api_trains_and_plays(bin_folder: Path, reader: Path) -> None:
+    (reader / "my_reward.py").write_text(REWARD)
+    (reader / "script.py").write_text(SCRIPT)
+    words = [reader / "runs/demo/kit-seed1", reader / "names"]
+    shown = output(bin_folder / "python", "script.py", *words, cwd=reader)
+    assert "step 2/2" in shown
+    assert "audit: True" in shown
+    assert "['x']" in shown
