@@ -48,9 +48,10 @@ def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
 
     shape = shape or TinyModel()
     tokenizer = make_tokenizer(shape.alphabet, context=shape.context, words=shape.words)
-    vocab_size = shape.vocab_size or len(tokenizer)
-    if vocab_size < len(tokenizer):
-        raise ValueError(f"vocab_size {vocab_size} is below the {len(tokenizer)} tokens")
+    tokens = len(tokenizer)
+    vocab_size = shape.vocab_size or tokens
+    if vocab_size < tokens:
+        raise ValueError(f"vocab_size {vocab_size} is below the tokenizer's {tokens} tokens")
     config = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=shape.hidden,
