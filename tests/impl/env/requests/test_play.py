@@ -17,7 +17,7 @@ from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.requests.play import Requests, make, make_vec
 from tests.fakes import env_hosts
-from tests.waiting import has_exited
+from tests.waiting import until_exited
 
 assert env_hosts is not None  # registers the environments
 
@@ -167,7 +167,7 @@ def test_environment_in_a_child_process_is_played_and_stopped() -> None:
         env.reset(task="pid")
         pid = int(str(env.step("go")[0].observation))
         assert pid != os.getpid()
-    assert has_exited(pid)
+    until_exited(pid)
 
 
 async def test_make_works_in_a_running_event_loop_as_in_a_notebook() -> None:
