@@ -165,11 +165,10 @@ def import_user_module(module: str, option: str) -> ModuleType:
         UserError: The module cannot be found, its import fails, or its import has not ended (to
             import it here could wait for the importing thread forever).
     """
-    name, file = module, Path(module).expanduser().resolve()
-    if is_file := module.endswith(".py"):
-        name = file.stem
-        if str(file.parent) not in sys.path:
-            sys.path.insert(0, str(file.parent))
+    file, is_file = Path(module).expanduser().resolve(), module.endswith(".py")
+    name, folder = file.stem if is_file else module, str(file.parent)
+    if is_new := is_file and folder not in sys.path:
+        sys.path.insert(0, folder)
     if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
         raise UserError(f"{option}: {name} is still being imported. Call AReaLite in a function.")
     try:
@@ -183,6 +182,8 @@ def import_user_module(module: str, option: str) -> ModuleType:
             why += "or PYTHONPATH, or be the path of a .py file."
         raise UserError(f"{option}: {why}") from error
     if is_file and Path(getattr(found, "__file__", None) or "").resolve() != file:
+        if is_new:  # later processes of this one would import the file in the other's place
+            sys.path.remove(folder)
         what = f"another module has the name {name}"
         raise UserError(f"{option}: {what}. Rename the file, or correct its path.")
     return found

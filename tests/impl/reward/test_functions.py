@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -257,16 +258,21 @@ async def test_episode_error_of_a_function_keeps_its_class(file: Path) -> None:
         ("{file}:unnamed", "its parameters are (answer, truth), and none is named `completion`"),
     ],
 )
-def test_unusable_path_is_refused(file: Path, path: str, says: str) -> None:
-    (file.parent / "math.py").write_text("def f(completion): return 1.0")
-    (file.parent / "bad.py").write_text("undefined")
-    path = path.format(file=file, folder=file.parent)
+def test_unusable_path_is_refused(
+    file: Path, path: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "math.py").write_text("def f(completion): return 1.0")
+    (tmp_path / "bad.py").write_text("undefined")
+    path = path.format(file=file, folder=tmp_path)
     if path == str(file):
         path = f"{file}:"
     with pytest.raises(UserError) as caught:
         make_reward(RewardConfig(type="function", function=FunctionRewardConfig(paths=[path])))
     assert str(caught.value).startswith(f"reward.function.paths={path}")
     assert says in str(caught.value) and "\n" not in str(caught.value)
+    if "math.py" in path:
+        assert str(tmp_path) not in sys.path, "a process started later would import this math"
 
 
 @pytest.mark.parametrize(
