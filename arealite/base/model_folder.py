@@ -35,10 +35,12 @@ def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
 def local_folder(path: str | None) -> str | None:
     """Return the folder of `model.path`; a Hugging Face id like Qwen/Qwen3-0.6B is downloaded once.
 
+    A path below an existing folder is no id: kit/modle is a misspelled folder if there is a kit.
+
     Raises:
         UserError: There is no such folder, and the hub has no such model or cannot be reached.
     """
-    if not path or not HUB_ID.fullmatch(path) or Path(path).exists():
+    if not path or not HUB_ID.fullmatch(path) or Path(path).parent.exists():
         return path
     hub: Any = importlib.import_module("huggingface_hub")
     try:

@@ -17,6 +17,14 @@ def test_folder_of_a_model_is_unchanged(tmp_path: Path) -> None:
     assert local_folder("no/such/folder") == "no/such/folder", "the run reports a missing folder"
 
 
+def test_misspelled_folder_beside_others_is_no_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kit").mkdir()
+    assert local_folder("kit/modle") == "kit/modle", "the run reports a missing folder"
+
+
 def test_model_of_the_hub_is_its_downloaded_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(name: str, **options: Any) -> str:
         assert "*.safetensors" in options["allow_patterns"]
