@@ -10,7 +10,7 @@ from arealite.api.observation import Observation
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What an actor observes and earns; returned by `reset` and `step` of `arealite.make`."""
+    """Observation and reward of an actor; returned by `reset` and `step` of `arealite.make`."""
 
     actor: str
     """Name of the seat; in a vector with the number of the environment, as in `x::env=2`."""

@@ -58,7 +58,7 @@ class Block:
 
     line: int
     language: str
-    """Of a cell of a notebook: cell."""
+    """The word "cell" for a cell of a notebook."""
     body: str
     file: str = ""
     """File that the block is written to; empty for commands and output."""

@@ -32,7 +32,7 @@ from arealite.system.health import waits
 TOKEN = "AREALITE_ENV_TOKEN"
 """Environment variable with the token of the worker's own child processes."""
 HOSTS = {"subprocess": Children, "docker": Containers}
-"""What runs the servers of a runtime; without an entry, the user does."""
+"""The code that starts the servers of a runtime; without an entry, the user starts them."""
 
 
 class Hosted(msgspec.Struct):

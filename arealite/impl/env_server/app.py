@@ -64,7 +64,7 @@ class EnvServer:
         self.config = config
         self.options = config.server
         self.envs = {name: make_env(config, env) for name, env in config.hosted.items()}
-        """By type; the first is the default."""
+        """The environments by type; the first is the default."""
         self._default = next(iter(self.envs))
         self.sessions: dict[str, Session] = {}
         self.port = 0

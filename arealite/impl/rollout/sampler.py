@@ -35,7 +35,7 @@ class ObservingCollector(Collector):
     """A collector that adds `next_state` to segments."""
 
     _seen: dict[tuple[str, int], dict[str, dict[int, str]]]
-    """By episode and seat: each observation, by the number of tokens sampled before it."""
+    """By episode and seat: observations by the number of tokens sampled before them."""
 
     async def run(
         self, lease: Lease, member: int, turns: Sequence[bytes] = ()

@@ -135,7 +135,7 @@ class Snapshot:
     findings: Sequence[Finding]
     """The blocking roles, the worst first."""
     now: str = ""
-    """What happens before the first step; "" after it."""
+    """The present activity of a run before its first step; "" after it."""
 
 
 class RunReader:

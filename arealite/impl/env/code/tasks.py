@@ -41,7 +41,7 @@ ENDS = {
     "return how many numbers are left": "len(values)",
     "return the largest number, or 0 if none is left": "max(values, default=0)",
 }
-"""By description: a Python expression of `values`, a list of integers."""
+"""Programs by description: a Python expression of `values`, a list of integers."""
 HELD_OUT = 8
 """One in HELD_OUT tasks is left out of the split train and used by all other splits. Level 1 alone
 has too few tasks for that."""
