@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -34,14 +35,15 @@ Job = tuple[int, Task, int]
 class ObservingCollector(Collector):
     """A collector that adds `next_state` to segments."""
 
-    _seen: dict[tuple[str, int], dict[str, dict[int, str]]]
-    """By episode and seat: observations by the number of tokens sampled before them."""
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._seen = dict[tuple[str, int], dict[str, dict[int, str]]]()
+        """The observations of each episode and seat, by the number of tokens sampled before."""
 
     async def run(
         self, lease: Lease, member: int, turns: Sequence[bytes] = ()
     ) -> tuple[Episode, list[bytes]]:
         """Run one episode; see Collector.run."""
-        self._seen = getattr(self, "_seen", {})
         episode, payloads = await super().run(lease, member, turns)
         seen = self._seen.pop((lease.group_id, member), {})
         for number, header in enumerate(episode.headers):

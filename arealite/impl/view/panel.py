@@ -77,7 +77,10 @@ def progress(shot: Snapshot) -> Iterator[Row]:
 
 
 def shares(shot: Snapshot) -> Iterator[Row]:
-    """Yield a bar per role, its time in the newest steps; before the first, what happens now."""
+    """Yield a bar for the time of each role in the newest steps.
+
+    Before the first step, yield the present activity of the run.
+    """
     if shot.now:
         yield 0, "now", Text(shot.now)
     lines = [*shot.metrics.recent]
