@@ -204,6 +204,25 @@ def save(config: Any, file: Path) -> None:
     temporary.replace(file)
 
 
+def save_changes(config: Any, file: Path) -> None:
+    """Write the options without their default values, for a process that may know fewer parts."""
+    file.write_text(OmegaConf.to_yaml(OmegaConf.create(_changed(config, None))))
+
+
+def _changed(config: Any, default: Any) -> dict[str, object]:
+    if type(default) is not type(config):  # extended by third-party parts
+        default = type(config)()
+    changed, values = dict[str, object](), dataclasses.asdict(config)
+    for name, all_values in values.items():
+        value, usual = getattr(config, name), getattr(default, name)
+        if dataclasses.is_dataclass(value):
+            if inner := _changed(value, usual):
+                changed[name] = inner
+        elif value != usual:
+            changed[name] = all_values
+    return changed
+
+
 def _as_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 

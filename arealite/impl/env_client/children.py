@@ -20,7 +20,7 @@ from arealite.api.env_server import EnvServerConfig, EnvServerOptions
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.trial import TrialConfig
 from arealite.base import log
-from arealite.base.config import save
+from arealite.base.config import save_changes
 from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import ServerState
 from arealite.impl.env_client.servers import ServerPool, parse
@@ -104,7 +104,7 @@ class Children:
     async def _launch(self) -> tuple[Child, str]:
         """Start a child; return it and its address when it listens."""
         with tempfile.NamedTemporaryFile(suffix=".yaml") as config:
-            save(self._config, Path(config.name))
+            save_changes(self._config, Path(config.name))
             words = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name]
             child = await spawn(self.name, words, log=None, environment={}, stdout=PIPE)
             try:

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import threading
+from dataclasses import dataclass
 
 import pytest
 
@@ -14,6 +15,7 @@ from arealite.api.env import Env, envs
 from arealite.api.episode import Action
 from arealite.api.observation import Observation
 from arealite.api.task import Task
+from arealite.api.tool import tools
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.requests.play import Requests, make, make_vec
 from tests.fakes import env_hosts
@@ -161,8 +163,18 @@ def test_wrong_name_or_option_is_one_line(name: str, options: dict, error: str) 
     assert "command line" not in str(raised.value)
 
 
+@dataclass(frozen=True)
+class HammerConfig:
+    """Options of a tool that only this process knows."""
+
+    weight: int = 1
+
+
 @pytest.mark.processes
-def test_environment_in_a_child_process_is_played_and_stopped() -> None:
+def test_environment_in_a_child_process_is_played_and_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(tools.configs, "hammer", HammerConfig)
     with make("host_moods", imports=[env_hosts.__name__], runtime={"type": "subprocess"}) as env:
         env.reset(task="pid")
         pid = int(str(env.step("go")[0].observation))
