@@ -1,0 +1,1 @@
+"""HTTP endpoints for agents that are written for the APIs of OpenAI and Anthropic."""

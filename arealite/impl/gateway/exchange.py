@@ -1,0 +1,168 @@
+"""The data between the parts of the gateway: one request and its answers, the same for each API.
+
+`apis` converts HTTP bodies to ChatRequests and answers to HTTP bodies. `conversation` converts a
+ChatRequest to a prompt. `parser` converts sampled tokens to Deltas and an Answer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from arealite.api.llm import LLMResponse
+from arealite.api.observation import ChatMessage
+
+
+class ApiError(Exception):
+    """A request that is refused. Each API has its own form for it.
+
+    Args:
+        status: HTTP status.
+        message: What is wrong, and the fix.
+        code: Machine-readable name, such as "context_length_exceeded".
+        headers: Further headers, such as Retry-After.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.headers = status, message, code, headers or {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """One request for answers."""
+
+    items: list[bytes]
+    """The history as the client sent it: JSON of each message or item, in its API's form. The
+    system prompt comes first."""
+    prompt: str | list[int] | None = None
+    """Text or tokens of /v1/completions, which has no messages."""
+    previous: str = ""
+    """`Answer.id` whose conversation the items continue; "": the items are the whole history."""
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """OpenAI function schemas: {"type": "function", "function": {"name", …}}."""
+    tool_choice: str = "auto"
+    """"auto", "none", "required", or "=NAME" for the tool that must be called."""
+    is_parallel: bool = True
+    """False: at most one tool call; further calls are text."""
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    is_stream: bool = False
+    logprobs: bool = False
+    options: Any = None
+    """The decoded body, for the API that made the request."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A tool call in an answer."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON of an object, as sampled if it is JSON there."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One parsed answer."""
+
+    id: str
+    """Unique id of the answer: letters and digits."""
+    thought: str
+    """Text of the thought without its markers; "" without one."""
+    text: str
+    """Text without thoughts, calls, the stop string and the token that ended the turn."""
+    calls: tuple[Call, ...]
+    stop_reason: Literal["stop", "stop_string", "calls", "length"]
+    stop_string: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that were taken from the conversation, not rendered anew."""
+    response: LLMResponse | None = None
+    malformed: int = 0
+    """Number of calls that could not be read and are part of the text."""
+
+    def message(self) -> ChatMessage:
+        """Return the answer as a message in the form of chat templates."""
+        message: ChatMessage = {"role": "assistant", "content": self.text}
+        if self.thought:
+            message["reasoning_content"] = self.thought
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": msgspec.json.decode(call.arguments),
+                    },
+                }
+                for call in self.calls
+            ]
+        return message
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """A part of a streamed answer. The deltas of a kind add up to the field of the Answer."""
+
+    kind: Literal["thought", "text", "call", "end"]
+    text: str = ""
+    call: Call | None = None
+    """A whole call, with kind "call"."""
+    answer: Answer | None = None
+    """The whole answer, with kind "end"."""
+    index: int = 0
+    """Number of the answer, below `ChatRequest.n`."""
+
+
+class Api(ABC):
+    """One HTTP API: its request and answer bodies, its events and its errors."""
+
+    @abstractmethod
+    def decode(self, body: bytes) -> ChatRequest:
+        """Decode a request.
+
+        Raises:
+            ApiError: The body is invalid (400), or asks for something that cannot be done.
+        """
+
+    @abstractmethod
+    def messages(self, item: bytes) -> Iterable[ChatMessage]:
+        """Convert one item of the history to messages in the form of chat templates.
+
+        `content` is a text. A message of the assistant may have `reasoning_content` and
+        `tool_calls` (arguments are objects); a message of role "tool" has `tool_call_id`.
+        Neighbouring messages of the assistant are merged by the caller.
+
+        Raises:
+            ApiError: 400: the item is invalid, or has an image or a file.
+        """
+
+    @abstractmethod
+    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
+        """Return the body of the answers (`request.n`)."""
+
+    @abstractmethod
+    def events(
+        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str
+    ) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream, each with its blank line."""
+
+    @abstractmethod
+    def error(self, error: ApiError) -> bytes:
+        """Return the body of an error."""
+
+    keep_alive = b": keep-alive\n\n"
+    """Sent while a stream has no other events."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return b"data: " + self.error(error) + b"\n\n"
