@@ -87,6 +87,8 @@ class Answer(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     """Tokens of the prompt that were taken from the conversation, not rendered anew."""
     response: LLMResponse | None = None
+    tokens: tuple[str, ...] = ()
+    """Text of each sampled token. The parser fills it where the request asks for logprobs."""
     malformed: int = 0
     """Number of calls that could not be read and are part of the text."""
 
@@ -126,6 +128,9 @@ class Delta(msgspec.Struct, frozen=True):
 class Api(ABC):
     """One HTTP API: its request and answer bodies, its events and its errors."""
 
+    request_type: type[msgspec.Struct]
+    """Type of the request's body, for its JSON schema."""
+
     @abstractmethod
     def decode(self, body: bytes) -> ChatRequest:
         """Decode a request.
@@ -152,9 +157,16 @@ class Api(ABC):
 
     @abstractmethod
     def events(
-        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str
+        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
     ) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of a stream, each with its blank line."""
+        """Yield the server-sent events of a stream, each with its blank line.
+
+        Args:
+            request: The request.
+            deltas: The deltas of all answers; the last one of each answer has kind "end".
+            model: Name of the model.
+            id: `Answer.id` of answer 0, which the first event needs.
+        """
 
     @abstractmethod
     def error(self, error: ApiError) -> bytes:
