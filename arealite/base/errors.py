@@ -81,9 +81,18 @@ class RewardNotFinite(EpisodeError):
 
 
 class ContextOverflow(EpisodeError):
-    """The request would not fit the server's context length."""
+    """The request would not fit the server's context length.
+
+    Args:
+        message: What exceeds the context, and the fix.
+        room: Number of new tokens for which the context has room.
+    """
 
     failure_class = "context_overflow"
+
+    def __init__(self, message: str, room: int = 0) -> None:
+        super().__init__(message)
+        self.room = room
 
 
 class GenerationRefused(EpisodeError):

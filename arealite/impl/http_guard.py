@@ -46,10 +46,8 @@ def guard(token: str, *hosts: str, is_page: bool = False) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if "Origin" in request.headers:
-            return refuse(request, 403, "requests of web pages are refused")
-        if not _is_own(request.headers.get("Host", ""), names):
-            return refuse(request, 403, "the Host header is not a name of this server")
+        if why := refusal_of_page(request, names):
+            return refuse(request, 403, why)
         sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
         sent = request.query.get("token", "") if is_page else sent
         is_known = hmac.compare_digest(sent.encode(errors="surrogateescape"), token.encode())
@@ -59,6 +57,15 @@ def guard(token: str, *hosts: str, is_page: bool = False) -> Middleware:
         return await handler(request)
 
     return check
+
+
+def refusal_of_page(request: web.Request, names: set[str]) -> str:
+    """Return why a request may be of a web page, or ""; `names` are the host's own names."""
+    if "Origin" in request.headers:
+        return "requests of web pages are refused"
+    if not _is_own(request.headers.get("Host", ""), names):
+        return "the Host header is not a name of this server"
+    return ""
 
 
 def _is_own(host: str, names: set[str]) -> bool:

@@ -52,7 +52,9 @@ class LimitedRunner(web.AppRunner):
     async def _serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Read the body, then answer; the connection is not idle during the answer."""
         if request.method == "POST":
-            request = request.clone(client_max_size=self._bodies.get(request.path, MAX_BODY))
+            limit = self._bodies.get(request.path, MAX_BODY)
+            if request.client_max_size != limit:
+                request = request.clone(client_max_size=limit)
             await request.read()
         self._idle_since[request.protocol] = math.inf
         try:

@@ -91,7 +91,7 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
     if context and len(ids) + request.sampling.max_new_tokens > context:
         what = f"{len(ids)} prompt tokens + {request.sampling.max_new_tokens} new ones exceed"
         fix = f"the context of {context}; lower sampling.max_new_tokens."
-        raise ContextOverflow(f"{request.request_id}: {what} {fix}")
+        raise ContextOverflow(f"{request.request_id}: {what} {fix}", context - len(ids))
 
 
 def sampling_params(config: SamplingConfig, used: int) -> dict[str, object]:
