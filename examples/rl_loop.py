@@ -30,9 +30,9 @@ from arealite.algo.reduction import token_weights  # noqa: E402
 from arealite.api.algorithm import LossConfig  # noqa: E402
 from arealite.api.engine import Sequence, Training  # noqa: E402
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig  # noqa: E402
-from arealite.api.episode import Turn  # noqa: E402
 from arealite.api.llm import LLMResponse  # noqa: E402
 from arealite.api.trajectory import Segment  # noqa: E402
+from arealite.api.turns import Turn  # noqa: E402
 from arealite.impl.demo.sorting import answer, draw, held_out, make_kit, question  # noqa: E402
 from arealite.impl.engine.fsdp import FSDPEngine  # noqa: E402
 from arealite.impl.rollout.collector import make_segments  # noqa: E402

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.agent_config import AgentConfig
 from arealite.api.checked import checked
-from arealite.api.episode import Action, Record, Seat, Turn, finite
+from arealite.api.episode import Action, Record, Seat, finite
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse, clients
 from arealite.base.registry import Registry
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from arealite.api.config import ExperimentConfig
+    from arealite.api.llm import SamplingConfig
+    from arealite.api.turns import Origin
 
 
 class Agent(ABC):
@@ -34,7 +38,7 @@ class Agent(ABC):
         self.client = client
         self.tokenizer = tokenizer
         self.seat = seat
-        self.record = Record(recorded=seat.recorded)
+        self.record = Record(recorded=[*seat.recorded])
 
     @classmethod
     def share(cls, args: ExperimentConfig, config: Any) -> AbstractAsyncContextManager[Any] | None:
@@ -64,36 +68,38 @@ class Agent(ABC):
         for name, part in parts.items():
             self.record.reward_parts[name] = self.record.reward_parts.get(name, 0.0) + part
 
-    async def generate(self, input_ids: list[int]) -> LLMResponse:
-        """Generate a completion of `input_ids` with the seat's sampling options; record the turn.
+    async def generate(
+        self,
+        input_ids: list[int],
+        *,
+        sampling: SamplingConfig | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+        origin: Origin | None = None,
+    ) -> LLMResponse:
+        """Generate a completion of `input_ids` and record the turn. Concurrent calls are allowed.
 
         If an earlier attempt of the episode recorded this generation, its tokens are reused.
+
+        Args:
+            input_ids: The prompt. Do not change this list later.
+            sampling: None: the seat's sampling options.
+            on_tokens: Called with each piece of sampled ids, in order, each token exactly once.
+            origin: Where the tokens of the prompt come from; None: compared with earlier turns.
         """
         record, seat, begin = self.record, self.seat, time.perf_counter()
-        index, temperature = record.generations, seat.sampling.temperature
-        resumed = record.recall(input_ids, seat.sampling) if record.recorded else None
-        record.generations += 1
-        if resumed is not None and resumed.stop_reason:
-            record.turns.append(Turn(input_ids, resumed, temperature, index=index, is_stored=True))
-            return resumed
-
-        def store_partial(partial: LLMResponse) -> None:
-            record.partial[index] = Turn(input_ids, partial, temperature, index=index)
-
-        request = LLMRequest(
-            request_id=f"{seat.episode_id}/{seat.name}/{index}",
-            group_id=seat.group_id,
-            input_ids=input_ids,
-            sampling=seat.sampling,
-            min_version=seat.min_version,
-            resumed=resumed,
-            on_partial=store_partial,
-        )
-        response = await self.client.generate(request)
-        record.seconds_generating += time.perf_counter() - begin
-        record.partial.pop(index, None)
-        record.turns.append(Turn(input_ids, response, temperature, index=index))
-        return response
+        sampling = sampling or seat.sampling
+        turn = record.begin(input_ids, sampling, origin)
+        resumed = turn.response if turn.response.output_ids else None
+        if on_tokens is not None and resumed is not None:
+            on_tokens(resumed.output_ids)
+        if not turn.response.stop_reason:
+            request_id = f"{seat.episode_id}/{seat.name}/{turn.index}"
+            what = request_id, seat.group_id, input_ids, sampling, None, seat.min_version
+            store = partial(record.store_partial, turn)
+            turn.response = await self.client.generate(LLMRequest(*what, resumed, store, on_tokens))
+            record.seconds_generating += time.perf_counter() - begin
+        record.add(turn)
+        return turn.response
 
 
 agents: Registry[Agent] = Registry(

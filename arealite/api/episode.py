@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -12,6 +9,7 @@ import msgspec
 
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.observation import ToolCall
+from arealite.api.turns import NOTHING, Origin, StoredTurn, Turn
 from arealite.base.errors import RewardNotFinite
 
 
@@ -28,55 +26,22 @@ class Action(msgspec.Struct, frozen=True):
     """Whether the agent has reached its limit of turns or tokens and does not act again."""
 
 
-class Turn(msgspec.Struct):
-    """One generation of an agent, and its reward."""
-
-    input_ids: list[int]
-    response: LLMResponse
-    temperature: float
-    reward: float = 0.0
-    index: int = 0
-    """Number of the generation within its seat, by start time, from 0."""
-    is_stored: bool = False
-    """Whether the datapipe has this turn."""
-
-
-class StoredTurn(msgspec.Struct, frozen=True):
-    """A turn in the ledger, while its episode runs. Arrays are raw little-endian bytes; T is the
-    number of sampled tokens."""
-
-    prompt: bytes
-    """`digest` of the prompt's token ids, which would take too much space."""
-    temperature: float
-    output_ids: bytes
-    """int32 [T]: the sampled tokens so far."""
-    logprobs: bytes
-    """float32 [T]."""
-    versions: bytes
-    """int32 [T]."""
-    stop_reason: str
-    """As in LLMResponse; "" while the generation is not finished."""
-    interruptions: int
-
-    def response(self) -> LLMResponse:
-        """Return the sampled tokens as a response."""
-        ids, versions = array("i", self.output_ids).tolist(), array("i", self.versions).tolist()
-        logprobs = array("f", self.logprobs).tolist()
-        return LLMResponse(ids, logprobs, versions, self.stop_reason, self.interruptions)
-
-
 class Record(msgspec.Struct):
     """The turns and counters of one agent in one episode."""
 
     turns: list[Turn] = []
+    """In the order of their ends; the turns of concurrent requests have any order."""
     partial: dict[int, Turn] = {}
     """Unfinished generations at their last interruption, by index."""
-    recorded: tuple[StoredTurn, ...] = ()
-    """Generations of an earlier attempt, whose worker crashed; `recall` reuses them."""
+    tips: list[Turn] = []
+    """Turns that no later turn extends."""
+    recorded: list[StoredTurn] = []
+    """Generations of an earlier attempt, whose worker crashed; `begin` reuses each once."""
+    next_index: int = 0
     resumed_tokens: int = 0
     """Tokens taken from `recorded` instead of a server."""
     resumed_diverged: int = 0
-    """1: a prompt differed from the recorded one, and the rest of the record was dropped."""
+    """1: a generation was not recorded while others of the record were unused."""
     reward_parts: dict[str, float] = {}
     generations: int = 0
     """Number of started generations."""
@@ -84,22 +49,61 @@ class Record(msgspec.Struct):
     seconds_scoring: float = 0.0
     """Filled by environments that wait for a reward function."""
 
-    def recall(self, input_ids: list[int], sampling: SamplingConfig) -> LLMResponse | None:
-        """Return the record of the next generation, finished or to be continued; None without one.
+    def __post_init__(self) -> None:
+        self.next_index = 1 + max([stored.index for stored in self.recorded], default=-1)
 
-        The rest of the record is dropped if prompt or temperature differ, or if the generation is
-        unfinished and already has `max_new_tokens` tokens.
+    def begin(
+        self, input_ids: list[int], sampling: SamplingConfig, origin: Origin | None = None
+    ) -> Turn:
+        """Return a new turn that extends the longest earlier turn of its temperature, if any.
+
+        Its response is the record of the same generation in an earlier attempt: finished, to be
+        continued, or `NOTHING` without a record.
         """
-        if self.generations >= len(self.recorded):
-            return None
-        stored = self.recorded[self.generations]
-        response, same = stored.response(), (digest(input_ids), sampling.temperature)
-        is_open = bool(stored.stop_reason) or len(response.output_ids) < sampling.max_new_tokens
-        if (stored.prompt, stored.temperature) != same or not is_open:
-            self.recorded, self.resumed_diverged = (), 1
-            return None
-        self.resumed_tokens += len(response.output_ids)
-        return response
+        self.generations += 1
+        turn = Turn(input_ids, NOTHING, sampling.temperature, origin=origin)
+        turn.extend(self.tips)
+        stored = self._recall(turn, sampling.max_new_tokens) if self.recorded else None
+        if stored is None:
+            turn.index, self.next_index = self.next_index, self.next_index + 1
+        else:
+            turn.index, turn.response = stored.index, stored.response()
+            turn.is_stored = bool(stored.stop_reason)
+            self.resumed_tokens += len(turn.response.output_ids)
+        return turn
+
+    def _recall(self, turn: Turn, budget: int) -> StoredTurn | None:
+        """Return the first unused record with the turn's prompt and temperature; None without one.
+
+        An unfinished record with `budget` tokens or more is dropped.
+        """
+        for stored in self.recorded:
+            if (stored.prompt, stored.temperature) == (turn.prompt, turn.temperature):
+                self.recorded.remove(stored)
+                if stored.stop_reason or len(stored.output_ids) < 4 * budget:
+                    return stored
+                break
+        self.resumed_diverged = 1
+        return None
+
+    def store_partial(self, turn: Turn, response: LLMResponse) -> None:
+        """Keep the unfinished response of a turn."""
+        self.partial[turn.index] = msgspec.structs.replace(turn, response=response)
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn of `begin` whose response is finished."""
+        self.partial.pop(turn.index, None)
+        self.turns.append(turn)
+        turn.finish()
+        self.tips = [tip for tip in self.tips if tip is not turn.parent]
+        self.tips.append(turn)
+        if turn.parent is not None:
+            turn.parent.tokens, turn.parent.state = [], None
+
+    def drop(self, response: LLMResponse) -> None:
+        """Remove the turn of a response that never reached its client: it is not trained."""
+        self.turns = [turn for turn in self.turns if turn.response is not response]
+        self.tips = [turn for turn in self.tips if turn.response is not response]
 
 
 @dataclass(frozen=True)
@@ -112,25 +116,7 @@ class Seat:
     min_version: int = 0
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     recorded: tuple[StoredTurn, ...] = ()
-    """The seat's generations in an earlier attempt, whose worker crashed, in order."""
-
-
-def digest(input_ids: Sequence[int]) -> bytes:
-    """Return the 16-byte BLAKE2b hash of a prompt's token ids."""
-    return hashlib.blake2b(array("i", input_ids).tobytes(), digest_size=16).digest()
-
-
-def encode_turn(turn: Turn) -> bytes:
-    """Pack a turn, finished or not, into one payload frame."""
-    response = turn.response
-    lists = zip("ifi", (response.output_ids, response.logprobs, response.versions), strict=True)
-    ids, logprobs, versions = (array(kind, each).tobytes() for kind, each in lists)
-    sampled = (digest(turn.input_ids), turn.temperature, ids, logprobs, versions)
-    stored = StoredTurn(*sampled, response.stop_reason, response.interruptions)
-    return msgspec.msgpack.encode(stored)
-
-
-decode_turn = msgspec.msgpack.Decoder(StoredTurn).decode
+    """The seat's generations in an earlier attempt, whose worker crashed, by index."""
 
 
 def finite(value: float, parts: dict[str, float]) -> tuple[float, dict[str, float]]:

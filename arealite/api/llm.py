@@ -68,6 +68,9 @@ class LLMRequest(msgspec.Struct, frozen=True):
     on_partial: Callable[[LLMResponse], None] | None = None
     """Called with the tokens so far (stop_reason "") when a generation is interrupted and
     continues. A server that continues interrupted generations itself does not report them."""
+    on_tokens: Callable[[list[int]], None] | None = None
+    """Called with each new piece of sampled ids, in order, each token exactly once; makes the
+    client stream. The tokens of `resumed` are not new."""
 
 
 class LLMResponse(msgspec.Struct, frozen=True):

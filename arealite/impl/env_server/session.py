@@ -16,10 +16,11 @@ import msgspec
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.env_server import EnvObservation, Reply, Reset, SeatObservation, SeatReward, Step
-from arealite.api.episode import Action, Seat, Turn, finite
+from arealite.api.episode import Action, Seat, finite
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import observe
 from arealite.api.task import Task
+from arealite.api.turns import Turn
 from arealite.base import log
 from arealite.base.errors import EpisodeTimeout
 from arealite.impl.env_server.wire import Refused

@@ -20,11 +20,12 @@ from arealite.api.agent import Agent, AgentFactory
 from arealite.api.collector import PartConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import Env
-from arealite.api.episode import Seat, Turn, encode_turn
+from arealite.api.episode import Seat
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.turns import Turn, encode_turn
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown

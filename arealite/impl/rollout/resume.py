@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from arealite.api.agent import Agent
-from arealite.api.episode import StoredTurn, Turn, decode_turn
 from arealite.api.rollout_messages import Lease, TurnHeader
+from arealite.api.turns import StoredTurn, Turn, decode_turn
 
 
 def recorded_turns(
     lease: Lease, member: int, seat: str, payloads: Sequence[bytes]
 ) -> tuple[StoredTurn, ...]:
-    """Return the recorded turns of a seat, in order, up to the first missing one."""
-    found: list[StoredTurn] = []
-    for turn, payload in zip(lease.turns, payloads, strict=True):
-        if (turn.member, turn.seat, turn.index) == (member, seat, len(found)):
-            found.append(decode_turn(payload))
-    return tuple(found)
+    """Return the recorded turns of a seat, by index."""
+    pairs = zip(lease.turns, payloads, strict=True)
+    found = [
+        decode_turn(each) for turn, each in pairs if (turn.member, turn.seat) == (member, seat)
+    ]
+    return tuple(sorted(found, key=lambda stored: stored.index))
 
 
 def unsent_turns(agent: Agent, *, resend_all: bool) -> list[Turn]:

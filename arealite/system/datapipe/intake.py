@@ -15,8 +15,8 @@ from itertools import islice
 
 import msgspec
 
-from arealite.api.episode import decode_turn
 from arealite.api.rollout_messages import Episode, EpisodeIds, Failure, Progress, Result
+from arealite.api.turns import decode_turn
 from arealite.base import log
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore

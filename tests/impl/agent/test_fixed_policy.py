@@ -17,11 +17,12 @@ from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig, ModelConfig, name_dir
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.episode import Seat, decode_turn
+from arealite.api.episode import Seat
 from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.api.trial import ClusterConfig
+from arealite.api.turns import decode_turn
 from arealite.base.errors import DeadlineError, RewardNotFinite, UserError
 from arealite.impl.agent.completions import FixedPolicyFailed
 from arealite.impl.rollout.collector import Collector

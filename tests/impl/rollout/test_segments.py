@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arealite.api.episode import Turn
 from arealite.api.llm import LLMResponse
 from arealite.api.trajectory import Segment, decode_segments, encode_segments
+from arealite.api.turns import Turn
 from arealite.impl.rollout.collector import make_segments
 
 ANY_PACE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from arealite.api.episode import Turn, encode_turn
 from arealite.api.rollout_messages import Episode, Lease, TurnHeader
+from arealite.api.turns import Turn, encode_turn
 from arealite.base.errors import EpisodeError, InvariantError, RoleError
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker

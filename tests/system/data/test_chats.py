@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from arealite.api.config import DatasetConfig, ExperimentConfig
-from arealite.api.episode import Turn
 from arealite.api.llm import LLMResponse
 from arealite.api.offline import OfflineConfig, SFTConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.turns import Turn
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.demo.tiny_model import make_tokenizer

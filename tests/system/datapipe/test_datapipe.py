@@ -13,10 +13,10 @@ import zmq
 from structlog.testing import capture_logs
 
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.episode import Turn, encode_turn
 from arealite.api.llm import LLMResponse
 from arealite.api.rollout_messages import Episode, Lease, TurnHeader
 from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport, Waiting
+from arealite.api.turns import Turn, encode_turn
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.system.datapipe import datapipe
 from arealite.system.datapipe.datapipe import Datapipe

@@ -8,9 +8,10 @@ from typing import Any
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.env_config import EnvConfig
-from arealite.api.episode import Action, Seat, Turn
+from arealite.api.episode import Action, Seat
 from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
+from arealite.api.turns import Turn
 from arealite.impl.env_client import make_env
 from tests.fakes.client import response
 
