@@ -187,3 +187,19 @@ def import_user_module(module: str, option: str) -> ModuleType:
         what = f"another module has the name {name}"
         raise UserError(f"{option}: {what}. Rename the file, or correct its path.")
     return found
+
+
+def import_function(path: str, option: str) -> Any:
+    """Import the function or class `module:name` or `file.py:name` that an option names.
+
+    Raises:
+        UserError: As `import_user_module`, or the module has no callable of that name.
+    """
+    module, _, name = path.rpartition(":")
+    if not module:
+        raise UserError(f"{option} names no function. Write module:name or file.py:name.")
+    found = import_user_module(module, option)
+    if not callable(target := getattr(found, name, None)):
+        known = [each for each, value in vars(found).items() if isfunction(value)]
+        raise UserError(f"{option}: {unknown('function', name, known)}")
+    return target

@@ -23,7 +23,7 @@ from typing import Any, SupportsFloat
 from arealite.api.reward import FunctionRewardConfig, Reward, Score
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.base.registry import import_user_module, unknown
+from arealite.base.registry import import_function
 
 THREADS = 16
 """Concurrent calls of functions that are not async, in one worker."""
@@ -112,14 +112,7 @@ def make_part(path: str, threads: ThreadPoolExecutor) -> Reward:
     Raises:
         UserError: The path or the signature is invalid.
     """
-    module, _, name = path.rpartition(":")
-    option = f"{OPTION}={path}"
-    if not module:
-        raise UserError(f"{option} names no function. Write module:name or file.py:name.")
-    found = import_user_module(module, option)
-    if not callable(target := getattr(found, name, None)):
-        known = [each for each, value in vars(found).items() if inspect.isfunction(value)]
-        raise UserError(f"{option}: {unknown('function', name, known)}")
+    target = import_function(path, f"{OPTION}={path}")
     if isinstance(target, type) and issubclass(target, Reward):
         return target(None)
     return _Function(path, target, threads)
