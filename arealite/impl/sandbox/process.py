@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -121,7 +122,9 @@ def command(config: SandboxConfig) -> list[str]:
     return [*outer, *python, *map(str, arguments)]
 
 
-def bubblewrap(readable: list[str], disk: int) -> list[str]:
+def bubblewrap(
+    readable: list[str], disk: int, *, binds: Sequence[str] = (), folder: str = "/tmp"
+) -> list[str]:
     """Return the arguments of bubblewrap that precede the confined command.
 
     The confined command is process 1 of a PID namespace, so the kernel kills and reaps all other
@@ -132,13 +135,15 @@ def bubblewrap(readable: list[str], disk: int) -> list[str]:
     Args:
         readable: Folders that the command may read, in addition to SYSTEM.
         disk: Bytes of files that the command may keep in /tmp; the same again in /dev/shm.
+        binds: Further arguments that bind files, in the order of bubblewrap.
+        folder: The command's working directory.
     """
-    binds: list[str] = []
+    system: list[str] = []
     for path in [*SYSTEM, *(path for path in readable if not path.startswith("/usr/"))]:
-        for folder in [*PurePath(path).parents][-2::-1]:  # implicit parents are not readable
-            binds += ["--perms", "0755", "--dir", str(folder)]
+        for parent in [*PurePath(path).parents][-2::-1]:  # implicit parents are not readable
+            system += ["--perms", "0755", "--dir", str(parent)]
         link = ["--symlink", os.readlink(path), path] if os.path.islink(path) else []
-        binds += link or ["--ro-bind-try", path, path]
+        system += link or ["--ro-bind-try", path, path]
     if os.getuid() == 0:  # RLIMIT_NPROC does not bind root: sandbox_init changes to another user
         user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
@@ -150,8 +155,8 @@ def bubblewrap(readable: list[str], disk: int) -> list[str]:
         *("--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"),
         *("--ro-bind", "/dev/null", "/dev/zero"),  # shared mappings of it escape the memory limit
         *("--size", str(disk), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--size", str(disk), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"),
-        *(*binds, "--remount-ro", "/", "--"),
+        *("--size", str(disk), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", folder),
+        *(*system, *binds, "--remount-ro", "/", "--"),
     ]
 
 
@@ -165,12 +170,17 @@ def request(program: str, stdin: str) -> bytes:
     return head + b"".join(texts)
 
 
-async def spawn(command: list[str]) -> Process:
+async def spawn(command: list[str], **options: Any) -> Process:
     """Start a process. If cancelled, wait until it has started and stop it.
 
     A process that is killed while it starts could leave children.
+
+    Args:
+        command: Its command line.
+        **options: Options of the process in place of PROCESS_OPTIONS.
     """
-    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **PROCESS_OPTIONS))
+    creating = asyncio.create_subprocess_exec(*command, **PROCESS_OPTIONS | options)
+    starting = asyncio.ensure_future(creating)
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
