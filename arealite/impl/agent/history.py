@@ -45,6 +45,19 @@ def ending(tokenizer: Any, token: int) -> str:
     return "" if is_text else tokenizer.decode([token])
 
 
+def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
+    """Tokenise text that follows other tokens.
+
+    The text is tokenised after the token that ended the turn: tokenizers treat the start of a
+    text, and white space after a special token, differently.
+    """
+    if len(before) and (end := ending(tokenizer, before[-1])):
+        ids = encode(tokenizer, end + text)
+        if ids[:1] == [before[-1]]:
+            return ids[1:]
+    return encode(tokenizer, text)
+
+
 class History:
     """One conversation."""
 
@@ -71,7 +84,7 @@ class History:
         if not past:
             ids = first(self.tokenizer, text)
         elif text.startswith(past):
-            ids = self._encode(text[len(past) :])
+            ids = encode_after(self.tokenizer, self.pieces[-1].ids, text[len(past) :])
         else:
             self._warn(past, text)
             self.pieces, past, ids = [], "", encode(self.tokenizer, text)
@@ -100,19 +113,6 @@ class History:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, including special tokens."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-    def _encode(self, text: str) -> list[int]:
-        """Tokenise text that follows the last piece.
-
-        The text is tokenised after the token that ended the turn: tokenizers treat the start of a
-        text, and white space after a special token, differently.
-        """
-        last = self.pieces[-1].ids[-1:]
-        if last and (end := ending(self.tokenizer, last[0])):
-            ids = encode(self.tokenizer, end + text)
-            if ids[:1] == last:
-                return ids[1:]
-        return encode(self.tokenizer, text)
 
     def _warn(self, past: str, text: str) -> None:
         """Warn, once per process and template, that the template rewrites earlier turns."""

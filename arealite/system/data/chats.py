@@ -119,8 +119,14 @@ def render(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Tokenize the output of `render`, which contains the special tokens already."""
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    """Tokenize the output of `render`, which contains the special tokens already.
+
+    Other threads run meanwhile if the tokenizer is a fast one.
+    """
+    fast: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None or fast.truncation or fast.padding:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _render(

@@ -1,0 +1,291 @@
+"""Chat templates, rendered so that the cost of a turn depends on its new messages only.
+
+A template renders whole conversations. `Renderer.follow` renders the new messages after a short
+stand-in for the past; `Renderer.match` finds out where a rendering of the whole conversation
+differs from the texts of its turns. In both, a stand-in with a unique mark takes the place of each
+sampled answer, because a template formats an answer differently than it was sampled.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+
+from arealite.api.observation import ChatMessage
+from arealite.impl.agent.history import encode_after
+from arealite.impl.gateway.exchange import ApiError
+from arealite.system.data.forms import tool_calls
+
+if TYPE_CHECKING:
+    from arealite.impl.gateway.families import Family
+
+SYSTEM, CALLS, THOUGHTS, ANSWERS = 1, 2, 4, 8
+"""Kinds of messages, as bits: a system message, and answers with calls, with thoughts, any."""
+THOUGHT_OPENER = re.compile(r"(<[\w:]*think[\w:]*>|\[THINK\])\s*\Z")
+Messages = Sequence[ChatMessage]
+
+
+class Turn(Protocol):
+    """A sampled answer of a conversation."""
+
+    message: ChatMessage
+    text: str
+    """Text of the template between the answer before and this one, without its opening."""
+
+
+class Ending(NamedTuple):
+    """How a template ends a message of the assistant, and what it keeps of the messages before."""
+
+    marks: list[str]
+    calls: str
+    """Text that closes the last call."""
+    turn: str
+    """The token that ends the turn, with white space; "" if the next header ends the turn."""
+
+
+class Renderer:
+    """The chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any, family: Family) -> None:
+        self.tokenizer, self.family = tokenizer, family
+        source = str(tokenizer.chat_template or "")
+        self.drops_thoughts = bool(re.search("think|reasoning", source))
+        """Whether the template handles thoughts. Any other template leaves them as sampled."""
+        self.has_developer = "developer" in source
+        self.characters = 0
+        """Rendered so far."""
+        self._mark = "q" + secrets.token_hex(6)
+        self._marks = re.compile(self._mark + r"[A-Z]\d{6}")
+        self._id = secrets.token_hex(5)[:9]
+        tokens = tokenizer.added_tokens_decoder.values()
+        special = "|".join(re.escape(each.content) for each in tokens if each.special)
+        self._special = re.compile(f"(?:{special or '(?!)'})")
+        self._turn_end = re.compile(rf"(?:{special or '(?!)'})\s*\Z")
+        self._compiled = lru_cache(maxsize=2)(self._compile)
+        self._ending = lru_cache(maxsize=4096)(self._find_ending)
+        self._is_json_text = "tool_calls" in source and self._refuses_objects()
+
+    def encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
+        """Tokenise text that follows the tokens `before`."""
+        return encode_after(self.tokenizer, before, text) if text else []
+
+    def opening(self, text: str) -> str:
+        """Return the end of a prompt that belongs to the answer: a thought's opener, or ""."""
+        found = THOUGHT_OPENER.search(text, max(0, len(text) - 40))
+        return found[0] if found else ""
+
+    def prepare(self, message: ChatMessage) -> ChatMessage:
+        """Return a message in the form that the template needs."""
+        made = {**message, "content": message.get("content") or ""}
+        if message.get("reasoning_content"):
+            made["thinking"] = message["reasoning_content"]
+        if message["role"] == "developer" and not self.has_developer:
+            made["role"] = "system"
+        if self._is_json_text and (calls := tool_calls(message)):
+            made["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": _json(call)}}
+                for call in calls
+            ]
+        return made
+
+    def render(self, messages: Messages, tools: Sequence[Any], *, is_prompt: bool = True) -> str:
+        """Render prepared messages.
+
+        Args:
+            messages: The conversation.
+            tools: OpenAI function schemas.
+            is_prompt: End with the header of the assistant's next message.
+
+        Raises:
+            ApiError: 400: the template refuses the messages.
+        """
+        options = {"add_generation_prompt": is_prompt, **self.tokenizer.special_tokens_map}
+        try:
+            template = self._compiled(bool(tools))
+            text = template.render(messages=messages, tools=tools or None, **options)
+        except Exception as error:  # a template can raise anything
+            what = f"the model's chat template refuses the messages: {error}"
+            raise ApiError(400, f"{what}. Remove or change what it does not support.") from error
+        self.characters += len(text)
+        return text
+
+    def _compile(self, has_tools: bool) -> Any:
+        from transformers.utils import chat_template_utils  # slow to import
+
+        tools = [{}] if has_tools else None
+        source = self.tokenizer.get_chat_template(tools=tools)
+        return chat_template_utils._compile_jinja_template(source)  # pyright: ignore
+
+    def _refuses_objects(self) -> bool:
+        """Return whether the template needs the arguments of calls as JSON text."""
+        call = {"id": self._id, "type": "function", "function": {"name": "f"}}
+        call["function"]["arguments"] = {"a": self._mark}
+        answer: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [call]}
+        user: ChatMessage = {"role": "user", "content": "q"}
+        try:
+            text = self.render([user, answer], (), is_prompt=False)
+        except ApiError:
+            return True
+        return f"'a': '{self._mark}'" in text
+
+    # ------------------------------------------------------------ stand-ins
+
+    def stand_in(self, message: ChatMessage, number: int, *, call_id: str = "") -> ChatMessage:
+        """Return a short answer of the same form with marks in the thought and the last text."""
+        mark, calls = self._number("A", number), tool_calls(message)
+        short: ChatMessage = {"role": "assistant", "content": mark}
+        if message.get("reasoning_content"):
+            short["reasoning_content"] = self._number("T", number)
+        if calls:
+            short["content"] = "c" if message["content"] else ""
+            names = [(call["function"]["name"], call.get("id")) for call in calls]
+            short["tool_calls"] = [
+                {
+                    "id": call_id or own,
+                    "type": "function",
+                    "function": {"name": name, "arguments": {"a": mark if last else "b"}},
+                }
+                for last, (name, own) in zip(_is_last(names), names, strict=True)
+            ]
+        return self.prepare(short)
+
+    def _number(self, kind: str, number: int) -> str:
+        return f"{self._mark}{kind}{number:06}"
+
+    def _past(self, kinds: int) -> list[ChatMessage]:
+        """Return a short conversation with these kinds of messages, up to an assistant's turn."""
+        user: ChatMessage = {"role": "user", "content": self._number("U", 0)}
+        system: ChatMessage = {"role": "system", "content": self._number("S", 0)}
+        past = [system, user] if kinds & SYSTEM else [user]
+        if kinds & (CALLS | THOUGHTS | ANSWERS):
+            answer: ChatMessage = {"role": "assistant", "content": "c"}
+            if kinds & THOUGHTS:
+                answer["reasoning_content"] = "t"
+            if kinds & CALLS:
+                answer["tool_calls"] = [{"id": self._id, "function": {"name": "f"}}]
+            past.append(self.stand_in(answer, 1, call_id=self._id))
+            again = self._number("U", 1)
+            result: ChatMessage = {"role": "tool", "tool_call_id": self._id, "name": "f"}
+            past.append(
+                {**result, "content": again} if kinds & CALLS else {**user, "content": again}
+            )
+        return past
+
+    def _tools(self, has_tools: bool) -> list[Any]:
+        empty = {"type": "object", "properties": {}, "required": []}
+        tool = {"name": self._number("F", 0), "description": "", "parameters": empty}
+        return [{"type": "function", "function": tool}] if has_tools else []
+
+    def ending(self, kinds: int, message: ChatMessage, has_tools: bool) -> Ending:
+        """Return how the template ends an answer of this form.
+
+        Raises:
+            ApiError: 400: the template refuses such answers.
+        """
+        names = tuple([call["function"]["name"] for call in tool_calls(message)])
+        has_thought = bool(message.get("reasoning_content"))
+        found = self._ending(kinds, bool(message["content"]), has_thought, names, has_tools)
+        if names and self._id in found.calls:
+            own = str(tool_calls(message)[-1].get("id"))
+            return found._replace(calls=found.calls.replace(self._id, own))
+        return found
+
+    def _find_ending(
+        self, kinds: int, has_text: bool, has_thought: bool, names: tuple[str, ...], tools: bool
+    ) -> Ending:
+        calls = [{"id": self._id, "function": {"name": name}} for name in names]
+        message = {"content": "c" * has_text, "reasoning_content": "t" * has_thought}
+        answer = self.stand_in({**message, "tool_calls": calls}, 0, call_id=self._id)
+        messages = [*self._past(kinds), answer]
+        text = self.render(messages, self._tools(tools), is_prompt=False)
+        head, _, tail = text.partition(self._number("A", 0))
+        if not names:
+            return Ending(self._marks.findall(head), "", tail)
+        found = self._turn_end.search(tail)
+        turn = found[0] if found else self._ending(kinds, True, False, (), tools).turn
+        calls_end = tail.removesuffix(turn)
+        return Ending(self._marks.findall(head), calls_end, turn if calls_end != tail else "")
+
+    # ------------------------------------------------------------ rendering
+
+    def follow(self, kinds: int, answer: ChatMessage, new: Messages, has_tools: bool) -> str | None:
+        """Return the text after an answer: the end of its turn, new messages and the next header.
+
+        Args:
+            kinds: The kinds of messages before the answer.
+            answer: The answer; its text is not rendered.
+            new: The messages after it.
+            has_tools: Whether the conversation has tools.
+
+        Returns:
+            The text; None if the new messages may change what the template renders before them.
+        """
+        try:
+            end = self.ending(kinds, answer, has_tools)
+            messages = [*self._past(kinds), self.stand_in(answer, 0), *new]
+            text = self.render(messages, self._tools(has_tools))
+        except ApiError:
+            return None
+        head, _, tail = text.partition(self._number("A", 0))
+        is_same = self._marks.findall(head) == end.marks and tail.startswith(end.calls)
+        if not is_same or not self._keeps_thought(answer, 0, head):
+            return None
+        return tail[len(end.calls) :]
+
+    def continued(self, text: str, stop: str, turn: str) -> str:
+        """Return what is left of the text after an answer, which ended with the token `stop`.
+
+        The turn ends once: a sampled end token takes the place of the template's.
+
+        Args:
+            text: As from `follow`.
+            stop: Text of the sampled end token; "" if the answer ended without one.
+            turn: `Ending.turn` of the answer.
+        """
+        if stop and text.startswith(stop):
+            return text[len(stop) :]
+        found = self._special.match(text) if stop and turn else None
+        return text[found.end() :] if found else text
+
+    def match(self, text: str, turns: Sequence[Turn], tools: bool) -> tuple[int, int, bool]:
+        """Compare a rendering with the turns of a conversation.
+
+        Args:
+            text: Rendering in which `stand_in(turn.message, number)` replaces each answer.
+            turns: The turns.
+            tools: Whether the conversation has tools.
+
+        Returns:
+            Number of turns that the template repeats; index in `text` of what follows them; and
+            whether the text before the next answer is repeated, too (then the index is after it).
+        """
+        at = 0
+        for number, turn in enumerate(turns):
+            if not text.startswith(turn.text, at):
+                return number, at, False
+            at += len(turn.text)
+            mark, end = self._number("A", number), self.ending(0, turn.message, tools).calls
+            found = text.find(mark, at)
+            is_kept = found >= 0 and self._keeps_thought(turn.message, number, text[at:found])
+            if not is_kept or not text.startswith(end, found + len(mark)):
+                return number, at, True
+            at = found + len(mark) + len(end)
+        return len(turns), at, False
+
+    def _keeps_thought(self, message: ChatMessage, number: int, text: str) -> bool:
+        is_thought = self.drops_thoughts and message.get("reasoning_content")
+        return not is_thought or self._number("T", number) in text
+
+
+def _json(call: dict[str, Any]) -> object:
+    value = call["function"]["arguments"]
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _is_last(items: Sequence[object]) -> list[bool]:
+    return [*[False] * (len(items) - 1), True]
