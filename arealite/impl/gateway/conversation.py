@@ -8,7 +8,7 @@ and tokenised. A message that differs begins a branch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -214,17 +214,17 @@ class Conversation:
         wanted = None
         if request.previous:
             wanted, parsed = self._continue(request.previous, parsed)
+        if (
+            not node.depth
+            and parsed
+            and _is_system(parsed[0])
+            and parsed[0].key not in node.children
+        ):
+            reason = "tools"
         ids, at = dict[object, object](), 0
         while at < len(parsed):
-            item, size = parsed[at], 1
-            if item.key[0] == "assistant":
-                item, size = _merge(node, parsed, at)
-            elif ids and item.key[0] == "tool":
-                sent = item.message.get("tool_call_id")
-                item = Item(item.key, {**item.message, "tool_call_id": ids.get(sent, sent)})
-            elif node.depth == 0 and item.key[0] in SYSTEM_ROLES and item.key not in node.children:
-                reason = "tools"
-            node, at = self._child(node, item), at + size
+            item, size = _merge(node, parsed, at)
+            node, at = self._child(node, _renamed(item, ids)), at + size
             if node.samples:
                 base = wanted if wanted in node.samples else _choose(node.samples, item.message)
             if item.key[2]:
@@ -260,8 +260,8 @@ class Conversation:
         if sample is None or sample.node is None:
             raise ApiError(404, f"No answer of this session has the id {previous}.")
         known = [Item(node.key, node.message) for node in _path(sample.node)]
-        new = len(items) > 0 and items[0].key[0] in SYSTEM_ROLES
-        return sample, items[:new] + known[known[0].key[0] in SYSTEM_ROLES :] + items[new:]
+        new = len(items) > 0 and _is_system(items[0])
+        return sample, items[:new] + known[_is_system(known[0]) :] + items[new:]
 
     def _child(self, node: Node, item: Item) -> Node:
         """Return the node of a message after `node`; create it if there is none."""
@@ -453,12 +453,26 @@ def _merge(node: Node, items: Sequence[Item], at: int) -> tuple[Item, int]:
         The message, and the number of items that it consists of.
     """
     end = at + 1
+    if items[at].key[0] != "assistant":
+        return items[at], 1
     while end < min(len(items), at + LONGEST_RUN) and items[end].key[0] == "assistant":
         end += 1
     if end == at + 1:
         return items[at], 1
     tried = [(_merged(items[at:each]), each - at) for each in range(end, at, -1)]
     return next((each for each in tried if each[0].key in node.children), tried[0])
+
+
+def _is_system(item: Item) -> bool:
+    return item.key[0] in SYSTEM_ROLES
+
+
+def _renamed(item: Item, ids: Mapping[object, object]) -> Item:
+    """Return the result of a tool with the id that its call has in the tree."""
+    sent = item.message.get("tool_call_id")
+    if item.key[0] != "tool" or ids.get(sent, sent) == sent:
+        return item
+    return Item(item.key, {**item.message, "tool_call_id": ids[sent]})
 
 
 def _merged(items: Sequence[Item]) -> Item:

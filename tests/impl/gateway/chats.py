@@ -1,0 +1,136 @@
+"""A client that keeps a conversation, as foreign agents do, and answers in random tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from arealite.api.llm import LLMResponse
+from arealite.api.observation import ChatMessage
+from arealite.impl.gateway.conversation import Conversation, Prompt
+from arealite.impl.gateway.exchange import Answer, Api, ApiError, Call, ChatRequest, Delta
+from arealite.impl.gateway.rendering import Renderer
+from tests.fakes.chat_families import FAMILIES, tokenizer_of
+from tests.fakes.scripted_tokens import Splitter
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": "d", "parameters": {"type": "object"}},
+    }
+    for name in ("search", "add")
+]
+
+
+class PlainApi(Api):
+    """Items are messages in the form of chat templates."""
+
+    def __init__(self) -> None:
+        self.converted = 0
+
+    def decode(self, body: bytes) -> ChatRequest:
+        raise NotImplementedError
+
+    def messages(self, item: bytes) -> Iterable[ChatMessage]:
+        self.converted += 1
+        found = json.loads(item)
+        return found if isinstance(found, list) else [found]
+
+    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
+        raise NotImplementedError
+
+    def events(
+        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str
+    ) -> AsyncIterator[bytes]:
+        raise NotImplementedError
+
+    def error(self, error: ApiError) -> bytes:
+        raise NotImplementedError
+
+
+class FakeFamily:
+    """Calls that begin with a marker."""
+
+    name = "fake"
+
+    def opening(self, tool: str | None) -> str:
+        return "<tool_call>\n" + ("" if tool is None else f'{{"name": "{tool}", "arguments": ')
+
+
+class Client:
+    """A conversation, and the history that the client has of it."""
+
+    def __init__(self, tokenizer: Any, *, seed: int = 0, tools: Any = TOOLS) -> None:
+        self.tokenizer, self.tools, self.rng = tokenizer, tools, random.Random(seed)
+        self.conversation = Conversation(Renderer(tokenizer, FakeFamily()))  # type: ignore[arg-type]
+        self.api, self.history = PlainApi(), list[ChatMessage]()
+        self.splitter = Splitter(tokenizer)
+        self.answers = 0
+
+    async def ask(self, *new: ChatMessage, **options: Any) -> Prompt:
+        """Ask with the whole history and new messages."""
+        self.history += new
+        items = [json.dumps(each).encode() for each in self.history]
+        request = ChatRequest(items=items, **{"tools": self.tools, **options})
+        return await self.conversation.ask(self.api, request)
+
+    def say(
+        self,
+        prompt: Prompt,
+        text: str = "",
+        *,
+        thought: str = "",
+        calls: Iterable[tuple[str, dict[str, Any]]] = (),
+        sampled: str | None = None,
+        end: str | None = None,
+    ) -> Answer:
+        """Answer in random tokens, and append the answer to the client's history.
+
+        Args:
+            sampled: The answer's text; None: a text that has all parts.
+            end: The special token that ends it; None: the tokenizer's EOS; "": `max_tokens`.
+        """
+        self.answers += 1
+        made = tuple(
+            Call(f"c{self.answers:06}{index:02}", name, json.dumps(arguments))
+            for index, (name, arguments) in enumerate(calls)
+        )
+        if sampled is None:
+            sampled = (f"<think>\n{thought}\n</think>\n\n" if thought else "") + text
+            sampled += "".join(f"<tool_call>{call}" for call in made)
+        end = self.tokenizer.eos_token if end is None else end
+        ids = self.splitter.split(sampled + end, self.rng)
+        count, reason = len(ids), "stop" if end else "length"
+        response = LLMResponse(ids, [0.0] * count, [0] * count, reason)
+        answer = Answer(f"a{self.answers}", thought, text, made, "stop", response=response)
+        self.conversation.add(prompt, answer)
+        self.history.append(answer.message())
+        return answer
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def family_client(name: str, **options: Any) -> Client:
+    return Client(tokenizer_of(name), **options)
+
+
+def user(text: str) -> ChatMessage:
+    return {"role": "user", "content": text}
+
+
+def results(answer: Answer, *texts: str) -> list[ChatMessage]:
+    """Return the results of an answer's calls."""
+    pairs = zip(answer.calls, texts, strict=False)
+    return [{"role": "tool", "tool_call_id": c.id, "name": c.name, "content": t} for c, t in pairs]
+
+
+def full(prompt: Prompt, answer: Answer) -> list[int]:
+    """Return the tokens of prompt and answer."""
+    assert answer.response is not None
+    return prompt.ids + answer.response.output_ids
+
+
+assert FAMILIES
