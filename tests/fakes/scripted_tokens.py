@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from arealite.api.episode import digest
+from arealite.api.turns import digest
 from arealite.api.llm import LLMClient, LLMRequest, LLMResponse
 from arealite.api.trajectory import Segment
 
