@@ -30,7 +30,14 @@ from arealite.impl.gateway.apis import APIS
 from arealite.impl.gateway.exchange import Api, ApiError
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.rendering import Renderer
-from arealite.impl.gateway.session import ENDED, Reply, Session, SessionSeat, Shared
+from arealite.impl.gateway.session import (
+    ENDED,
+    Reply,
+    Session,
+    SessionSeat,
+    Shared,
+    internal_error,
+)
 from arealite.impl.http_guard import refusal_of_page
 from arealite.impl.http_limits import LimitedRunner
 
@@ -156,34 +163,41 @@ class Gateway:
 
     @web.middleware
     async def _serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Find the key's seat before the body is read; answer errors in the API's form."""
-        session: Session | None = None
+        """Answer a request; errors have the form of its API."""
         try:
-            if why := refusal_of_page(request, self._names):
-                raise ApiError(403, why, "forbidden")
-            if request.path in OPEN:
-                return await handler(request)
-            if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
-                raise ApiError(415, "compressed bodies are not supported; send it uncompressed")
-            seat = request["seat"] = self._seat(request)
-            if seat is None:
-                return await handler(request)
-            session = seat.session
-            session.in_flight += 1
-            session.touch()
-            if session.in_flight > self.config.max_in_flight:
-                text = f"the session has {self.config.max_in_flight} requests in flight"
-                raise ApiError(429, f"{text}; wait for their answers", "too_many_requests", RETRY)
-            return await handler(request)
+            return await self._admit(request, handler)
         except ApiError as error:
             return _refused(request, error)
         except web.HTTPException as error:
-            text = error.text or error.reason
-            return _refused(request, ApiError(error.status, f"{request.path}: {text}"))
+            text = f"{request.path}: {error.text or error.reason}"
+            return _refused(request, ApiError(error.status, text))
+        except ConnectionError:
+            raise
+        except Exception as error:
+            logger.exception("request failed", path=request.path)
+            return _refused(request, internal_error(error))
+
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check a request before its body is read, and count those in flight of its session."""
+        if why := refusal_of_page(request, self._names):
+            raise ApiError(403, why, "forbidden")
+        if request.path in OPEN:
+            return await handler(request)
+        if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
+            raise ApiError(415, "compressed bodies are not supported; send it uncompressed")
+        if (seat := self._seat(request)) is None:
+            return await handler(request)
+        session, most = seat.session, self.config.max_in_flight
+        if session.in_flight >= most:
+            text = f"the session has {most} requests in flight; wait for their answers"
+            raise ApiError(429, text, "too_many_requests", RETRY)
+        session.in_flight += 1
+        session.touch()
+        try:
+            return await handler(request)
         finally:
-            if session is not None:
-                session.in_flight -= 1
-                session.touch()
+            session.in_flight -= 1
+            session.touch()
 
     def _seat(self, request: web.Request) -> SessionSeat | None:
         """Return the seat of the request's key; None for the token of agents that take tasks.
@@ -204,6 +218,16 @@ class Gateway:
             raise ApiError(410, ENDED, "session_ended")
         text = "the API key is missing, or is not of a session of this gateway"
         raise ApiError(401, text, "invalid_api_key")
+
+    def _own_seat(self, request: web.Request) -> SessionSeat:
+        """Return the seat of the request's key.
+
+        Raises:
+            ApiError: The request has the token of agents that take tasks instead.
+        """
+        if (seat := self._seat(request)) is None:
+            raise ApiError(401, "this token only takes tasks; use the key of a session")
+        return seat
 
     def _routes(self) -> list[web.RouteDef]:
         async def models(request: web.Request) -> web.Response:
@@ -235,7 +259,7 @@ class Gateway:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for a generation, streamed or not."""
-        api, seat, headers = APIS[request.path], _own_seat(request), request.headers
+        api, seat, headers = APIS[request.path], self._own_seat(request), request.headers
         reply = seat.reply(
             api,
             request.path,
@@ -256,14 +280,14 @@ class Gateway:
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        seat, body = _own_seat(request), await request.read()
+        seat, body = self._own_seat(request), await request.read()
         return _json({"input_tokens": await seat.count_tokens(APIS[COUNT_TOKENS], body)})
 
     # ------------------------------------------------------------ agents that take tasks
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
         """Wait for a task; return it with the keys of its session."""
-        if request["seat"] is not None or self.lease is None:
+        if self._seat(request) is not None or self.lease is None:
             raise ApiError(403, "tasks need the token of gateway.token_env", "forbidden")
         wait_s = _decode(await request.read(), LeaseBody).wait_s
         try:
@@ -298,7 +322,7 @@ class Gateway:
         Raises:
             ApiError: It does not run, or the key belongs to another session.
         """
-        seat, name = request["seat"], request.match_info["id"]
+        seat, name = self._seat(request), request.match_info["id"]
         own = None if seat is None else seat.session
         session = own if own is not None and name == "current" else self.sessions.get(name)
         if session is None or own not in (None, session):
@@ -332,17 +356,6 @@ class Gateway:
 
 def _hash(key: str) -> bytes:
     return hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=16).digest()
-
-
-def _own_seat(request: web.Request) -> SessionSeat:
-    """Return the seat of the request's key.
-
-    Raises:
-        ApiError: The request has the token of agents that take tasks instead.
-    """
-    if (seat := request["seat"]) is None:
-        raise ApiError(401, "this token only takes tasks; use the key of a session")
-    return seat
 
 
 def _describe(session: Session) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from arealite.api.agent import Agent
-from arealite.api.episode import Origin
 from arealite.api.gateway_config import GatewayConfig
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.task import Task
+from arealite.api.turns import Origin
 from arealite.base import log
 from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
 from arealite.impl.gateway.conversation import Conversation, Prompt
@@ -188,11 +188,18 @@ class SessionSeat:
         return len((await self.conversation.ask(api, decode(api, body))).ids)
 
     def drop_undelivered(self) -> None:
-        """Remove the turns that no client received from the record."""
-        for reply in self._undelivered:
-            for response in reply.responses:
-                self.agent.record.drop(response)
-            self.session.stats["undelivered_turns"] += len(reply.responses)
+        """Remove the turns that no client received from the record.
+
+        A turn that a later prompt extends was received, although its stream was not read to the
+        end.
+        """
+        record = self.agent.record
+        extended = {id(turn.parent.response) for turn in record.turns if turn.parent is not None}
+        lost = [each for reply in self._undelivered for each in reply.responses]
+        lost = [response for response in lost if id(response) not in extended]
+        for response in lost:
+            record.drop(response)
+        self.session.stats["undelivered_turns"] += len(lost)
         self._undelivered.clear()
 
     def _remove(self, reply: Reply) -> None:
@@ -403,7 +410,7 @@ class Session:
         if isinstance(error, ServerUnavailable):
             return ApiError(503, str(error), "server_unavailable", {"Retry-After": "1"})
         logger.error("request failed", task=self.task.task_id, exc_info=error)
-        return ApiError(500, f"the gateway failed: {type(error).__name__}", "internal_error")
+        return internal_error(error)
 
     async def close(self) -> None:
         """Cancel running generations, and drop the turns that no client received."""
@@ -417,6 +424,12 @@ class Session:
         finally:
             for seat in self.seats:
                 seat.drop_undelivered()
+
+
+def internal_error(error: BaseException) -> ApiError:
+    """Return the answer to a request that failed for a reason that its client cannot fix."""
+    text = f"the gateway failed with {type(error).__name__}; see the log of the rollout worker"
+    return ApiError(500, text, "internal_error")
 
 
 def decode(api: Api, body: bytes) -> ChatRequest:
