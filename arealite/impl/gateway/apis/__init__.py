@@ -1,0 +1,15 @@
+"""The HTTP APIs of the gateway, by path."""
+
+from arealite.impl.gateway.apis.anthropic import CountTokens, Messages
+from arealite.impl.gateway.apis.chat import ChatCompletions
+from arealite.impl.gateway.apis.completions import Completions
+from arealite.impl.gateway.apis.responses import Responses
+from arealite.impl.gateway.exchange import Api
+
+APIS: dict[str, Api] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/completions": Completions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": Messages(),
+    "/v1/messages/count_tokens": CountTokens(),
+}

@@ -1,0 +1,113 @@
+"""OpenAI Chat Completions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+from msgspec import Meta, Raw
+
+from arealite.impl.gateway.apis.shared import Body, Count, JsonApi, dumps, head, sampled, sse
+from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
+
+FINISH = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
+
+
+class ChatBody(Body, kw_only=True, frozen=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Raw], Meta(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+
+
+class ChatCompletions(JsonApi):
+    """POST /v1/chat/completions."""
+
+    request_type = ChatBody
+    refused = "functions function_call audio web_search_options"
+    names = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    """Prefix of the id; `object` of an answer and of an event."""
+
+    def decode(self, body: bytes) -> ChatRequest:
+        chat: ChatBody = self.body(body)
+        limit = chat.max_completion_tokens or chat.max_tokens
+        return self.request(chat, [*map(bytes, chat.messages)], max_tokens=limit)
+
+    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
+        prefix, kind, _ = self.names
+        choices = [
+            {"index": index, **self._whole(answer), **self._end(request, answer)}
+            for index, answer in enumerate(answers)
+        ]
+        start = head(kind, f"{prefix}-{answers[0].id}", model)
+        return dumps({**start, "choices": choices, "usage": _usage(answers)})
+
+    async def events(
+        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
+    ) -> AsyncIterator[bytes]:
+        prefix, _, kind = self.names
+        start = head(kind, f"{prefix}-{id}", model)
+        answers, calls = list[Answer](), Counter[int]()
+        async for delta in deltas:
+            unfinished = {"index": delta.index, "logprobs": None, "finish_reason": None}
+            end = self._end(request, delta.answer) if delta.answer else {}
+            for piece in self._pieces(delta, calls):
+                yield sse({**start, "choices": [{**unfinished, **piece, **end}]})
+            answers += [delta.answer] if delta.answer else []
+        if (request.options.stream_options or {}).get("include_usage"):
+            yield sse({**start, "choices": [], "usage": _usage(answers)})
+        yield b"data: [DONE]\n\n"
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the fields of a choice that only this API has."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.thought:
+            message["reasoning_content"] = answer.thought
+        if answer.calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = [*map(_call, answer.calls)]
+        return {"message": message}
+
+    def _pieces(self, delta: Delta, calls: Counter[int]) -> Iterator[dict[str, Any]]:
+        """Yield such fields for each event of a delta; `calls` counts tool calls by answer."""
+        index = delta.index
+        if index not in calls:
+            calls[index] = 0
+            yield {"delta": {"role": "assistant", "content": ""}}
+        if delta.call:
+            yield {"delta": {"tool_calls": [{"index": calls[index], **_call(delta.call)}]}}
+            calls[index] += 1
+        elif delta.text:
+            yield {
+                "delta": {"content" if delta.kind == "text" else "reasoning_content": delta.text}
+            }
+        elif delta.answer:
+            yield {"delta": {}}
+
+    def _end(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+        """Return the fields of a choice that are known at its end."""
+        end = {"finish_reason": FINISH[answer.stop_reason], "logprobs": None}
+        if request.logprobs and answer.response:
+            ids, values = answer.response.output_ids, answer.response.logprobs
+            texts = answer.tokens or [f"token_id:{token}" for token in ids]
+            end["logprobs"] = self._logprobs([*texts], values)
+        return end
+
+    def _logprobs(self, texts: list[str], values: list[float]) -> dict[str, Any]:
+        fields = {"bytes": None, "top_logprobs": []}
+        pairs = zip(texts, values, strict=True)
+        return {"content": [{"token": text, "logprob": value, **fields} for text, value in pairs]}
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _usage(answers: list[Answer]) -> dict[str, Any]:
+    prompt, completion = answers[0].prompt_tokens, sampled(*answers)
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+    cached = {"cached_tokens": answers[0].cached_tokens}
+    return {**counts, "total_tokens": prompt + completion, "prompt_tokens_details": cached}

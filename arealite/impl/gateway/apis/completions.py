@@ -1,0 +1,53 @@
+"""OpenAI Completions: a text or tokens instead of messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from arealite.impl.gateway.apis.chat import ChatCompletions
+from arealite.impl.gateway.apis.shared import Body, Count, Text
+from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
+
+
+class CompletionBody(Body, kw_only=True, frozen=True):
+    """Body of POST /v1/completions."""
+
+    prompt: Text | Annotated[list[Any], Meta(min_length=1)]
+    max_tokens: Count | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+    """0 or 1: return the log-probabilities of the sampled tokens."""
+
+
+class Completions(ChatCompletions):
+    """POST /v1/completions."""
+
+    request_type = CompletionBody
+    refused = "tool_choice"
+    names = "cmpl", "text_completion", "text_completion"
+
+    def decode(self, body: bytes) -> ChatRequest:
+        fields: CompletionBody = self.body(body)
+        prompt, has_logprobs = fields.prompt, fields.logprobs is not None
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        is_tokens = isinstance(prompt, list) and all(type(each) is int for each in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_tokens):
+            raise ApiError(400, "prompt must be a text or a list of token ids: one in a request")
+        return self.request(fields, [], prompt=prompt, logprobs=has_logprobs)
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        return {"text": answer.text}
+
+    def _pieces(self, delta: Delta, calls: Counter[int]) -> Iterator[dict[str, Any]]:
+        if delta.kind in ("text", "end"):
+            yield {"text": delta.text}
+
+    def _logprobs(self, texts: list[str], values: list[float]) -> dict[str, Any]:
+        offsets = [0, *accumulate(map(len, texts))][: len(texts)]
+        fields = {"token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        return {"tokens": texts, **fields}

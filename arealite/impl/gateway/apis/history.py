@@ -1,0 +1,134 @@
+"""Converts messages and items of the history, in the forms of all APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from arealite.api.observation import ChatMessage
+from arealite.impl.gateway.exchange import ApiError
+
+TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+THOUGHTS = ("thinking", "redacted_thinking")
+
+
+class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A message, an item or a part of a content. An API uses some of the fields."""
+
+    type: str = "message"
+    role: str = ""
+    content: str | list[Item] | None = None
+    text: str = ""
+    thinking: str = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    summary: list[Item] | None = None
+    tool_calls: list[Item] | None = None
+    function: Item | None = None
+    id: str | None = None
+    call_id: str = ""
+    tool_call_id: str = ""
+    tool_use_id: str = ""
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | dict[str, Any] = ""
+    input: dict[str, Any] | None = None
+    output: str | list[Item] | None = None
+    function_call: None = None
+    audio: None = None
+
+
+_item, _arguments = msgspec.json.Decoder(Item), msgspec.json.Decoder(dict[str, Any])
+
+
+def decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
+    """Decode JSON of a client.
+
+    Raises:
+        ApiError: 400: the JSON is invalid.
+    """
+    try:
+        return decoder.decode(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"invalid request: {error}. See /openapi.json", "invalid") from error
+
+
+def messages(item: bytes) -> Iterable[ChatMessage]:
+    """Convert one item, as `Api.messages` does."""
+    each: Item = decode(_item, item)
+    match each.type, each.role:
+        case "message", "assistant":
+            return [_assistant(each)]
+        case "message", "tool":
+            about: ChatMessage = {"name": each.name} if each.name else {}
+            return [_result(each.tool_call_id, each.content) | about]
+        case "message", "system" | "developer" | "user":
+            return _others(each)
+        case "reasoning", _:
+            thought = _text(each.content or each.summary)
+            return [_assistant(Item(reasoning=thought))] if thought else []
+        case "function_call", _:
+            return [_assistant(Item(tool_calls=[Item(id=each.call_id, function=each)]))]
+        case "function_call_output", _:
+            return [_result(each.call_id, each.output)]
+    what = f"an item of type '{each.type}' and role '{each.role}' is not supported"
+    raise ApiError(400, f"{what}. Send messages, reasoning, and calls of functions.", "unsupported")
+
+
+def _assistant(each: Item) -> ChatMessage:
+    """Return a message of the assistant. Texts of one answer are joined without a separator."""
+    parts = _parts(each.content)
+    thoughts = [part.thinking for part in parts if part.type in THOUGHTS]
+    calls = [part for part in parts if part.type == "tool_use"]
+    rest = [part for part in parts if part.type not in ("tool_use", *THOUGHTS)]
+    message: ChatMessage = {"role": "assistant", "content": _text(rest, glue="")}
+    if thought := "".join(thoughts) or each.reasoning_content or each.reasoning:
+        message["reasoning_content"] = thought
+    if calls := [*map(_call, [*calls, *(each.tool_calls or ())])]:
+        message["tool_calls"] = calls
+    return message
+
+
+def _others(each: Item) -> Iterator[ChatMessage]:
+    """Yield a message for each tool result, and one for texts between results."""
+    role = "system" if each.role == "developer" else each.role
+    for is_result, group in groupby(_parts(each.content), lambda part: part.type == "tool_result"):
+        if is_result:
+            yield from [_result(part.tool_use_id, part.content) for part in group]
+        else:
+            about: ChatMessage = {"name": each.name} if each.name else {}
+            yield {"role": role, "content": _text([*group]), **about}
+
+
+def _parts(content: str | list[Item] | None) -> list[Item]:
+    return [Item(type="text", text=content)] if isinstance(content, str) else content or []
+
+
+def _text(content: str | Sequence[Item] | None, *, glue: str = "\n") -> str:
+    if not content or isinstance(content, str):
+        return str(content or "")
+    for part in content:
+        if part.type not in TEXTS:
+            what = f"content of type '{part.type}' is not supported: send text"
+            raise ApiError(400, what, "unsupported")
+    return glue.join([part.text for part in content])
+
+
+def _result(call_id: str, content: str | list[Item] | None) -> ChatMessage:
+    return {"role": "tool", "content": _text(content), "tool_call_id": call_id}
+
+
+def _call(call: Item) -> dict[str, Any]:
+    """Return a tool call with decoded arguments."""
+    function = call.function or call
+    arguments = function.input or function.arguments or {}
+    if not function.name:
+        raise ApiError(400, f"tool call '{call.id}' is no call of a named function", "unsupported")
+    if isinstance(arguments, str):
+        arguments = decode(_arguments, arguments.encode())
+    name = f"{function.namespace}__{function.name}" if function.namespace else function.name
+    about = {"name": name, "arguments": arguments}
+    return {"id": call.id or "", "type": "function", "function": about}

@@ -1,0 +1,197 @@
+"""Requests, errors and events that several APIs have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+from arealite.api.observation import ChatMessage
+from arealite.impl.gateway.apis import history
+from arealite.impl.gateway.apis.history import decode
+from arealite.impl.gateway.exchange import Answer, Api, ApiError, ChatRequest
+
+TEXT_FORMAT = {"type": "text"}
+NEUTRAL = {"best_of": 1, "n": 1, "top_k": -1, "repetition_penalty": 1}
+NEUTRAL |= {"response_format": TEXT_FORMAT, "modalities": ["text"]}
+"""Values of refused fields that change nothing. Empty values are accepted, too."""
+REFUSED = """
+    response_format modalities best_of top_k repetition_penalty logit_bias presence_penalty echo
+    frequency_penalty top_logprobs min_p min_tokens ignore_eos suffix stop_token_ids bad_words
+    logits_processors chat_template chat_template_kwargs continue_final_message documents regex ebnf
+    json_schema structured_outputs guided_json guided_regex guided_choice guided_grammar
+    output_format
+"""
+"""Fields that would change the answer. Unknown fields are ignored."""
+WHY = "The run's options decide the sampling, and answers follow no grammar."
+ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+"""Types of errors by status."""
+Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+dumps = msgspec.json.encode
+
+
+class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A tool or a `tool_choice`, in the forms of all APIs."""
+
+    type: str = ""
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    input_schema: dict[str, Any] | None = None
+    function: Tool | None = None
+    tools: list[Tool] | None = None
+    """Tools of a namespace."""
+    disable_parallel_tool_use: bool = False
+
+
+class Body(msgspec.Struct, kw_only=True, frozen=True):
+    """Fields of requests."""
+
+    model: str = ""
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    stop: Text | list[Text] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    logprobs: bool | int | None = None
+    tools: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
+    tool_choice: str | Tool | None = None
+    parallel_tool_calls: bool | None = None
+    stream_options: dict[str, Any] | None = None
+
+
+class JsonApi(Api):
+    """An API with JSON bodies and OpenAI's errors."""
+
+    refused = ""
+    """Fields of this API that are refused besides REFUSED."""
+    function_type = "function"
+    """Type of a tool that the client runs."""
+    server_error = "server_error"
+
+    def __init__(self) -> None:
+        self._refused = f"{REFUSED} {self.refused}".split()
+        fields = [(name, Any, None) for name in self._refused]
+        body = msgspec.defstruct(
+            "Body", fields, bases=(self.request_type,), kw_only=True, frozen=True
+        )
+        self._decoder = msgspec.json.Decoder(body)
+
+    def body(self, data: bytes) -> Any:
+        """Return the body as a `request_type`; refuse fields that would change the answer."""
+        body = decode(self._decoder, data)
+        for name in self._refused:
+            value = getattr(body, name)
+            if value and value != NEUTRAL.get(name):
+                raise ApiError(400, f"{name} is not supported: remove it. {WHY}", "unsupported")
+        return body
+
+    def request(self, body: Body, items: list[bytes], **fields: Any) -> ChatRequest:
+        """Return the request of a body; `fields` replace those of the body."""
+        tools, _ = read_tools(body.tools, self.function_type)
+        made = {
+            "tools": tools,
+            "tool_choice": read_choice(body.tool_choice, tools),
+            "is_parallel": body.parallel_tool_calls is not False,
+            "n": body.n or 1,
+            "max_tokens": getattr(body, "max_tokens", None),
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+            "is_stream": bool(body.stream),
+            "logprobs": bool(body.logprobs),
+            "options": body,
+        }
+        return ChatRequest(items=items, **{**made, **fields})
+
+    def messages(self, item: bytes) -> Iterable[ChatMessage]:
+        return history.messages(item)
+
+    def error(self, error: ApiError) -> bytes:
+        return dumps(self.error_body(error))
+
+    def failed(self, error: ApiError) -> bytes:
+        return sse(self.error_body(error))
+
+    def error_body(self, error: ApiError) -> dict[str, Any]:
+        """Return the body of an error."""
+        kind = "invalid_request_error" if error.status < 500 else self.server_error
+        about = {"type": ERRORS.get(error.status, kind), "message": error.message}
+        return {"error": {**about, "param": None, "code": error.code or None}}
+
+
+Tools = tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]
+_decoder = msgspec.json.Decoder(list[Tool] | None)
+
+
+def read_tools(raw: Raw, function_type: str) -> Tools:
+    """Convert tools to OpenAI's function schemas. The caller must not change them.
+
+    Returns:
+        (the schemas; (namespace, name) of each tool of a namespace by its name in the schemas).
+    """
+    data = bytes(raw)
+    cached = _tools if len(data) < 2**18 else _tools.__wrapped__
+    return cached(data, function_type)
+
+
+@lru_cache(maxsize=32)
+def _tools(data: bytes, function_type: str) -> Tools:
+    tools: list[dict[str, Any]] = []
+    namespaces: dict[str, tuple[str, str]] = {}
+    for outer in decode(_decoder, data) or ():
+        is_group = outer.type == "namespace"
+        for each in (outer.tools or ()) if is_group else (outer,):
+            tool = each.function or each
+            if each.type not in ("", function_type) or not tool.name:
+                what = f"tool '{tool.name}' of type '{each.type}' is no function that the client"
+                raise ApiError(400, f"{what} runs. Turn it off in the client", "unsupported")
+            name = f"{outer.name}__{tool.name}" if is_group else tool.name
+            if is_group:
+                namespaces[name] = outer.name, tool.name
+            about = {"description": tool.description} if tool.description else {}
+            schema = tool.parameters or tool.input_schema or {"type": "object", "properties": {}}
+            function = {"name": name, **about, "parameters": schema}
+            tools.append({"type": "function", "function": function})
+    return tools, namespaces
+
+
+def read_choice(choice: str | Tool | None, tools: Sequence[dict[str, Any]]) -> str:
+    """Convert a `tool_choice` to the form of ChatRequest."""
+    chosen = choice or "auto"
+    if isinstance(chosen, Tool):
+        is_named = chosen.type in ("function", "tool")
+        chosen = f"={(chosen.function or chosen).name}" if is_named else chosen.type
+    chosen = "required" if chosen == "any" else chosen
+    possible = ["auto", "none", *["=" + tool["function"]["name"] for tool in tools]]
+    if chosen not in possible and not (chosen == "required" and tools):
+        fix = "Use auto, none, required, or the name of a function in tools"
+        raise ApiError(400, f"tool_choice '{chosen.lstrip('=')}' is not possible. {fix}")
+    return chosen
+
+
+def sampled(*answers: Answer) -> int:
+    """Return the number of sampled tokens."""
+    return sum([len(answer.response.output_ids) for answer in answers if answer.response])
+
+
+def head(kind: str, id: str, model: str) -> dict[str, Any]:
+    """Return the first fields of an object of OpenAI."""
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    """Return a server-sent event; its name is the data's type.
+
+    Clients that split lines as `str.splitlines` does must see one line.
+    """
+    line = dumps(data).replace(b"\n", b" ").replace(b"\r", b" ").replace(b"\xc2\x85", b"\\u0085")
+    line = line.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return b"%bdata: %b\n\n" % (name.encode(), line)
