@@ -15,6 +15,7 @@ sequences. The templates are shortened; what they do to earlier turns is what th
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -91,24 +92,30 @@ FAMILIES: dict[str, ChatFamily] = {
 BOS = {"llama3_1": "<|begin_of_text|>", "mistral": "<s>", "deepseek_v3": "<｜begin▁of▁sentence｜>"}
 
 
+def byte_level() -> Any:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel(add_prefix_space=False)
+
+
 @lru_cache(maxsize=16)
 def tokenizer_of(name: str) -> Any:
     """Return a tokenizer of about 500 tokens with the template and special tokens of a family.
 
     It is shared by all callers: copy it (copy.deepcopy) before you change it.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, trainers
     from transformers import PreTrainedTokenizerFast
 
-    chat, byte_level = FAMILIES[name], pre_tokenizers.ByteLevel
+    chat = FAMILIES[name]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.pre_tokenizer = byte_level()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=450,
         min_frequency=1,
         show_progress=False,
-        initial_alphabet=sorted(byte_level.alphabet()),
+        initial_alphabet=sorted(byte_level().alphabet()),
         special_tokens=["<pad>", *chat.ends, *chat.special],
     )
     tokenizer.train_from_iterator(TEXT.splitlines(), trainer)
@@ -128,3 +135,26 @@ def tokenizer_of(name: str) -> Any:
 def end_ids(name: str) -> list[int]:
     """Return the ids of the tokens that end a turn."""
     return tokenizer_of(name).convert_tokens_to_ids(list(FAMILIES[name].ends))
+
+
+def scattered(name: str, text: str, rng: random.Random) -> list[int]:
+    """Return a random, usually non-canonical, token sequence of a text.
+
+    Tokens are split between any two bytes, also within a character. Some special tokens and words
+    are spelled out.
+    """
+    tokenizer = tokenizer_of(name)
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
+    ids: list[int] = []
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        written = tokenizer.convert_ids_to_tokens(token)
+        if token in added and rng.random() < 0.9 or rng.random() < 0.5:
+            ids.append(token)
+            continue
+        if token in added:
+            made = byte_level().pre_tokenize_str(written)
+            written = "".join(piece for piece, _ in made)
+        cut = rng.randrange(len(written) + 1)
+        for piece in (written[:cut], written[cut:]):
+            ids += [vocabulary[piece]] if piece in vocabulary else [vocabulary[c] for c in piece]
+    return ids

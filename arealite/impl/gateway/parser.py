@@ -1,0 +1,308 @@
+"""Parse sampled tokens into a thought, a text and tool calls, whole or while they are sampled."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from arealite.api.llm import LLMResponse
+from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
+from arealite.impl.gateway.families import TEXT, Family, RawCall, Tools
+
+SHORT = 2048
+"""An unfinished call up to this length is read again with each new text."""
+WINDOW = 32
+"""Longest sequence of earlier tokens that is decoded again with new ones."""
+NOT_SPACE = re.compile(r"\S")
+
+
+class Piece(NamedTuple):
+    """A part of an answer: a text, a thought, or a call."""
+
+    kind: str
+    text: str
+    call: RawCall | None = None
+
+
+def unfinished(text: str, words: Iterable[str], at: int = 0) -> int:
+    """Return the length of the longest end of `text[at:]` that may be the start of a word."""
+    longest = 0
+    for word in words:
+        begin = max(at, len(text) - len(word) + 1)
+        while (begin := text.find(word[0], begin)) >= 0 and not word.startswith(text[begin:]):
+            begin += 1
+        longest = max(longest, len(text) - begin if begin >= 0 else 0)
+    return longest
+
+
+class Scanner:
+    """Splits an answer of a family into pieces. Time is linear in the length of the answer."""
+
+    def __init__(self, family: Family, tools: Tools = (), *, has_calls: bool = True) -> None:
+        self.family, self.tools = family, tools
+        self.mode, self.rest, self.at = "start", "", 0
+        self.new: list[str] = []
+        self.size = 0
+        """Number of characters in `new`."""
+        self.pieces: list[Piece] = []
+        is_read = has_calls or family.has_channels
+        self.openers = family.openers if is_read else ()
+        self.first = [*(family.first if is_read else ()), *(family.think or ())[:1]]
+        self.words = [*self.openers, *(family.noise if is_read else ())]
+        self.marker = re.compile("|".join(map(re.escape, self.words)) or "(?!)")
+
+    def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
+        """Return the pieces that are certain after more text; at the end, all that are left."""
+        self.new.append(text)
+        self.size += len(text)
+        if len(self.rest) > SHORT and not is_end and self.size * 8 < len(self.rest):
+            return []  # reading a long call again for each token would take quadratic time
+        self.rest, self.at = self.rest + "".join(self.new), 0
+        self.new, self.size = [], 0
+        steps: dict[str, Callable[[bool], bool]] = {
+            "start": self._start,
+            "text": self._text,
+            "thought": self._thought,
+            "part": self._part,
+        }
+        while self.at < len(self.rest) and steps[self.mode](is_end):
+            pass
+        pieces, self.pieces, self.rest = self.pieces, [], self.rest[self.at :]
+        return pieces
+
+    def _take(self, kind: str, end: int) -> None:
+        """Add the text up to an index to the pieces."""
+        if end > self.at:
+            self.pieces.append(Piece(kind, self.rest[self.at : end]))
+            self.at = end
+
+    def _start(self, is_end: bool) -> bool:
+        """Look for a marker that stands only at the start."""
+        rest, think = self.rest, (self.family.think or ("",))[0]
+        begin = NOT_SPACE.search(rest, self.at)
+        begin = begin.start() if begin else len(rest)
+        self.mode = "text"
+        for word in filter(None, self.first):
+            if rest.startswith(word, begin):
+                self._take("text", begin)
+                self.mode = "part"
+                if word == think:
+                    self.mode, self.at = "thought", begin + len(word)
+                    self.first.remove(word)
+                return True
+            if not is_end and word.startswith(rest[begin : begin + len(word)]):
+                self.mode = "start"
+        return self.mode != "start"
+
+    def _text(self, is_end: bool) -> bool:
+        found = self.marker.search(self.rest, self.at)
+        if found is None:
+            held = 0 if is_end else unfinished(self.rest, self.words, self.at)
+            self._take("text", len(self.rest) - held)
+            return False
+        self._take("text", found.start())
+        if found[0] in self.openers:
+            self.mode = "part"
+        else:
+            self.at = found.end()
+        return True
+
+    def _thought(self, is_end: bool) -> bool:
+        family = self.family
+        close = family.think[1] if family.think else ""
+        end = self.rest.find(close, self.at)
+        if end < 0:
+            held = 0 if is_end else unfinished(self.rest, (close,), self.at)
+            self._take("thought", len(self.rest) - held)
+            return False
+        self._take("thought", end)
+        self.at, self.mode = end + len(close), "text" if family.has_channels else "start"
+        return True
+
+    def _part(self, is_end: bool) -> bool:
+        part = self.family.read(self.family, self.rest, self.at, is_end, self.tools)
+        if part is None:
+            return False
+        self.mode = part.mode
+        for call in part.calls:
+            self.pieces.append(Piece("call", call.raw, call))
+        if part.is_text:
+            self._take("text", part.end)
+        elif not part.calls:
+            self.pieces.append(Piece(part.mode, "\n"))  # a header: separates it from earlier ones
+        self.at = part.end
+        return True
+
+
+def read_calls(text: str, family: Family, tools: Tools = ()) -> tuple[str, list[RawCall]]:
+    """Return the text around the calls of a whole answer, and its calls, also malformed ones."""
+    scanner = Scanner(family, tools)
+    pieces = scanner.feed(text) + scanner.feed("", is_end=True)
+    said = "".join(piece.text for piece in pieces if piece.kind == "text")
+    return said, [piece.call for piece in pieces if piece.call]
+
+
+@lru_cache(maxsize=16)
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the special tokens, which may end a turn."""
+    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+class Decoder:
+    """Decodes tokens as they are sampled; half a character waits for its rest."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = 0
+        """Number of characters of `ids` that were returned."""
+
+    def feed(self, ids: Sequence[int], *, is_end: bool = False) -> str:
+        """Return the text that new tokens add."""
+        if not ids and not is_end:
+            return ""
+        self.ids += ids
+        text = self._decode()
+        end = len(text) if is_end else self._certain(text)
+        new, self.shown = text[self.shown : end], max(self.shown, end)
+        if len(self.ids) > WINDOW:
+            self.ids = self.ids[-WINDOW // 2 :]
+            text = self._decode()
+            self.shown = len(text) if is_end else self._certain(text)
+        return new
+
+    def _decode(self) -> str:
+        return self.tokenizer.decode(self.ids, clean_up_tokenization_spaces=False)
+
+    def _certain(self, text: str) -> int:
+        """Return the length of the text without the replacements of a half character's bytes."""
+        return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))
+
+
+class Parser:
+    """Parses one answer.
+
+    Args:
+        family: The family of the model.
+        tokenizer: The tokenizer of the model.
+        request: The request that is answered.
+        opening: End of the prompt that belongs to the answer, such as "<think>".
+        index: Number of the answer, below `request.n`.
+        seed: The ids of calls are derived from it. Equal seeds give equal ids; "": random ids.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        tokenizer: Any,
+        request: ChatRequest,
+        *,
+        opening: str,
+        index: int = 0,
+        seed: str = "",
+    ) -> None:
+        self.is_raw = request.prompt is not None
+        self.family, self.request, self.index = family, request, index
+        self.seed = seed or secrets.token_hex(8)
+        has_calls = bool(request.tools) and request.tool_choice != "none"
+        self.scanner = Scanner(TEXT if self.is_raw else family, request.tools, has_calls=has_calls)
+        self.has_calls, self.decoder = has_calls, Decoder(tokenizer)
+        self.opening, self.count, self.last = opening, 0, list[int]()
+        self.kept, self.stop_string = "", ""
+        self.parts: dict[str, list[str]] = {"thought": [], "text": []}
+        self.spaces: dict[str, list[str]] = {"thought": [], "text": []}
+        """White space that is part of the answer if more text follows it."""
+        self.calls: list[Call] = []
+        self.malformed = 0
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        """Return what new tokens add to the answer."""
+        self.count += len(ids)
+        ids, self.last = [*self.last, *ids], []
+        if ids and ids[-1] in special_ids(self.decoder.tokenizer):
+            self.last.append(ids.pop())  # it may end the turn
+        return self._read(self.decoder.feed(ids), is_end=False)
+
+    def finish(
+        self, response: LLMResponse, *, id: str, prompt_tokens: int, cached_tokens: int
+    ) -> tuple[list[Delta], Answer]:
+        """Return the remaining deltas, the last one with kind "end", and the answer.
+
+        Tokens of the response that were not fed are read first.
+        """
+        deltas, is_stop = (
+            self.feed(response.output_ids[self.count :]),
+            response.stop_reason == "stop",
+        )
+        rest = self.decoder.feed([] if is_stop else self.last, is_end=True)
+        deltas += self._read(rest, is_end=True)
+        reason = "calls" if self.calls else "stop_string" if self.stop_string else "stop"
+        answer = Answer(
+            id=id,
+            thought="".join(self.parts["thought"]),
+            text="".join(self.parts["text"]),
+            calls=tuple(self.calls),
+            stop_reason=reason if is_stop or self.stop_string else "length",
+            stop_string=self.stop_string,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            response=response,
+            malformed=self.malformed,
+        )
+        return [*deltas, Delta("end", answer=answer, index=self.index)], answer
+
+    def _read(self, text: str, *, is_end: bool) -> list[Delta]:
+        text, self.opening = self.opening + self._cut(text, is_end), ""
+        deltas: list[Delta] = []
+        for kind, said, call in self.scanner.feed(text, is_end=is_end):
+            if call is not None and not self._is_refused(call):
+                name = self._id(call)
+                self.calls.append(Call(name, call.name, call.arguments))
+                deltas.append(Delta("call", call=self.calls[-1], index=self.index))
+            else:
+                deltas += self._say("thought" if kind == "thought" else "text", said)
+        return deltas
+
+    def _cut(self, text: str, is_end: bool) -> str:
+        """Return the text before the first stop string, as far as it is certain."""
+        if self.stop_string or not self.request.stop:
+            return "" if self.stop_string else text
+        text = self.kept + text
+        found = ((text.find(stop), stop) for stop in self.request.stop)
+        ends = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
+        if ends:
+            _, end, self.stop_string = min(ends)  # generation stopped at the one that ends first
+        else:
+            end = len(text) - (0 if is_end else unfinished(text, self.request.stop))
+        self.kept = text[end:]
+        return text[:end]
+
+    def _is_refused(self, call: RawCall) -> bool:
+        """Return whether a call becomes text; count it if it is malformed."""
+        if not self.has_calls or (self.calls and not self.request.is_parallel):
+            return True
+        self.malformed += bool(call.error)
+        return bool(call.error)
+
+    def _id(self, call: RawCall) -> str:
+        family = self.family
+        if re.fullmatch(family.sampled_id, call.id) and all(
+            call.id != made.id for made in self.calls
+        ):
+            return call.id or family.call_id(self.seed, len(self.calls))
+        return family.call_id(self.seed, len(self.calls))
+
+    def _say(self, kind: Literal["thought", "text"], text: str) -> list[Delta]:
+        """Add text to a field of the answer, without white space at both ends of the field."""
+        body, said = text if self.is_raw else text.strip(), self.parts[kind]
+        if not body:
+            self.spaces[kind].append(text)
+            return []
+        begin = text.index(body)
+        before = "".join([*self.spaces[kind], text[:begin]]) if said else ""
+        self.spaces[kind] = [text[begin + len(body) :]]
+        said.append(before + body)
+        return [Delta(kind, said[-1], index=self.index)]
