@@ -133,4 +133,5 @@ envs: Registry[Env] = Registry(
     gyllm="arealite.impl.env.adapters.gyllm:GyLLMEnv",
     textarena="arealite.impl.env.adapters.textarena:TextArenaEnv",
     openenv="arealite.impl.env.adapters.openenv:OpenEnvEnv",
+    harness="arealite.impl.env.harness.env:HarnessEnv",
 )

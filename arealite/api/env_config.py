@@ -12,7 +12,7 @@ from arealite.api.adapter_config import (
     TextArenaConfig,
 )
 from arealite.api.browser_config import BrowserEnvConfig, WebArenaConfig
-from arealite.api.fields import opt, sub
+from arealite.api.fields import Constraints, opt, sub
 from arealite.api.game_config import (
     DebateConfig,
     MathEnvConfig,
@@ -21,6 +21,7 @@ from arealite.api.game_config import (
     ReverseConfig,
     TicTacToeConfig,
 )
+from arealite.api.harness_config import HarnessConfig
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.sandbox import CodeEnvConfig
 from arealite.api.tool_config import ToolsEnvConfig
@@ -50,3 +51,10 @@ class EnvConfig:
     gyllm: GyLLMConfig = sub(GyLLMConfig, "options of type=gyllm")
     textarena: TextArenaConfig = sub(TextArenaConfig, "options of type=textarena")
     openenv: OpenEnvConfig = sub(OpenEnvConfig, "options of type=openenv")
+    harness: HarnessConfig = sub(HarnessConfig, "options of type=harness")
+
+    def constraints(self) -> Constraints:
+        """Yield the constraint of environments that need the gateway."""
+        is_here = self.type != "harness" or self.runtime.type == "in_process"
+        what = f"runtime.type={self.runtime.type}: the rollout worker serves the agents of"
+        yield is_here, f"{what} type={self.type}. Use runtime.type=in_process."

@@ -194,9 +194,12 @@ def check_envs(config: ExperimentConfig) -> None:
         where = f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g}"
         raise UserError(f"{where} is less than one row of dataset.rows={rows}. Raise one of them.")
     for part in collector.parts.values():
+        made: object = envs.get(part.env.type)
         if part.env.runtime.type != "in_process":
             make_env(config, part.env)  # checks `runtime.addresses` and `runtime.token_env`
-        seats = getattr(envs.get(part.env.type), "seats", None)
+        elif part.env.type == "harness":
+            made = make_env(config, part.env)  # checks its program or function
+        seats = getattr(made, "seats", None)
         if seats and isinstance(seats, tuple) and seats is not Env.seats:
             check_seats(part, cast(tuple[str, ...], seats))
 

@@ -172,6 +172,7 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     NameRegistry.of(config).check()
     configs.check_names(config)
     check_name("name", config.name)
+    preflight.check_envs(config)
     check_first_rows(config, [split])
     model, _ = read_model(preflight.required(config.model.path, "model.path"))
     preflight.check_run_folder(config)

@@ -20,8 +20,11 @@ OPEN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CLOSE = '"}}</tool_call>'
 TASKS = {"digits": 2, "easy": 0.5, "prompt": "{}="}
 TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
-    "{% elif m['role'] == 'tool' %}={% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m['content'] }}{% for call in m['tool_calls'] or [] %}"
+    "{% set made = call['function'] %}<tool_call>{{ {'name': made['name'], 'arguments': "
+    "made['arguments']} | tojson }}</tool_call>{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% elif m['role'] == 'tool' %}={% endif %}"
+    "{% endfor %}"
 )
 ENV = "trainer.ppo.collector.env"
 

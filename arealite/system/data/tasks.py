@@ -59,8 +59,10 @@ def reward_of(config: EnvConfig) -> RewardConfig | None:
 
 
 def reads_columns(config: EnvConfig) -> bool:
-    """Return whether the reward of an environment reads `Task.columns`."""
+    """Return whether an environment or its reward reads `Task.columns`."""
     reward = reward_of(config)
+    if getattr(envs.options(config), "reads_columns", False):
+        return True
     return reward is not None and rewards.get(reward.type).score_task is not Reward.score_task
 
 
@@ -92,11 +94,12 @@ def check_first_rows(config: ExperimentConfig, splits: Sequence[str] = ("train",
 async def _check_tasks(config: EnvConfig, rows: Iterator[tuple[str, Task]]) -> None:
     reward, kind = reward_of(config), config.type
     scorer = make_reward(reward) if reward else None
+    is_scored = getattr(envs.options(config), "reward_from", "function") == "function"
     try:
         for where, task in rows:
             try:
                 envs.get(kind).check_row(task)
-                if scorer:
+                if scorer and is_scored:
                     await scorer.check_row(task)
             except Exception as error:  # an environment may raise anything
                 why = f"environment {kind} cannot read it: {type(error).__name__}: {error}"

@@ -1,0 +1,62 @@
+"""Options of agents that are not AReaLite's: a function, a program, or programs elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from arealite.api.fields import Constraints, opt, sub
+from arealite.api.gateway_config import GatewayConfig
+from arealite.api.reward import RewardConfig
+from arealite.api.tool_config import ArithmeticConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """An agent that talks to the model through the gateway. Set one of run, command and pull."""
+
+    run: str = opt("", "function that plays an episode: file.py:name or module:name")
+    command: list[str] = sub(list, "program that plays an episode: [claude,-p,'{prompt}']")
+    pull: bool = opt(False, "agents elsewhere lease the tasks: POST /v1/rl/sessions")
+    seats: list[str] = sub(lambda: ["agent"], "names of the seats; each has its own API key")
+    reward_from: Literal["auto", "return", "file", "last_line", "posted", "function"] = opt(
+        "auto", "source of the reward; auto: what the agent gave, else the option `reward`"
+    )
+    reward_file: str = opt("reward.json", "file that `command` writes: a number or an object")
+    reward: RewardConfig = sub(RewardConfig, "reward function of the answer")
+    environment: dict[str, str] = sub(dict, "environment of `command`; $NAME: the worker's")
+    ok_codes: list[int] = sub(lambda: [0], "exit codes of `command` that are no failure")
+    keep_failed: bool = opt(False, "keep the folder of a failed `command`")
+    sandbox: bool = opt(False, "run `command` in bubblewrap: its folder, and only the gateway")
+    readable: list[str] = sub(list, "further files and folders that the sandbox can read")
+    threads: int = opt(256, "concurrent calls of a `run` that is not async", at_least=1)
+    idle_s: float = opt(600.0, "time without a request after which a leased task fails", above=0)
+    arithmetic: ArithmeticConfig = sub(ArithmeticConfig, "tasks of dataset.train=generated")
+    gateway: GatewayConfig = sub(GatewayConfig, "the HTTP server of the agents")
+
+    def constraints(self) -> Constraints:
+        """Yield the constraints of each way to run an agent."""
+        source, seats = self.reward_from, self.seats
+        needed = {"return": "run", "file": "command", "last_line": "command"}.get(source)
+        is_given = needed is None or bool(getattr(self, needed))
+        yield is_given, f"reward_from={source} needs {needed}. Set {needed}, or reward_from=auto."
+        names = [name for name in seats if name.isidentifier() and name not in ("self", "task")]
+        fix = "Give each seat a name of its own, of letters, digits and _."
+        yield bool(seats) and len({*names}) == len(seats), f"seats={seats}. {fix}"
+        what = "sandbox=true needs a `command`"
+        yield not self.sandbox or bool(self.command), f"{what}. Set command, or sandbox=false."
+        is_local = not (self.gateway.host or self.gateway.public_host)
+        what = "sandbox=true: programs reach the gateway on loopback only"
+        yield is_local or not self.sandbox, f"{what}. Remove gateway.host and public_host."
+        what = "pull=true needs gateway.token_env, a variable with the token of the agents"
+        yield bool(self.gateway.token_env) or not self.pull, f"{what}. Export it, and set its name."
+
+    @property
+    def ways(self) -> list[str]:
+        """The names of the options that are set of run, command and pull."""
+        return [name for name in ("run", "command", "pull") if getattr(self, name)]
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether agents get `Task.columns`."""
+        return True

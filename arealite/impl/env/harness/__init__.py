@@ -1,0 +1,1 @@
+"""Agents that are not AReaLite's: they talk to the model through the gateway."""

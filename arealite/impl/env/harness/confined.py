@@ -1,0 +1,60 @@
+"""Process 1 of a harness's sandbox: run one program, and give it the gateway's port.
+
+The sandbox has a loopback of its own. This process listens there at the gateway's port, and passes
+each connection to a Unix socket of the rollout worker. `programs.py` sends the text of this file to
+a new Python process, so it imports nothing of the package.
+
+Arguments: the path of the Unix socket, the port, then the program's words. When stdin closes, this
+process exits, and the kernel kills all processes of the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import suppress
+
+CHUNK = 1 << 16
+
+
+async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy bytes until either end closes; then close the writer."""
+    with suppress(OSError):
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def join(
+    near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> None:
+    """Copy bytes in both directions until both ends are closed."""
+    await asyncio.gather(relay(near[0], far[1]), relay(far[0], near[1]))
+
+
+async def main(path: str, port: str, *command: str) -> None:
+    """Serve the port while the program runs; exit with its code."""
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await join((reader, writer), await asyncio.open_unix_connection(path))
+
+    def parent_closed() -> None:
+        if not os.read(0, CHUNK):
+            os._exit(1)
+
+    asyncio.get_running_loop().add_reader(0, parent_closed)
+    await asyncio.start_server(connect, "127.0.0.1", int(port))
+    try:
+        program = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be started: {error}".encode())
+        os._exit(127)
+    code = await program.wait()
+    os._exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,286 @@
+"""Episodes that an agent outside AReaLite plays: a function, a program, or an agent elsewhere.
+
+The agent talks to the model through the gateway. Its reward is what it returns, writes or posts, or
+the score of a reward function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import asynccontextmanager
+from traceback import extract_tb
+from typing import Any, NamedTuple, SupportsFloat, cast
+
+import msgspec
+from msgspec import structs
+
+from arealite.api.agent import Agent
+from arealite.api.env import Env
+from arealite.api.harness_config import HarnessConfig
+from arealite.api.reward import Score, make_reward
+from arealite.api.task import Row, Task
+from arealite.api.trial import TrialConfig
+from arealite.base import log
+from arealite.base.config import check_constraints
+from arealite.base.errors import EpisodeError, UserError
+from arealite.base.registry import import_function
+from arealite.impl.env.adapters.blocking import Threads
+from arealite.impl.env.harness.programs import Finished, HarnessFailed, Programs
+from arealite.impl.env.tools import arithmetic
+from arealite.impl.env_server.wire import read_token
+from arealite.impl.gateway.gateway import Gateway
+from arealite.impl.gateway.session import Session
+from arealite.impl.rollout.failures import root_error
+
+logger = log.get(__name__)
+
+AT = "env.harness."
+TAKEN = ("self", "value")
+"""Names that a part of a reward cannot have: parameters of `Agent.reward`."""
+
+
+class HarnessSilent(EpisodeError):
+    """An agent elsewhere leased a task, and then made no request for `idle_s`."""
+
+    failure_class = "harness_silent"
+
+
+class Played(NamedTuple):
+    """The end of an agent's work."""
+
+    result: Any = None
+    """The value that `run` returned."""
+    finished: Finished | None = None
+    """The program, if `command` is set."""
+
+
+class HarnessEnv(Env):
+    """Gives each episode's agent an endpoint, and its turns the agent's reward."""
+
+    resumable = True
+
+    def __init__(self, args: TrialConfig, config: HarnessConfig) -> None:
+        """Import the function, or check the program.
+
+        Raises:
+            UserError: An option is wrong, or the function or program cannot be found.
+        """
+        super().__init__(args, config)
+        check_constraints(config, AT)
+        if len(config.ways) != 1:
+            given = " and ".join(config.ways) or "none"
+            raise UserError(f"{AT}: set exactly one of run, command and pull. It sets {given}.")
+        self.seats = tuple(config.seats)
+        self.scorer = make_reward(config.reward)
+        self._is_scoring = False
+        self._lock = asyncio.Lock()
+        token = read_token(config.gateway.token_env, f"{AT}gateway.")
+        self.gateway = Gateway(config.gateway, args=args, token=token)
+        self.programs = Programs(config) if config.command else None
+        self.function: Any = function(config.run) if config.run else None
+        self.threads = Threads(config.threads)
+        self._waiting = asyncio.Queue[Session]()
+        """Sessions that no agent has leased yet."""
+        self._leased = set[str]()
+        """Ids of running sessions that an agent elsewhere has leased."""
+
+    @classmethod
+    def rows(cls, config: HarnessConfig, *, split: str, seed: int) -> Iterator[Row]:
+        """Yield arithmetic tasks by `config.arithmetic`, without end."""
+        return arithmetic(config.arithmetic, split=split, seed=seed)
+
+    async def setup(self) -> None:
+        """Start the gateway, and check the sandbox."""
+        if self.config.pull:
+            self.gateway.lease = self._lease
+        await self.gateway.start()
+        logger.info("gateway", url=self.gateway.url)
+        if self.programs:
+            await self.programs.setup(int(self.gateway.url.rpartition(":")[2].partition("/")[0]))
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        """Run the agent for one episode, and set its reward.
+
+        Raises:
+            HarnessFailed: The agent failed, made no request, or gave no reward.
+            HarnessSilent: An agent elsewhere stopped.
+        """
+        session, scores = self.gateway.open(task, agents), dict[str, Score]()
+        acted = dict[str, Agent]()
+        try:
+            async with self._play(task, session) as played:
+                await session.close()  # first: it drops turns that the agent did not receive
+                acted = {name: each for name, each in agents.items() if each.record.turns}
+                if not acted:
+                    raise HarnessFailed("the agent made no request to its endpoint's base_url")
+                begin = time.perf_counter()
+                scores = await self._scores(task, session, played)
+                next(iter(acted.values())).record.seconds_scoring += time.perf_counter() - begin
+        except HarnessFailed:
+            if session.error is None:
+                raise
+        finally:
+            await session.close()
+        if session.error is not None:
+            raise session.error
+        for name, each in acted.items():
+            score = scores.get(name, scores.get("", Score(0.0)))
+            each.reward(score, **score.parts)
+
+    async def close(self) -> None:
+        """Stop the gateway, the folder of programs and the reward function."""
+        try:
+            await self.gateway.close()
+        finally:
+            if self.programs:
+                await self.programs.close()
+            await self.scorer.close()
+
+    @asynccontextmanager
+    async def _play(self, task: Task, session: Session) -> AsyncGenerator[Played]:
+        """Run the agent; the body runs before its folder is removed."""
+        if self.programs:
+            async with self.programs.run(task, session.endpoint) as finished:
+                yield Played(finished=finished)
+        elif self.function:
+            yield Played(await self._call(task, session))
+        else:
+            await self._wait_for_end(session)
+            yield Played()
+
+    async def _call(self, task: Task, session: Session) -> object:
+        """Return the result of the function; one that is not async runs in a thread."""
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(task, session.endpoint)
+            result = await self.threads.call(self.function, task, session.endpoint)
+            return await cast(Awaitable[object], result) if inspect.isawaitable(result) else result
+        except (Exception, SystemExit) as raised:
+            error = root_error(raised)
+            if isinstance(error, EpisodeError | UserError):
+                raise error from raised
+            frames = extract_tb(error.__traceback__)
+            file = inspect.getsourcefile(inspect.unwrap(self.function))
+            at = [frame for frame in frames if frame.filename == file][-1:] or frames[-1:]
+            where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in at)
+            what = f"{type(error).__name__}: {error}"
+            raise HarnessFailed(f"{self.config.run} raised {what:.400}{where}") from raised
+
+    async def _lease(self) -> Session:
+        """Return the next task's session. Called for `POST /v1/rl/sessions`."""
+        while (session := await self._waiting.get()).ended.is_set():
+            pass
+        session.last_request = asyncio.get_running_loop().time()
+        self._leased.add(session.id)
+        return session
+
+    async def _wait_for_end(self, session: Session) -> None:
+        """Offer a session to agents elsewhere; return when an agent has ended it.
+
+        Raises:
+            HarnessSilent: The agent made no request for `idle_s`, and none is running.
+        """
+        loop, idle_s = asyncio.get_running_loop(), self.config.idle_s
+        self._waiting.put_nowait(session)
+        try:
+            while not session.ended.is_set():
+                is_quiet = session.id in self._leased and not session.in_flight
+                left = session.last_request + idle_s - loop.time() if is_quiet else idle_s
+                if left <= 0:
+                    what = f"the session made no request for {AT}idle_s={idle_s:g}"
+                    raise HarnessSilent(f"{what} s, and was not ended")
+                await asyncio.wait((asyncio.ensure_future(session.ended.wait()),), timeout=left)
+        finally:
+            self._leased.discard(session.id)
+
+    async def _scores(self, task: Task, session: Session, played: Played) -> dict[str, Score]:
+        """Return the reward of each seat by name; "": of all seats.
+
+        Raises:
+            HarnessFailed: The agent gave no reward, or one that cannot be read.
+        """
+        source, finished, found = self.config.reward_from, played.finished, played.result
+        if session.reported is not None and source in ("auto", "posted"):
+            value, parts = session.reported
+            return {"": score_of({**parts, "reward": value}, "POST …/reward")}
+        if finished and source in ("auto", "file"):
+            text, name = finished.read(self.config.reward_file), self.config.reward_file
+            if text is not None or source == "file":
+                return {"": parse(text, f"{AT}reward_file={name}")}
+        if finished and source == "last_line":
+            return {
+                "": parse(finished.text.rstrip().rpartition("\n")[2], "the last line of stdout")
+            }
+        is_text = found is None or isinstance(found, str)
+        if source in ("auto", "return") and not is_text:
+            if isinstance(found, dict) and len(self.seats) > 1 and {*found} <= {*self.seats}:
+                by_seat = cast(dict[str, object], found)
+                return {name: score_of(each, f"{AT}run: {name}") for name, each in by_seat.items()}
+            return {"": score_of(found, f"{AT}run={self.config.run}")}
+        if source not in ("auto", "function"):
+            raise HarnessFailed(f"{AT}reward_from={source}: the agent gave no reward that way")
+        text = found if found is not None else finished.text.strip() if finished else ""
+        folder = {"folder": str(finished.folder)} if finished else {}
+        return {"": await self._score(task, str(text or session.answer), folder)}
+
+    async def _score(self, task: Task, text: str, folder: dict[str, str]) -> Score:
+        """Score an answer with the reward function, which is set up before its first use."""
+        if self.scorer.needs_truth and task.ground_truth is None:
+            what = "the agent gave no reward, and the row has no ground_truth to score its answer"
+            raise HarnessFailed(f"{what}. Return a reward, or set {AT}reward.type.")
+        async with self._lock:
+            if not self._is_scoring:
+                await self.scorer.setup()
+                self._is_scoring = True
+        task = structs.replace(task, extra_info={**task.extra_info, **folder})
+        found = await self.scorer.score_task(text, task)
+        return found if isinstance(found, Score) else Score(found)
+
+
+def function(path: str) -> Any:
+    """Import the function that plays episodes.
+
+    Raises:
+        UserError: There is no such function, or it does not accept (task, endpoint).
+    """
+    found = import_function(path, f"{AT}run={path}")
+    try:
+        inspect.signature(found).bind("task", "endpoint")
+    except (TypeError, ValueError) as error:
+        fix = "Write def solve(task, endpoint)."
+        raise UserError(f"{AT}run={path} cannot be called: {error}. {fix}") from error
+    return found
+
+
+def parse(text: str | None, where: str) -> Score:
+    """Parse a reward: JSON of a number or an object.
+
+    Raises:
+        HarnessFailed: There is no text, or it is no reward.
+    """
+    try:
+        return score_of(msgspec.json.decode(text or ""), where)
+    except msgspec.DecodeError as error:
+        was = "is missing" if text is None else f"is {text!r:.60}"
+        wanted = 'Write a number, or an object like {"reward": 1.0}'
+        raise HarnessFailed(f"{where}: the reward {was}. {wanted}.") from error
+
+
+def score_of(found: object, where: str) -> Score:
+    """Convert a number, or a dict of parts whose sum or item `reward` is the reward.
+
+    Raises:
+        HarnessFailed: It is neither, or a part has the name of a parameter of `Agent.reward`.
+    """
+    found = found.tolist() if hasattr(found, "tolist") else found  # pyright: ignore
+    parts = cast(dict[str, Any], {**found} if isinstance(found, dict) else {"reward": found})
+    numbers = [value for value in parts.values() if isinstance(value, SupportsFloat)]
+    if len(numbers) < len(parts) or not parts or {*parts} & {*TAKEN}:
+        wanted = "a number, or a dict of numbers without the names self and value"
+        raise HarnessFailed(f"{where} gave {found!r:.60}, and must give {wanted}")
+    score = Score(float(parts.pop("reward", sum(map(float, numbers)))))
+    score.parts = {str(name): float(value) for name, value in parts.items()}
+    return score

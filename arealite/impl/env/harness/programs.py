@@ -1,0 +1,241 @@
+"""Runs the program of each episode in a new folder, and confines it if `sandbox` is set.
+
+When its stdin closes, the first process of a program kills all others. So nothing is left of a
+program that is cancelled, or whose worker dies. Without the sandbox, a process that starts a
+session of its own escapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from arealite.api.harness_config import HarnessConfig
+from arealite.api.task import Task
+from arealite.base import log
+from arealite.base.errors import EpisodeError, UserError
+from arealite.base.registry import unknown
+from arealite.impl.env.harness import confined
+from arealite.impl.launcher.processes import GUARD, how_ended
+from arealite.impl.sandbox.process import bubblewrap, spawn, stop
+
+if TYPE_CHECKING:
+    from arealite.impl.gateway.session import Endpoint
+
+logger = log.get(__name__)
+
+KEPT = 1 << 16
+"""Bytes at the end of a program's stdout and stderr that are kept."""
+SHOWN_LINES = 8
+PIPES_S = 1.0
+"""Time for which a process that escaped can hold the output open after the program's end."""
+MAX_FILE = 1 << 20
+DISK = 1 << 30
+"""Bytes of files outside its folder that a confined program can keep, in memory."""
+INSIDE, SOCKET = "/tmp/episode", "/tmp/gateway.sock"
+"""Paths of the folder and of the gateway in the sandbox."""
+INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "CUDA_HOME")
+"""Variables of the worker that programs get."""
+READABLE = ("passwd", "group", "hosts", "nsswitch.conf", "alternatives", "ssl/certs")
+"""Files in /etc that confined programs can read."""
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+class HarnessFailed(EpisodeError):
+    """The agent raised an exception, exited with an error, or gave no reward that can be read."""
+
+    failure_class = "harness_failed"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A program that has ended."""
+
+    folder: Path
+    text: str
+    """The end of its stdout, without white space around it."""
+
+    def read(self, name: str) -> str | None:
+        """Return the text of a file in the folder; None if there is no such regular file."""
+        with suppress(OSError):
+            # A program could leave a pipe, which blocks, or a link to another file.
+            file = os.open(self.folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            with open(file, "rb") as opened:
+                if stat.S_ISREG(os.fstat(file).st_mode):
+                    return opened.read(MAX_FILE).decode(errors="replace")
+        return None
+
+
+class Programs:
+    """Starts the programs of all episodes."""
+
+    def __init__(self, config: HarnessConfig) -> None:
+        """Check that the program and the sandbox are installed.
+
+        Raises:
+            UserError: They are not, or the program would not be in the sandbox.
+        """
+        self.config = config
+        self._stack = AsyncExitStack()
+        program = config.command[0]
+        if "{" not in program and not shutil.which(program):
+            what = f"env.harness.command={program}: no such program"
+            raise UserError(f"{what}. Install it, or write its path.")
+        if config.sandbox and not shutil.which("bwrap"):
+            what = "env.harness.sandbox=true needs bubblewrap"
+            raise UserError(f"{what}. Run `apt install bubblewrap`, or set sandbox=false.")
+
+    async def setup(self, port: int) -> None:
+        """Make the folder of all episodes, and the socket that leads to the gateway's port."""
+        self._root = Path(tempfile.mkdtemp(prefix="arealite-harness-"))
+        self._stack.callback(shutil.rmtree, self._root, ignore_errors=True)
+        self._port = port
+        if self.config.sandbox:
+            server = await asyncio.start_unix_server(self._connect, self._root / "gateway.sock")
+            self._stack.callback(server.close)
+            async with self._folder() as folder:
+                await self._check(folder)
+
+    async def close(self) -> None:
+        """Remove the folder, unless it holds kept folders of episodes."""
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def run(self, task: Task, endpoint: Endpoint) -> AsyncGenerator[Finished]:
+        """Run the program of an episode; remove its folder at the end of the body.
+
+        Yields:
+            The program after its end.
+
+        Raises:
+            HarnessFailed: The program cannot be started, or its exit code is not in `ok_codes`.
+            UserError: A word of the command has an unknown placeholder.
+        """
+        async with self._folder() as folder:
+            await asyncio.to_thread(self._write_task, folder, task, endpoint)
+            inside = INSIDE if self.config.sandbox else str(folder)
+            words = self._words(task, inside)
+            yield await self._run(words, folder, self._environment(endpoint, inside))
+
+    @asynccontextmanager
+    async def _folder(self) -> AsyncGenerator[Path]:
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self._root))
+        try:
+            yield folder
+        except EpisodeError as error:
+            if self.config.keep_failed:
+                kept = tempfile.mkdtemp(prefix="arealite-failed-")
+                os.rename(folder, kept)
+                logger.warning("folder of a failed episode", folder=kept, error=str(error))
+            raise
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _check(self, folder: Path) -> None:
+        """Check that the sandbox can run a program.
+
+        Raises:
+            UserError: It cannot.
+        """
+        try:
+            await self._run(["true"], folder, {"PATH": os.environ.get("PATH", "")})
+        except HarnessFailed as error:
+            what = f"env.harness.sandbox=true: this host cannot confine programs: {error}"
+            raise UserError(f"{what}. Allow user namespaces, or set sandbox=false.") from error
+
+    def _write_task(self, folder: Path, task: Task, endpoint: Endpoint) -> None:
+        """Write task.json. The ground truth is left out unless the program gives the reward: the
+        model may be able to read files."""
+        own = {"task_id": task.task_id, "prompt": task.prompt, "extra_info": task.extra_info}
+        own |= {"columns": task.columns, "keys": {n: e.api_key for n, e in endpoint.seats.items()}}
+        if self.config.reward_from in ("file", "last_line", "posted"):
+            own["ground_truth"] = task.ground_truth
+        (folder / "task.json").write_bytes(msgspec.json.encode(own))
+
+    def _words(self, task: Task, folder: str) -> list[str]:
+        known = {**task.columns, **task.extra_info, "prompt": task.text, "task_id": task.task_id}
+        known |= {"folder": folder, "cwd": os.getcwd(), "python": sys.executable}
+
+        def fill(found: re.Match[str]) -> str:
+            if found[1] in known:
+                return str(known[found[1]])
+            raise UserError("env.harness.command: " + unknown("placeholder", found[1], [*known]))
+
+        return [PLACEHOLDER.sub(fill, word) for word in self.config.command]
+
+    def _environment(self, endpoint: Endpoint, folder: str) -> dict[str, str]:
+        """Return the environment of a program: few variables of the worker, and its endpoint."""
+        own = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        own |= {
+            "HOME": folder,
+            "TASK": f"{folder}/task.json",
+            "AREALITE_TASK": f"{folder}/task.json",
+        }
+        for api, url in (("OPENAI", endpoint.base_url), ("ANTHROPIC", endpoint.anthropic_base_url)):
+            own |= {f"{api}_BASE_URL": url, f"{api}_API_KEY": endpoint.api_key}
+            own[f"{api}_MODEL"] = endpoint.model
+        given = self.config.environment
+        return own | {name: os.path.expandvars(value) for name, value in given.items()}
+
+    async def _run(
+        self, words: list[str], folder: Path, environment: Mapping[str, str]
+    ) -> Finished:
+        command = ["/bin/sh", "-c", GUARD, "sh", *words]
+        if self.config.sandbox:
+            command = self._confine(words, folder)
+        try:
+            process = await spawn(command, cwd=folder, env=dict(environment))
+        except OSError as error:
+            raise HarnessFailed(f"the program cannot be started: {error}") from error
+        assert process.stdout and process.stderr
+        out, err = bytearray(), bytearray()
+        pipes = ((process.stdout, out), (process.stderr, err))
+        readers = [asyncio.create_task(keep_tail(pipe, kept)) for pipe, kept in pipes]
+        try:
+            code = await process.wait()
+        finally:
+            await stop(process)
+            await asyncio.wait(readers, timeout=PIPES_S)
+            for reader in readers:
+                reader.cancel()
+        text, errors = [bytes(kept).decode(errors="replace").strip() for kept in (out, err)]
+        if code not in self.config.ok_codes:
+            lines = "\n".join((errors or text).splitlines()[-SHOWN_LINES:])
+            raise HarnessFailed(f"{how_ended(code)}: {lines}")
+        return Finished(folder, text)
+
+    def _confine(self, words: list[str], folder: Path) -> list[str]:
+        """Return the command that runs `words` in bubblewrap."""
+        socket = str(self._root / "gateway.sock")
+        binds = ["--bind", str(folder), INSIDE, "--bind", socket, SOCKET, "--cap-drop", "ALL"]
+        readable = [os.path.abspath(os.path.expanduser(path)) for path in self.config.readable]
+        readable += [sys.base_prefix, *(f"/etc/{name}" for name in READABLE)]
+        outer = bubblewrap(readable, DISK, binds=binds, folder=INSIDE)
+        code = Path(confined.__file__).read_text()
+        python = [os.path.realpath(sys.executable), "-I", "-S", "-c", code]
+        return [*outer, *python, SOCKET, str(self._port), *words]
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass a connection out of a sandbox to the gateway."""
+        with suppress(OSError):
+            far = await asyncio.open_connection("127.0.0.1", self._port)
+            await confined.join((reader, writer), far)
+
+
+async def keep_tail(pipe: asyncio.StreamReader, kept: bytearray) -> None:
+    """Read a pipe to its end; keep its last KEPT bytes."""
+    while data := await pipe.read(KEPT):
+        kept += data
+        del kept[:-KEPT]
