@@ -9,6 +9,7 @@ import msgspec
 
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.observation import ToolCall
+from arealite.api.turn_tree import Tree
 from arealite.api.turns import NOTHING, Origin, StoredTurn, Turn
 from arealite.base.errors import RewardNotFinite
 
@@ -33,8 +34,7 @@ class Record(msgspec.Struct):
     """In the order of their ends; the turns of concurrent requests have any order."""
     partial: dict[int, Turn] = {}
     """Unfinished generations at their last interruption, by index."""
-    tips: list[Turn] = []
-    """Turns that no later turn extends."""
+    tree: Tree = msgspec.field(default_factory=Tree)
     recorded: list[StoredTurn] = []
     """Generations of an earlier attempt, whose worker crashed; `begin` reuses each once."""
     next_index: int = 0
@@ -62,7 +62,7 @@ class Record(msgspec.Struct):
         """
         self.generations += 1
         turn = Turn(input_ids, NOTHING, sampling.temperature, origin=origin)
-        turn.extend(self.tips)
+        self.tree.place(turn)
         stored = self._recall(turn, sampling.max_new_tokens) if self.recorded else None
         if stored is None:
             turn.index, self.next_index = self.next_index, self.next_index + 1
@@ -94,16 +94,13 @@ class Record(msgspec.Struct):
         """Add a turn of `begin` whose response is finished."""
         self.partial.pop(turn.index, None)
         self.turns.append(turn)
-        turn.finish()
-        self.tips = [tip for tip in self.tips if tip is not turn.parent]
-        self.tips.append(turn)
-        if turn.parent is not None:
-            turn.parent.tokens, turn.parent.state = [], None
+        self.tree.add(turn)
 
     def drop(self, response: LLMResponse) -> None:
         """Remove the turn of a response that never reached its client: it is not trained."""
-        self.turns = [turn for turn in self.turns if turn.response is not response]
-        self.tips = [turn for turn in self.tips if turn.response is not response]
+        for turn in [turn for turn in self.turns if turn.response is response]:
+            self.turns.remove(turn)
+            self.tree.drop(turn)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,24 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
         return sum(self.segment_lengths)
 
 
+class TurnReceipt(msgspec.Struct, frozen=True, array_like=True):
+    """Proof of one turn of a segment, made when its request was sent and its answer arrived."""
+
+    start: Count
+    """Position of its first sampled token: the length of its prompt."""
+    length: Count
+    """Number of sampled tokens."""
+    taken: Count
+    """Tokens of the prompt that were taken from earlier turns; the rest was rendered anew."""
+    reason: Annotated[str, msgspec.Meta(max_length=16)]
+    """Why a branch began: "" extends the turn before; see `Origin.reason`; "forked": another turn
+    extends the same turn."""
+    prompt: bytes
+    """16-byte BLAKE2b hash of the prompt's ids, as little-endian int32."""
+    answer: bytes
+    """16-byte BLAKE2b hash of the sampled tokens, then their logprobs, then their versions."""
+
+
 class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """A token sequence in which each turn extends the turn before. Arrays are raw little-endian
     bytes."""
@@ -78,6 +96,8 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """The sampling temperature; the trainer divides logits by it."""
     next_state: str = ""
     """Text of the observation after the last answer. Filled by ObservingCollector; "": unknown."""
+    turns: list[TurnReceipt] = []
+    """The turns whose sampled tokens are trained here, in order; []: an older AReaLite."""
 
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

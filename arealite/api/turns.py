@@ -1,19 +1,20 @@
-"""Turns: one generation each. They share the tokens of their prompts, and certify them.
+"""One generation of an agent: a turn, also as it is stored.
 
 A digest is the 16-byte BLAKE2b hash of little-endian arrays. T is the number of sampled tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from functools import partial
+from hashlib import blake2b as _blake2b
 from typing import Any
 
 import msgspec
 
 from arealite.api.llm import LLMResponse
 
+blake2b = partial(_blake2b, digest_size=16)
 NOTHING = LLMResponse([], [], [], "")
 """The response of a turn before its first token."""
 
@@ -49,10 +50,16 @@ class Turn(msgspec.Struct, eq=False):
     """Digest of the prompt when its request was sent; b"": not computed yet."""
     answer: bytes = b""
     """Digest of the response when it arrived."""
+    start: int = 0
+    """Length of the prompt."""
     tokens: list[int] = []
-    """Prompt and output, until another turn extends them."""
+    """Prompt and output, while `Tree.recent` has the turn."""
     state: Any = None
     """The digest of `tokens`, to be continued."""
+
+    def end(self) -> int:
+        """Return the length of prompt and output."""
+        return self.start + len(self.response.output_ids)
 
     @property
     def input_ids(self) -> list[int]:
@@ -62,32 +69,6 @@ class Turn(msgspec.Struct, eq=False):
             parts += turn.response.output_ids, turn.added
             turn = turn.parent
         return [token for part in reversed(parts) for token in part]
-
-    def extend(self, tips: Iterable[Turn]) -> None:
-        """Share the tokens of the longest tip that the prompt extends, and compute its digest."""
-        ids, size = self.added, -1
-        for tip in tips:
-            end = len(tip.tokens)
-            if (
-                size < end <= len(ids)
-                and ids[end - 1 : end] == tip.tokens[-1:]
-                and tip.temperature == self.temperature
-                and ids[:end] == tip.tokens
-            ):
-                self.parent, size = tip, end
-        self.tokens = ids
-        if self.parent is not None:
-            self.added = ids[size:]
-        self.state = self.parent.state.copy() if self.parent else hashlib.blake2b(digest_size=16)
-        self.state.update(array("i", self.added))
-        self.prompt = self.state.digest()
-
-    def finish(self) -> None:
-        """Add the output to the turn's tokens, and compute the digest of the response."""
-        each = arrays(self.response)
-        self.state.update(each[0])
-        self.tokens = self.tokens + self.response.output_ids
-        self.answer = hashlib.blake2b(b"".join(each), digest_size=16).digest()
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
@@ -115,11 +96,6 @@ class StoredTurn(msgspec.Struct, frozen=True):
         return LLMResponse(ids, logprobs, versions, self.stop_reason, self.interruptions)
 
 
-def digest(input_ids: Sequence[int]) -> bytes:
-    """Return the digest of a prompt's token ids."""
-    return hashlib.blake2b(array("i", input_ids), digest_size=16).digest()
-
-
 def arrays(response: LLMResponse) -> tuple[bytes, bytes, bytes]:
     """Return the ids, logprobs and versions of a response as bytes."""
     logprobs, versions = array("f", response.logprobs), array("i", response.versions)
@@ -128,7 +104,7 @@ def arrays(response: LLMResponse) -> tuple[bytes, bytes, bytes]:
 
 def encode_turn(turn: Turn) -> bytes:
     """Pack a turn, finished or not, into one payload frame."""
-    response, prompt = turn.response, turn.prompt or digest(turn.input_ids)
+    response, prompt = turn.response, turn.prompt or blake2b(array("i", turn.input_ids)).digest()
     end = response.stop_reason, response.interruptions, turn.index
     stored = StoredTurn(prompt, turn.temperature, *arrays(response), *end)
     return msgspec.msgpack.encode(stored)

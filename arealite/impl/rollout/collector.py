@@ -24,8 +24,9 @@ from arealite.api.episode import Seat
 from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
-from arealite.api.turns import Turn, encode_turn
+from arealite.api.trajectory import Segment, TrajectoryHeader, TurnReceipt, encode_segments
+from arealite.api.turn_tree import Tree
+from arealite.api.turns import Turn, arrays, encode_turn
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
@@ -288,34 +289,48 @@ def make_trajectory(
 def make_segments(turns: Sequence[Turn]) -> list[Segment]:
     """Merge turns into segments, with exactly the tokens that were sent and sampled.
 
-    A turn whose prompt begins with all tokens of the turn before (its prompt and its output)
-    extends that segment. Any other turn, and a turn at another temperature, begins a new one.
+    A turn extends the segment that ends with its parent: the longest turn whose prompt and output
+    its prompt begins with, at the same temperature. Any other turn begins a segment, in which
+    earlier tokens are not trained again. The segments are in the order of their last turns.
     """
-    runs: list[list[Turn]] = []
+    if not all([turn.answer for turn in turns]):  # made by hand
+        tree = Tree()
+        for turn in turns:
+            turn.added, turn.parent = turn.input_ids, None
+            tree.place(turn)
+            tree.add(turn)
+    rows, kept = dict[Turn, list[tuple[Turn, TurnReceipt]]](), {*turns}
     for turn in turns:
-        if runs and _extends(turn, runs[-1][-1]):
-            runs[-1].append(turn)
-        else:
-            runs.append([turn])
-    return [_segment(run) for run in runs]
+        parent, origin = turn.parent, turn.origin
+        while parent is not None and parent not in kept:  # its answer was dropped
+            parent = parent.parent
+        row = rows.pop(parent, []) if parent else []
+        reason = "" if row else _branch(turn, is_first=turn is turns[0])
+        taken = min(origin.taken, turn.start) if origin else parent.end() if parent else 0
+        length = len(turn.response.output_ids)
+        receipt = TurnReceipt(turn.start, length, taken, reason, turn.prompt, turn.answer)
+        row.append((turn, receipt))
+        rows[turn] = row
+    return [_segment(row) for row in rows.values()]
 
 
-def _extends(turn: Turn, last: Turn) -> bool:
-    before = last.input_ids + last.response.output_ids
-    return turn.temperature == last.temperature and turn.input_ids[: len(before)] == before
+def _branch(turn: Turn, *, is_first: bool) -> str:
+    """Return why a turn begins a segment."""
+    if turn.origin is not None and turn.origin.reason:
+        return turn.origin.reason
+    return "first" if is_first else "forked" if turn.parent else "rewritten"
 
 
-def _segment(turns: list[Turn]) -> Segment:
-    """Return one segment of turns that extend each other; the last turn has the tokens of all."""
-    ids = turns[-1].input_ids + turns[-1].response.output_ids
-    mask = logprobs = versions = b""
-    rewards = array("f", bytes(4 * len(ids)))
-    for turn in turns:
-        response = turn.response
-        prompt = len(turn.input_ids) - len(mask)
-        mask += bytes(prompt) + b"\x01" * len(response.output_ids)
-        logprobs += bytes(4 * prompt) + array("f", response.logprobs).tobytes()
-        versions += b"\xff" * (4 * prompt) + array("i", response.versions).tobytes()
-        rewards[len(mask) - 1] += turn.reward
-    tokens = array("i", ids).tobytes()
-    return Segment(tokens, mask, logprobs, versions, rewards.tobytes(), turns[-1].temperature)
+def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:
+    """Return the segment of turns that extend each other; the last turn has the tokens of all."""
+    (*_, (last, _)), size = row, row[-1][0].end()
+    mask, logprobs, versions = bytearray(size), bytearray(4 * size), bytearray(b"\xff" * 4 * size)
+    rewards = array("f", bytes(4 * size))
+    for turn, _ in row:
+        begin, end = turn.start, turn.end()
+        mask[begin:end] = b"" * (end - begin)
+        _, logprobs[4 * begin : 4 * end], versions[4 * begin : 4 * end] = arrays(turn.response)
+        rewards[end - 1] += turn.reward
+    ids = array("i", last.input_ids + last.response.output_ids).tobytes()
+    told = ids, bytes(mask), bytes(logprobs), bytes(versions), rewards.tobytes(), last.temperature
+    return Segment(*told, turns=[receipt for _, receipt in row])

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arealite.api.llm import LLMResponse
+from arealite.api.episode import Record
+from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.trajectory import Segment, decode_segments, encode_segments
-from arealite.api.turns import Turn
+from arealite.api.turn_tree import RECENT
+from arealite.api.turns import Origin, Turn
 from arealite.impl.rollout.collector import make_segments
 
 ANY_PACE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -74,51 +81,159 @@ def test_empty_output_keeps_its_reward() -> None:
     assert arrays(segment)["rewards"] == [0, 2.0]
 
 
-tokens = st.lists(st.integers(0, 3), max_size=5)
+tokens = st.lists(st.integers(0, 2), max_size=4)
+some = tokens.filter(bool)
+
+
+class Sent(NamedTuple):
+    """A request of a random session, and its answer."""
+
+    prompt: list[int]
+    turn: Turn
 
 
 @st.composite
-def episodes(draw) -> list[Turn]:
-    """Draw turns; some extend the previous turn, some repeat it, some do not extend it."""
-    turns: list[Turn] = []
-    for _ in range(draw(st.integers(1, 6))):
-        prompt = draw(tokens.filter(bool))
-        if turns and draw(st.booleans()):
-            last = turns[-1]
-            prompt = last.input_ids + last.response.output_ids + draw(tokens)
-        made = turn(
-            prompt,
-            draw(tokens.filter(bool)),
-            temperature=draw(st.sampled_from([1.0, 0.5])),
-            reward=draw(st.sampled_from([0.0, 1.0, -0.5])),
-            version=draw(st.integers(0, 5)),
-        )
-        turns.append(made)
-    return turns
+def sessions(draw) -> tuple[Record, list[Sent]]:
+    """Draw a session: turns that extend any turn, retries, rewrites, concurrent and lost turns.
+
+    The logprob of each sampled token is a number of its own.
+    """
+    record, sent, open_turns, numbers = Record(), list[Sent](), list[Sent](), itertools.count(1)
+    for _ in range(draw(st.integers(1, 10))):
+        prompt = draw(some)
+        if sent:
+            base, turn = draw(st.sampled_from(sent))
+            kind = draw(st.sampled_from(["extend", "extend", "retry", "cut", "new"]))
+            if kind == "extend":
+                prompt = base + turn.response.output_ids + draw(tokens)
+            elif kind == "retry":
+                prompt = base
+            elif kind == "cut":
+                prompt = [*base[: draw(st.integers(0, len(base)))], *prompt]
+        temperature = draw(st.sampled_from([1.0, 1.0, 1.0, 0.5]))
+        sampling = SamplingConfig(temperature=temperature)
+        open_turns.append(Sent(prompt[:], record.begin(prompt, sampling)))
+        while open_turns and draw(st.integers(0, 2)):  # else it is concurrent with the next one
+            ended = open_turns.pop(draw(st.integers(0, len(open_turns) - 1)))
+            finish(record, ended.turn, draw(tokens), numbers, draw(st.integers(0, 3)))
+            sent.append(ended)
+    for ended in open_turns:
+        finish(record, ended.turn, draw(some), numbers)
+    sent += open_turns
+    for lost in draw(st.lists(st.sampled_from(sent), max_size=2)):
+        record.drop(lost.turn.response)
+    return record, [each for each in sent if each.turn in record.turns]
+
+
+def finish(
+    record: Record, turn: Turn, ids: list[int], numbers: Iterator[int], version: int = 0
+) -> None:
+    """Add the answer of a turn to the record."""
+    logprobs = [-float(next(numbers)) for _ in ids]
+    turn.response = LLMResponse(ids, logprobs, [version] * len(ids), "stop")
+    turn.reward = 0.5
+    record.add(turn)
 
 
 @ANY_PACE
-@given(episodes())
-def test_every_turn_is_in_exactly_one_segment(turns: list[Turn]) -> None:
-    segments = make_segments(turns)
-    decoded = decode_segments(encode_segments(segments))
-    assert decoded == segments
-    found = [arrays(segment) for segment in segments]
-    for one in found:
-        assert len({len(values) for values in one.values()}) == 1
-        for mask, logprob, version in zip(
-            one["loss_mask"], one["logprobs"], one["versions"], strict=True
-        ):
+@given(sessions())
+def test_each_sampled_token_is_trained_once_under_the_prompt_that_was_sent(
+    session: tuple[Record, list[Sent]],
+) -> None:
+    record, sent = session
+    segments = make_segments(record.turns)
+    assert decode_segments(encode_segments(segments)) == segments
+    trained = list[tuple[list[int], int, float, int]]()
+    for segment in segments:
+        found = arrays(segment)
+        assert len({len(values) for values in found.values()}) == 1
+        names = ("loss_mask", "tokens", "logprobs", "versions")
+        each = zip(*(found[name] for name in names), strict=True)
+        for at, (mask, token, logprob, version) in enumerate(each):
             assert (mask == 1) == (logprob != 0) == (version >= 0)
-    sampled = [t for turn in turns for t in turn.response.output_ids]
-    masked = [t for one in found for t, m in zip(one["tokens"], one["loss_mask"], strict=True) if m]
-    assert masked == sampled
-    assert sum(sum(one["rewards"]) for one in found) == sum(turn.reward for turn in turns)
-    # Each turn's full sequence is a prefix of a segment: training uses the sampled context.
-    wholes = [one["tokens"] for one in found]
-    for one in turns:
-        whole = one.input_ids + one.response.output_ids
-        assert any(tokens[: len(whole)] == whole for tokens in wholes)
+            if mask:
+                trained.append((found["tokens"][:at], token, logprob, version))
+    expected = [
+        (prompt + turn.response.output_ids[:at], token, logprob, version)
+        for prompt, turn in sent
+        for at, (token, logprob, version) in enumerate(
+            zip(*msgspec.structs.astuple(turn.response)[:3], strict=True)
+        )
+    ]
+    assert sorted(trained, key=lambda each: each[2]) == sorted(expected, key=lambda each: each[2])
+    assert sum(sum(arrays(each)["rewards"]) for each in segments) == 0.5 * len(sent)
+    assert [turn.input_ids for _, turn in sent] == [prompt for prompt, _ in sent]
+    assert sum(len(segment.turns) for segment in segments) == len(sent)
+
+
+@ANY_PACE
+@given(sessions())
+def test_turns_made_by_hand_become_the_same_segments(session: tuple[Record, list[Sent]]) -> None:
+    record, _ = session
+    bare = [Turn(t.input_ids, t.response, t.temperature, t.reward) for t in record.turns]
+    tokens = [(each.tokens, each.loss_mask) for each in make_segments(bare)]
+    trained = sum(mask.count(1) for _, mask in tokens)
+    assert trained == sum(len(turn.response.output_ids) for turn in record.turns)
+    assert len(tokens) <= len(record.turns)
+
+
+def test_only_the_last_of_many_branches_keep_their_tokens() -> None:
+    record, numbers, sampling = Record(), itertools.count(1), SamplingConfig()
+    root = [*range(1000)]
+    for at in range(3 * RECENT):
+        finish(record, record.begin([*root, at], sampling), [7], numbers)
+    kept = [turn for turn in record.turns if turn.tokens]
+    assert len(kept) == RECENT
+    prompt = [*root, 0, 7, 8]
+    turn = record.begin(prompt, sampling)
+    assert (turn.parent, turn.added) == (record.turns[0], [8]), "found by its digest"
+    assert turn.prompt == record.begin(prompt, SamplingConfig(temperature=0.5)).prompt
+
+
+def test_receipts_tell_where_the_tokens_of_a_prompt_come_from() -> None:
+    record, numbers, sampling = Record(), itertools.count(1), SamplingConfig()
+    for prompt, origin in [
+        ([1, 2], None),
+        ([1, 2, 7, 3], None),
+        ([1, 2, 7, 4], None),
+        ([1, 9], None),
+        ([1, 2, 7, 3, 7, 5], Origin(5, 1)),
+        ([1, 8], Origin(1, 1, "edited")),
+    ]:
+        finish(record, record.begin(prompt, sampling, origin), [7], numbers)
+    made = [
+        [(turn.start, turn.length, turn.taken, turn.reason) for turn in segment.turns]
+        for segment in make_segments(record.turns)
+    ]
+    assert made == [
+        [(4, 1, 3, "forked")],
+        [(2, 1, 0, "rewritten")],
+        [(2, 1, 0, "first"), (4, 1, 3, ""), (6, 1, 5, "")],
+        [(2, 1, 1, "edited")],
+    ]
+
+
+def test_segment_continues_at_the_turn_before_a_dropped_one() -> None:
+    record, numbers, sampling = Record(), itertools.count(1), SamplingConfig()
+    finish(record, record.begin([1], sampling), [5], numbers)
+    lost = record.begin([1, 5, 2], sampling)
+    finish(record, lost, [6], numbers)
+    finish(record, record.begin([1, 5, 3], sampling), [7], numbers)
+    record.drop(lost.response)
+    (segment,) = make_segments(record.turns)
+    assert arrays(segment)["tokens"] == [1, 5, 3, 7]
+    assert arrays(segment)["loss_mask"] == [0, 1, 0, 1]
+
+
+def test_long_session_is_one_segment_and_keeps_its_tokens_once() -> None:
+    record, numbers, prompt = Record(), itertools.count(1), [1]
+    for _ in range(2000):
+        turn = record.begin(prompt, SamplingConfig())
+        finish(record, turn, [5, 6], numbers)
+        prompt = [*prompt, 5, 6, 7]
+    assert sum(len(turn.added) + len(turn.tokens) for turn in record.turns) < 3 * len(prompt)
+    (segment,) = make_segments(record.turns)
+    assert [receipt.taken for receipt in segment.turns[:3]] == [0, 3, 6]
 
 
 @ANY_PACE
