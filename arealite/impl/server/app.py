@@ -8,7 +8,8 @@ first byte is written. Generation continues while tensors of a group are receive
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from arealite.base import log
 from arealite.impl.http_limits import MAX_BODY
 from arealite.impl.server import protocol
 from arealite.impl.server.engine import Engine
+from arealite.impl.server.generation import Generation
 from arealite.impl.server.group_member import GroupMember
 from arealite.impl.server.protocol import Empty, Handler, Refusal, ServedModel
 from arealite.impl.server.weights import check_layout, stage_tensors, stage_weights
@@ -31,6 +33,7 @@ MAX_PROMPT = MAX_BODY + 2**20
 """Largest body of /generate in bytes, at any context length: a prompt of 131,072 tokens. It takes
 less than 50 ms of CPU time to decode and check (tools/measure_requests.py)."""
 
+Events = AsyncGenerator[bytes, None]
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
@@ -102,8 +105,10 @@ class App:
 
     # ------------------------------------------------------------ requests
 
-    async def _generate(self, body: protocol.GenerateBody) -> web.Response:
+    async def _generate(self, body: protocol.GenerateBody) -> web.Response | Events:
         generation = protocol.generation_of(body, self.model)
+        if body.stream:
+            return self._events(generation, body)
         self.engine.call(self.engine.submit, generation)
         try:
             await generation.done.wait()
@@ -116,6 +121,30 @@ class App:
         make = partial(protocol.answer, generation, version=version, logprobs=logprobs)
         is_long = len(generation.output) > LONG_ANSWER
         return _as_json(await asyncio.to_thread(make) if is_long else make())
+
+    async def _events(self, generation: Generation, body: protocol.GenerateBody) -> Events:
+        """Yield server-sent events, each with the tokens since the one before.
+
+        SGLang's events are the same with --incremental-streaming-output. If the client reads
+        slowly, the next event has more tokens.
+        """
+        self.engine.call(self.engine.submit, generation)
+        make = partial(protocol.answer, generation, logprobs=body.return_logprob)
+        start, is_last = 0, False
+        try:
+            while not is_last:
+                await generation.grown.wait()
+                generation.grown.clear()
+                is_last = generation.done.is_set() or generation.error is not None
+                event = make(version=self.engine.version, start=start, is_last=is_last)
+                start += len(event["output_ids"])
+                if generation.error is not None:
+                    event = {"error": {"message": generation.error, "code": 500}}
+                yield b"data: %b\n\n" % encode(event)
+            yield b"data: [DONE]\n\n"
+        finally:
+            if not is_last:  # the client closed its connection
+                self.engine.call(self.engine.abort, lambda each: each is generation)
 
     async def _abort_request(self, body: protocol.AbortBody) -> web.Response:
         if body.abort_all or body.rid:
@@ -279,8 +308,16 @@ def _post(path: str, handler: Handler) -> web.RouteDef:
     """Return the route that passes a POST's parsed body to `handler`."""
     kind = protocol.body_of(handler)
 
-    async def handle(request: web.Request) -> web.Response:
-        return _as_json(await handler(protocol.parse(await request.read(), kind)))
+    async def handle(request: web.Request) -> web.StreamResponse:
+        answer = await handler(protocol.parse(await request.read(), kind))
+        if not isinstance(answer, AsyncGenerator):
+            return _as_json(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        async with aclosing(answer):
+            await response.prepare(request)
+            async for event in answer:
+                await response.write(event)
+        return response
 
     return web.post(path, handle)
 

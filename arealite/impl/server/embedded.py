@@ -150,6 +150,7 @@ class EmbeddedServer(LLMServer):
             Decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
             num_threads=options.num_threads,
             deliver=partial(post, _notify),
+            deliver_tokens=partial(post, _notify_streams),
             on_crash=partial(post, self.stop),
         )
 
@@ -198,3 +199,9 @@ class EmbeddedServer(LLMServer):
 def _notify(generations: list[Generation]) -> None:
     for generation in generations:
         generation.done.set()
+    _notify_streams(generations)
+
+
+def _notify_streams(generations: list[Generation]) -> None:
+    for generation in generations:
+        generation.grown.set()

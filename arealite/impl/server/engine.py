@@ -37,6 +37,8 @@ class Engine:
     decoder: Decoder
     deliver: Callable[[list[Generation]], None]
     """Takes the generations that ended."""
+    deliver_tokens: Callable[[list[Generation]], None] = lambda generations: None
+    """Takes the streamed generations that have new tokens."""
     on_crash: Callable[[BaseException], None] = lambda error: None
     num_threads: int = 1
 
@@ -196,6 +198,10 @@ class Engine:
             self._updates.popleft()()
         if not self.paused and not self._closing:
             self._step()
+        if grown := [each for each in self.decoder.running if each.interval and each.is_event_due]:
+            for generation in grown:
+                generation.close_span(self.version)
+            self.deliver_tokens(grown)
         if self._outbox:
             outbox, self._outbox = self._outbox, []
             self.deliver(outbox)

@@ -34,6 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    stream_interval: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    """Tokens per event of a stream, after the first event; None: 1."""
 
 
 @dataclass(eq=False)
@@ -51,10 +53,15 @@ class Generation:
     decode: Callable[[list[int]], str] = str
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """Set in the HTTP thread at the end."""
+    interval: int = 0
+    """Tokens per event of a stream; 0: no stream."""
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set in the HTTP thread when a stream has new tokens, and at the end."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """(weight version, start, end) over `output`; all of it at the end."""
+    """(weight version, start, end) over `output`; all of it at the end. A stream has the tokens
+    that the spans cover."""
     retractions: int = 0
     cached_tokens: int = 0
     finish: dict[str, str | int] | None = None
@@ -66,9 +73,19 @@ class Generation:
         """Whether the output is complete."""
         return self.finish is not None or self.error is not None
 
+    @property
+    def covered(self) -> int:
+        """Number of tokens that have a span."""
+        return self.spans[-1][2] if self.spans else 0
+
+    @property
+    def is_event_due(self) -> bool:
+        """Whether the stream must get the tokens since the last span."""
+        return len(self.output) - self.covered >= (self.interval if self.covered else 1)
+
     def close_span(self, version: str) -> None:
         """Attribute the tokens since the last span to `version`."""
-        start = self.spans[-1][2] if self.spans else 0
+        start = self.covered
         end = len(self.output)
         if end == start:
             return

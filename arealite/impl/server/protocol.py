@@ -173,8 +173,6 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     if not body.input_ids:
         what = "Either text, input_ids or input_embeds should be provided"
         raise Refusal(f"{what}. The embedded server takes input_ids only.")
-    if body.stream:
-        raise Refusal("The embedded server does not stream: its answer comes at the end.")
     if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
         raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
     sampling = body.sampling_params or SamplingParams()
@@ -185,7 +183,11 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         raise Refusal("top_k must be -1 (disable) or at least 1, got 0.")
     if most is not None and least > most:
         raise Refusal(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
-    return _generation(body.input_ids, sampling, rid=body.rid or uuid.uuid4().hex, model=model)
+    generation = _generation(
+        body.input_ids, sampling, rid=body.rid or uuid.uuid4().hex, model=model
+    )
+    generation.interval = (sampling.stream_interval or 1) if body.stream else 0
+    return generation
 
 
 def _generation(
@@ -218,29 +220,36 @@ def _generation(
     )
 
 
-def answer(generation: Generation, *, version: str, logprobs: bool) -> dict[str, object]:
-    """Build SGLang's answer from a generation that ended.
+def answer(
+    generation: Generation, *, version: str, logprobs: bool, start: int = 0, is_last: bool = True
+) -> dict[str, Any]:
+    """Build SGLang's answer from a generation that ended, or one event of a stream.
 
     Args:
-        generation: The generation.
+        generation: The generation. The engine may append tokens and spans meanwhile.
         version: The engine's present version, for an answer without tokens.
         logprobs: Whether to add log-probabilities.
+        start: Number of tokens in the events before this one.
+        is_last: Whether the generation has ended; only then the event has the text, all of it.
     """
-    output, spans = generation.output, generation.spans
+    spans = generation.spans[:]
+    end = spans[-1][2] if spans else 0
+    output = generation.output[start:end]
     meta: dict[str, object] = {
         "id": generation.rid,
-        "finish_reason": generation.finish,
+        "finish_reason": generation.finish if is_last else None,
         "prompt_tokens": len(generation.prompt),
         "weight_version": spans[-1][0] if spans else version,
         "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
         "num_retractions": generation.retractions,
-        "completion_tokens": len(output),
+        "completion_tokens": end,
         "cached_tokens": generation.cached_tokens,
     }
     if logprobs:
-        pairs = zip(generation.logprobs, output, strict=True)
+        pairs = zip(generation.logprobs[start:end], output, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-    return {"text": _text(generation), "output_ids": output, "meta_info": meta}
+    text = _text(generation) if is_last else ""
+    return {"text": text, "output_ids": output, "meta_info": meta}
 
 
 def _text(generation: Generation) -> str:

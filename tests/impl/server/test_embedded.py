@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 from transformers import AutoTokenizer
 
 from arealite.base.errors import RoleError, UserError
@@ -167,7 +168,6 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         ({"input_ids": [[1], [2]]}, "Expected `int`, got `array`"),
         ({"input_ids": [1.5]}, "Expected"),
         ({"input_ids": []}, "takes input_ids only"),
-        ({"stream": True}, "does not stream"),
         ({"input_ids": [-1]}, "input_ids must lie"),
         ({"input_ids": [64]}, "input_ids must lie"),
         ({"sampling_params": {"foo": 1}}, "unknown field `foo`, expected one of"),
@@ -454,3 +454,115 @@ async def test_server_exits_when_its_engine_crashes(folders: list[Path], tmp_pat
         server.stop(MemoryError("no more"))
         with pytest.raises(RoleError, match="the engine crashed: no more"):
             await serving
+
+
+STREAM = {"input_ids": [5], "stream": True, "return_logprob": True}
+
+
+async def test_stream_has_disjoint_events_and_the_text_at_the_end(
+    session: aiohttp.ClientSession, folders: list[Path]
+) -> None:
+    sampling = {"max_new_tokens": 21, "ignore_eos": True, "stream_interval": 8}
+    async with session.post("/generate", json=STREAM | {"sampling_params": sampling}) as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        *raw, done = (await response.read()).removesuffix(b"\n\n").split(b"\n\n")
+    assert done == b"data: [DONE]"
+    events = [msgspec.json.decode(each.removeprefix(b"data: ")) for each in raw]
+    metas = [event["meta_info"] for event in events]
+    ids = [token for event in events for token in event["output_ids"]]
+    assert [pair[1] for meta in metas for pair in meta["output_token_logprobs"]] == ids
+    assert [meta["completion_tokens"] for meta in metas] == [
+        sum(len(event["output_ids"]) for event in events[: i + 1]) for i in range(len(events))
+    ]
+    assert len(ids) == 21 and 1 < len(events) <= 5
+    assert {str(meta["finish_reason"]) for meta in metas[:-1]} == {"None"}
+    assert metas[-1]["finish_reason"] == {"type": "length", "length": 21}
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    texts = [event["text"] for event in events]
+    assert texts == [""] * (len(events) - 1) + [tokenizer.decode(ids, skip_special_tokens=True)]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_events_of_a_stream_have_the_version_of_each_token(
+    server: EmbeddedServer, session: aiohttp.ClientSession, folders: list[Path], mode: str
+) -> None:
+    brake = Brake(server.engine)
+    brake.block(free=2)
+    sampling = {"max_new_tokens": 400, "ignore_eos": True}
+    async with session.post("/generate", json=STREAM | {"sampling_params": sampling}) as response:
+        events = event_reader(response)
+        first = await anext(events)
+        await post(session, "/pause_generation", mode=mode)
+        body = {"model_path": str(folders[1]), "weight_version": "1", "flush_cache": False}
+        assert (await post(session, "/update_weights_from_disk", **body))[0] == 200
+        await post(session, "/continue_generation")
+        spans = [first["meta_info"]["weight_versions"]]
+        while len(spans[-1]) < 2:  # each request lets the engine run a step
+            await loads(session)
+            await post(session, "/continue_generation")
+            spans.append((await anext(events))["meta_info"]["weight_versions"])
+        brake.release()
+        *_, last = [event async for event in events]
+    old = spans[-1][0]["end"]
+    assert spans[-1] == [
+        {"version": "default", "start": 0, "end": old},
+        {"version": "1", "start": old, "end": spans[-1][1]["end"]},
+    ]
+    assert last["meta_info"]["weight_versions"] == [
+        {"version": "default", "start": 0, "end": old},
+        {"version": "1", "start": old, "end": 400},
+    ]
+
+
+async def event_reader(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """Yield the decoded events of a stream."""
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            yield msgspec.json.decode(line[6:])
+
+
+async def test_stream_is_aborted_when_its_client_disconnects(
+    server: EmbeddedServer, session: aiohttp.ClientSession
+) -> None:
+    Brake(server.engine).block(free=2)
+    body = STREAM | {"sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    async with session.post("/generate", json=body) as response:
+        await anext(event_reader(response))
+        response.close()
+    await until_loaded(session, running=0)
+
+
+async def test_slow_reader_of_a_stream_gets_more_tokens_per_event(
+    server: EmbeddedServer, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that waits for the reader delays neither the engine nor other requests."""
+    write, writes, may_write = web.StreamResponse.write, asyncio.Event(), asyncio.Event()
+
+    async def slow(self: Any, data: Any) -> None:
+        writes.set()
+        await may_write.wait()
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", slow)
+    body = STREAM | {"sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+    async with session.post("/generate", json=body) as response:
+        await writes.wait()
+        await until_loaded(session, running=0)
+        assert len((await generate(session, [5], 6))["output_ids"]) == 6
+        may_write.set()
+        counts = [len(event["output_ids"]) async for event in event_reader(response)]
+    assert sum(counts) == 200
+    assert len(counts) <= 3
+
+
+async def test_failed_step_ends_a_stream_with_an_error_event(
+    server: EmbeddedServer, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(server.engine.decoder, "decode", fail)
+    async with session.post("/generate", json=STREAM) as response:
+        raw = await response.read()
+    error = msgspec.json.decode(raw.split(b"\n\n")[-3].removeprefix(b"data: "))["error"]
+    assert error == {"message": "RuntimeError: out of memory", "code": 500}
