@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from arealite.api.llm import LLMRequest, SamplingConfig
+from arealite.impl.client import wire
 from tests.contracts.backends import LONG, PROMPT, Backend, retractions
 
 
@@ -85,6 +87,24 @@ async def test_stream_is_cumulative_and_ends_with_the_finish_reason(server: Back
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
     for event in events:
         server.check(event)
+
+
+@pytest.mark.sglang_short
+async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None:
+    told: list[list[int]] = []
+    request = LLMRequest("r", "g", PROMPT, SamplingConfig(), on_tokens=told.append)
+    stream = wire.Stream(request)
+    sampling = {"max_new_tokens": 30, "ignore_eos": True, "stream_interval": 8}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    async with server.session.post("/generate", json=body | {"stream": True}) as response:
+        async for data in response.content.iter_any():
+            stream.feed(data)
+    answer = stream.answer()
+    assert answer is not None and answer.meta_info.finish_reason is not None
+    assert [token for piece in told for token in piece] == answer.output_ids
+    assert len(wire.token_logprobs(answer)) == len(answer.output_ids) == 30
+    assert len(told) > 2 and len(told[0]) < 8
+    assert wire.token_versions(answer, -1) == [0] * 30
 
 
 @pytest.mark.sglang_short

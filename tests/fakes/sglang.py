@@ -55,6 +55,9 @@ class Job:
 class FakeSGLang:
     """One fake server on a loopback port, living in the test's event loop."""
 
+    disjoint = False
+    """True: as with --incremental-streaming-output, an event has only its new tokens."""
+
     def __init__(self, *, next_token: Callable[[list[int]], int] = next_letter, **settings: Any):
         self.next_token = next_token
         self.vocab_size = 320
@@ -353,8 +356,18 @@ class FakeSGLang:
     async def _stream(self, request: web.Request, job: Job) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        sent = 0
         async for _ in self._tokens(job):
-            await response.write(b"data: " + msgspec.json.encode(self._answer(job)) + b"\n\n")
+            answer = self._answer(job)
+            if self.disjoint:
+                for place, key in (
+                    (answer, "text"),
+                    (answer, "output_ids"),
+                    (answer["meta_info"], "output_token_logprobs"),
+                ):
+                    place[key] = place[key][sent:]
+                sent = len(job.output)
+            await response.write(b"data: " + msgspec.json.encode(answer) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 

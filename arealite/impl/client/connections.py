@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple, cast
@@ -19,6 +19,9 @@ KEEPALIVE_S = 4.0
 """Less than the 5 s after which SGLang closes an idle connection."""
 MAX_HEAD = 1 << 16
 """Bytes of status line and headers, and of the line before a chunk."""
+
+
+OnData = Callable[[bytes], None]
 
 
 class Endpoint:
@@ -45,11 +48,20 @@ class Pool:
         self._slots = asyncio.Semaphore(limit)
         self._idle = defaultdict[tuple[str, int], list[Connection]](list)
 
-    async def post(self, endpoint: Endpoint, body: bytes) -> tuple[int, bytes]:
+    async def post(
+        self, endpoint: Endpoint, body: bytes, on_data: OnData | None = None
+    ) -> tuple[int, bytes]:
         """Post a JSON body; return the status and the body of the reply.
+
+        Args:
+            endpoint: Where to post it.
+            body: The JSON.
+            on_data: Gets each part of a body in chunks as soon as it arrives, if the status is 200;
+                the body that is returned lacks these parts.
 
         Raises:
             OSError: The server cannot be reached, closed the connection, or sent a malformed reply.
+            Exception: `on_data` raised it.
         """
         async with self._slots:
             loop, idle = asyncio.get_running_loop(), self._idle[endpoint.place]
@@ -59,7 +71,7 @@ class Pool:
                 idle.pop()
             connection = idle.pop() if idle else await self._connect(endpoint)
             try:
-                reply = await connection.exchange(endpoint.head, body)
+                reply = await connection.exchange(endpoint.head, body, on_data)
             except BaseException:
                 connection.transport.abort()
                 raise
@@ -117,14 +129,17 @@ class Connection(asyncio.Protocol):
         self._head: Head | None = None
         self._chunks = bytearray()
         self._reply: asyncio.Future[tuple[int, bytes]] | None = None
+        self._on_data: OnData | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport = cast(asyncio.Transport, transport)
 
-    def exchange(self, head: bytes, body: bytes) -> asyncio.Future[tuple[int, bytes]]:
-        """Send a request; return a future of its reply."""
-        self._reply = asyncio.get_running_loop().create_future()
+    def exchange(
+        self, head: bytes, body: bytes, on_data: OnData | None = None
+    ) -> asyncio.Future[tuple[int, bytes]]:
+        """Send a request; return a future of its reply. `Pool.post` explains `on_data`."""
+        self._reply, self._on_data = asyncio.get_running_loop().create_future(), on_data
         self.transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
         return self._reply
 
@@ -144,13 +159,14 @@ class Connection(asyncio.Protocol):
             elif self._head.length is not None and len(self._data) >= self._head.length:
                 self._finish(self._head, self._data, self._head.length)
         except ValueError as error:
-            self._fail(f"malformed HTTP reply: {error}")
+            self._fail(ConnectionError(f"malformed HTTP reply: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the request, unless its reply ends with the connection."""
         if self._head and self._head.length is None and not self._head.is_chunked:
             self._finish(self._head, self._data, len(self._data))
-        self._fail(f"the server closed the connection: {exc or 'before its reply'}")
+        why = f"the server closed the connection: {exc or 'before its reply'}"
+        self._fail(ConnectionError(why))
 
     def _read_chunks(self, head: Head) -> None:
         """Move complete chunks into the body; finish the reply at the chunk of size 0."""
@@ -162,6 +178,12 @@ class Connection(asyncio.Protocol):
             self._chunks += data[end + 2 : end + 2 + size]
             at = end + 4 + size
         del data[:at]
+        if self._on_data is not None and self._chunks and head.status == 200:
+            try:
+                self._on_data(bytes(self._chunks))
+            except Exception as error:  # noqa: BLE001  (`post` raises it)
+                self._fail(error)
+            self._chunks.clear()
         if size == 0 and data.endswith(b"\r\n\r\n"):  # after trailers, if any
             self._finish(head, self._chunks, len(self._chunks))
         elif size < 0 and len(data) > MAX_HEAD:
@@ -175,10 +197,10 @@ class Connection(asyncio.Protocol):
         if (reply := self._take_reply()) is not None:
             reply.set_result((head.status, bytes(body[:length])))
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, error: Exception) -> None:
         self.transport.abort()
         if (reply := self._take_reply()) is not None:
-            reply.set_exception(ConnectionError(why))
+            reply.set_exception(error)
 
     def _take_reply(self) -> asyncio.Future[tuple[int, bytes]] | None:
         reply, self._reply = self._reply, None

@@ -151,43 +151,35 @@ class SGLangClient(LLMClient):
     # ------------------------------------------------------------ one attempt
 
     async def _attempt(self, generation: Generation, server: Server) -> wire.Answer | None:
-        """Send the request with the tokens so far; return None if another attempt is needed."""
+        """Send the request with the tokens so far; return the answer.
+
+        If another attempt is needed, return the tokens that were streamed before the failure, or
+        None: the caller of the generation already has them, so they are kept.
+        """
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
         params = wire.sampling_params(request.sampling, len(generation.output_ids))
-        body = wire.encode_body(wire.Body(rid, request.input_ids + generation.output_ids, params))
+        stream = None if request.on_tokens is None else wire.Stream(request)
+        if stream is not None:
+            params["stream_interval"] = wire.STREAM_INTERVAL
+        ids = request.input_ids + generation.output_ids
+        body = wire.encode_body(wire.Body(rid, ids, params, stream=stream is not None))
         generation.sent += 1
-        wait = self._wait(generation, server.name)
-        server.waits[wait] = None
-        server.in_flight += 1
-        server.served += 1
         try:
-            with wait:
-                outcome = await self._pool.post(server.endpoint, body)
-        except asyncio.CancelledError:
-            self._abort(server, rid)
-            raise
+            status, raw = await self._post(generation, server, rid, body, stream)
         except (OSError, DeadlineError) as error:
-            outcome = error
-        finally:
-            server.in_flight -= 1
-            del server.waits[wait]
-        if isinstance(outcome, Exception):
-            if wait.expired:
-                self._abort(server, rid)
             if asyncio.get_running_loop().time() >= generation.deadline:
                 what = f"{request.request_id}: {server.address} did not finish before the deadline"
                 count = f"{len(generation.output_ids)} tokens were sampled before"
-                raise ServerUnavailable(f"{what} ({count})") from outcome
+                raise ServerUnavailable(f"{what} ({count})") from error
             server.alive = False
             server.mark_entry_stale()
             self._directory.request_refresh()
-            await self._retry(generation, server, "failovers", str(outcome))
-            return None
-        status, raw = outcome
+            await self._retry(generation, server, "failovers", str(error))
+            return stream and stream.answer()
         if status == 200:
             try:
-                return wire.decode_answer(raw)
+                return (stream and stream.answer()) or wire.decode_answer(raw)
             except msgspec.DecodeError as error:
                 message = f"not an answer: {error}"
         else:
@@ -196,7 +188,34 @@ class SGLangClient(LLMClient):
                 raise GenerationRefused(f"{server.address}: {message}")
         generation.errors += 1
         await self._retry(generation, server, "server_errors", message)
-        return None
+        return stream and stream.answer()
+
+    async def _post(
+        self, generation: Generation, server: Server, rid: str, body: bytes, to: wire.Stream | None
+    ) -> tuple[int, bytes]:
+        """Post a request, and abort it if it is cancelled; return status and body of the reply.
+
+        Raises:
+            OSError: the connection failed.
+            DeadlineError: the deadline has passed, or the server was lost.
+        """
+        wait = self._wait(generation, server.name)
+        server.waits[wait] = None
+        server.in_flight += 1
+        server.served += 1
+        try:
+            with wait:
+                status, raw = await self._pool.post(server.endpoint, body, to and to.feed)
+        except (asyncio.CancelledError, DeadlineError):
+            self._abort(server, rid)
+            raise
+        finally:
+            server.in_flight -= 1
+            del server.waits[wait]
+        if status == 200 and to is not None:
+            to.feed(raw)
+            return to.failure or (200, b"")
+        return status, raw
 
     def _wait(self, generation: Generation, on: str) -> Wait:
         what = f"generation {generation.request.request_id}"
@@ -231,7 +250,7 @@ class SGLangClient(LLMClient):
         generation.interruptions += meta.num_retractions or meta.total_retractions or 0
         if versions:
             generation.failures = 0
-        finish = meta.finish_reason
+        finish = meta.finish_reason or wire.FinishReason("abort")
         if finish.type in ("stop", "length"):
             return finish.type
         if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
@@ -22,6 +23,7 @@ class Body(msgspec.Struct):
     input_ids: list[int]
     sampling_params: dict[str, object]
     return_logprob: bool = True
+    stream: bool = False
 
 
 class FinishReason(msgspec.Struct):
@@ -45,7 +47,8 @@ class Span(msgspec.Struct):
 class Meta(msgspec.Struct):
     """Metadata of the output. Filled by the server."""
 
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None before the end of a stream."""
     output_token_logprobs: list[tuple[float | None, int, Any]] = []
     """[logprob, token id, text or null] of each token."""
     weight_versions: list[Span] | None = None
@@ -55,6 +58,8 @@ class Meta(msgspec.Struct):
     num_retractions: int | None = None
     total_retractions: int | None = None
     """The same count, under the name of SGLang before 0.5.19."""
+    completion_tokens: int | None = None
+    """Number of output tokens, also of those that earlier events of a stream had."""
 
 
 class Answer(msgspec.Struct):
@@ -65,6 +70,10 @@ class Answer(msgspec.Struct):
     text: msgspec.Raw = msgspec.Raw(b'""')
     """Left encoded: it is decoded only if the request has stop strings."""
 
+
+STREAM_INTERVAL = 8
+"""Tokens per event of a stream after the first one. SGLang repeats all tokens in each event, unless
+it runs with --incremental-streaming-output."""
 
 encode_body = msgspec.json.Encoder().encode
 decode_answer = msgspec.json.Decoder(Answer).decode
@@ -124,11 +133,13 @@ def token_logprobs(answer: Answer) -> list[float]:
     pairs = answer.meta_info.output_token_logprobs
     logprobs = [pair[0] for pair in pairs]
     if [pair[1] for pair in pairs] != answer.output_ids or None in logprobs:
-        raise InvariantError(
-            f"a server returned {len(answer.output_ids)} tokens and {len(pairs)} logprobs that do "
-            "not belong to them; start it with logprobs enabled, or report it to its authors."
-        )
+        raise _mismatch(len(answer.output_ids), len(pairs))
     return logprobs  # type: ignore[return-value]
+
+
+def _mismatch(tokens: int, logprobs: int) -> InvariantError:
+    what = f"a server returned {tokens} tokens and {logprobs} logprobs that do not belong to them"
+    return InvariantError(f"{what}; start it with logprobs enabled, or report it to its authors.")
 
 
 def token_versions(answer: Answer, acknowledged: int) -> list[int]:
@@ -177,3 +188,90 @@ def error_message(status: int, raw: bytes) -> str:
     except msgspec.DecodeError:
         error = raw.decode(errors="replace")
     return f"HTTP {status}: {str(error)[:500]}"
+
+
+class Stream:
+    """Reads the server-sent events of one answer, which are cumulative or disjoint.
+
+    Each event has all tokens so far, or only new ones. `completion_tokens` shows how many are new.
+    """
+
+    failure: tuple[int, bytes] | None = None
+    """Status and body of an event that is an error or malformed; later events are ignored."""
+
+    def __init__(self, request: LLMRequest) -> None:
+        self._request = request
+        self._rest = b""
+        self._last: Answer | None = None
+        self._pairs: list[tuple[float | None, int, Any]] = []
+        self._spans: list[Span] = []
+        self._text = ""
+        self._withholds = False
+        """Whether the weights were too old for a token: the answer will be dropped, as
+        `on_tokens` may not get tokens that are not in the response."""
+
+    def feed(self, data: bytes) -> None:
+        """Read complete events; pass their tokens to the request's `on_tokens`.
+
+        Raises:
+            InvariantError: ids and logprobs belong to different tokens.
+        """
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            text = event.removeprefix(b"data: ")
+            if self.failure is None and text != b"[DONE]":
+                try:
+                    answer = decode_answer(text)
+                except msgspec.DecodeError:
+                    self.failure = _status(text), text
+                else:
+                    self._add(answer)
+
+    def _add(self, answer: Answer) -> None:
+        meta, before = answer.meta_info, len(self._pairs)
+        pairs = meta.output_token_logprobs
+        total = len(pairs) if meta.completion_tokens is None else meta.completion_tokens
+        new = pairs[before - total :] if before < total else []
+        ids = [pair[1] for pair in new]
+        if before + len(ids) != total or answer.output_ids[-len(ids) :][: len(ids)] != ids:
+            raise _mismatch(total, before + len(pairs))
+        self._last = answer
+        self._pairs += new
+        if self._request.sampling.stop:
+            text = msgspec.json.decode(answer.text, type=str)
+            self._text = text if len(pairs) == total else self._text + text
+        self._add_versions(meta, before, total)
+        if ids and not self._withholds and self._request.on_tokens is not None:
+            self._request.on_tokens(ids)
+
+    def _add_versions(self, meta: Meta, before: int, total: int) -> None:
+        """Update the spans. An event without spans gives its version to its new tokens.
+
+        This is exact: a server samples nothing between the pause and the end of an update, and
+        tokens sampled before the pause arrive before the new version is set.
+        """
+        if meta.weight_versions:
+            self._spans = meta.weight_versions
+        elif meta.weight_version is not None and before < total:
+            if not self._spans or self._spans[-1].version != meta.weight_version:
+                self._spans.append(Span(meta.weight_version, before, total))
+            self._spans[-1].end = total
+        oldest = self._request.min_version
+        self._withholds |= any(parse_version(span.version) < oldest for span in self._spans)
+
+    def answer(self) -> Answer | None:
+        """Return the tokens so far, without a finish reason before the end; None without events."""
+        if (last := self._last) is None:
+            return None
+        spans = self._spans or None
+        meta = replace(last.meta_info, output_token_logprobs=self._pairs, weight_versions=spans)
+        text = msgspec.Raw(msgspec.json.encode(self._text))
+        return Answer([pair[1] for pair in self._pairs], meta, text)
+
+
+def _status(event: bytes) -> int:
+    """Return the HTTP status of an event that is no answer."""
+    try:
+        return msgspec.json.decode(event)["error"]["code"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return 502

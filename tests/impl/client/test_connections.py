@@ -223,3 +223,22 @@ async def test_connection_that_is_not_accepted_times_out(monkeypatch) -> None:
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
     with pytest.raises(TimeoutError, match=r"no connection within 0\.01 s"):
         await Pool(0.01, limit=1).post(Endpoint("http://127.0.0.1:1/generate", {}), b"{}")
+
+
+async def test_parts_of_a_body_are_passed_on_as_they_arrive() -> None:
+    parts: list[bytes] = []
+    connection = Connection()
+    connection.connection_made(Transport())
+    reply = connection.exchange(b"", b"", parts.append)
+    for piece in (CHUNKED[:-14], CHUNKED[-14:]):
+        connection.data_received(piece)
+        parts.append(b"|")
+    assert reply.result() == (200, b"")
+    assert b"".join(parts) == b"he|llo|"
+
+
+async def test_body_of_an_error_is_returned_whole(site) -> None:
+    parts: list[bytes] = []
+    async with site(ByteServer(CHUNKED.replace(b"200", b"500"))) as (pool, endpoint):
+        assert await pool.post(endpoint, b"{}", parts.append) == (500, b"hello")
+    assert not parts

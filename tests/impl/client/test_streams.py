@@ -1,0 +1,222 @@
+"""Streamed generations: each token is passed on once, whatever happens to servers and weights."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig
+from arealite.base.errors import GenerationRefused, InvariantError
+from arealite.impl.client import wire
+from tests.impl.client.conftest import request
+from tests.impl.client.test_sglang import expected, post, push
+from tests.waiting import eventually
+
+EIGHT = expected([10, 20, 30], 8)
+
+
+class Told(list[list[int]]):
+    """The pieces that were passed to `on_tokens`."""
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for piece in self for token in piece]
+
+    async def until(self, count: int) -> None:
+        """Wait until `count` tokens were passed on."""
+        await eventually(lambda: len(self.ids) >= count, f"{count} tokens")
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+@pytest.mark.parametrize("spans", [False, True])
+async def test_streamed_response_equals_the_unstreamed_one(site, disjoint: bool, spans: bool):
+    told = Told()
+    async with site({"version": "3", "disjoint": disjoint, "spans": spans}) as s:
+        streamed = await s.generate(on_tokens=told.append)
+        assert streamed == await s.generate()
+        assert [sent["stream"] for sent in s.servers[0].requests] == [True, False]
+    assert told.ids == streamed.output_ids == EIGHT
+    assert len(told) > 1
+
+
+@pytest.mark.parametrize("disjoint", [False, True])
+async def test_tokens_streamed_before_the_server_died_are_kept(site, disjoint: bool) -> None:
+    told, partial = Told(), list[LLMResponse]()
+    settings = {"version": "1", "disjoint": disjoint}
+    async with site({"hold_after": 3, **settings}, {**settings, "version": "2"}) as s:
+        first, second = s.servers
+        ask = s.generate(on_tokens=told.append, on_partial=partial.append)
+        task = asyncio.create_task(ask)
+        await told.until(3)
+        await first.kill()
+        response = await task
+        assert second.requests[0]["input_ids"] == [10, 20, 30, *EIGHT[:3]]
+        assert second.requests[0]["sampling_params"]["max_new_tokens"] == 5
+        assert s.client.stats()["failovers"] == s.client.stats()["resubmissions"] == 1
+        assert response.logprobs == [second.logprob(token) for token in EIGHT]
+    assert told.ids == response.output_ids == EIGHT
+    assert response.versions == [1] * 3 + [2] * 5
+    assert [p.output_ids for p in partial] == [EIGHT[:3]]
+    assert response.interruptions == 1
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_tokens_of_a_broken_stream_keep_the_versions_of_their_events(site, mode: str) -> None:
+    told = Told()
+    async with site({"version": "1", "hold_after": 3}, {"version": "3"}) as s:
+        first, _ = s.servers
+        task = asyncio.create_task(s.generate(on_tokens=told.append))
+        await told.until(3)
+        await post(first, "/pause_generation", mode=mode)
+        body = {"model_path": "m", "weight_version": "2", "flush_cache": False}
+        await post(first, "/update_weights_from_disk", **body)
+        first.hold_after = 5
+        await post(first, "/continue_generation")
+        await told.until(5)
+        await first.kill()
+        response = await task
+    assert told.ids == response.output_ids == EIGHT
+    assert response.versions == [1] * 3 + [2] * 2 + [3] * 3
+
+
+async def test_update_that_aborts_a_stream_continues_it(site) -> None:
+    told = Told()
+    async with site({"version": "1", "hold_after": 3}) as s:
+        task = asyncio.create_task(s.generate(on_tokens=told.append))
+        await told.until(3)
+        await push(s.servers[0], "2", "abort")
+        response = await task
+    assert told.ids == response.output_ids == EIGHT
+    assert (response.versions, response.interruptions) == ([1] * 3 + [2] * 5, 1)
+
+
+async def test_resumed_tokens_are_not_passed_on_again(site) -> None:
+    told = Told()
+    resumed = LLMResponse(EIGHT[:3], [-0.5] * 3, [0] * 3, "", 0)
+    async with site() as s:
+        response = await s.generate(on_tokens=told.append, resumed=resumed)
+    assert told.ids == EIGHT[3:]
+    assert response.output_ids == EIGHT
+
+
+async def test_stream_cut_after_its_last_token_is_complete(site) -> None:
+    """The connection breaks between the finish reason and the end of the stream."""
+    told = Told()
+    async with site({}, {}) as s:
+        first, second = s.servers
+
+        async def stream(http: Any, job: Any) -> None:
+            async for _ in first._tokens(job):
+                pass
+            body = b"data: " + msgspec.json.encode(first._answer(job)) + b"\n\n"
+            head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+            http.transport.write(head + b"%x\r\n%b\r\n" % (len(body), body))
+            http.transport.close()
+
+        first._stream = stream
+        response = await s.generate(on_tokens=told.append)
+        assert not second.requests
+    assert told.ids == response.output_ids == EIGHT
+    assert (response.stop_reason, response.interruptions) == ("length", 0)
+
+
+@pytest.mark.parametrize(
+    ("event", "counter"),
+    [
+        ({"error": {"message": "scripted", "code": 500}}, "server_errors"),
+        ({"output_ids": "many"}, "server_errors"),
+    ],
+)
+async def test_error_within_a_stream_is_retried_after_its_tokens(site, event, counter) -> None:
+    told = Told()
+    async with site({}, {}) as s:
+        first, second = s.servers
+        answer = first._answer
+        first._answer = lambda job: event if len(job.output) > 3 else answer(job)
+        response = await s.generate(on_tokens=told.append)
+        assert s.client.stats()[counter] == 1
+        assert second.requests[0]["input_ids"] == [10, 20, 30, *EIGHT[:3]]
+    assert told.ids == response.output_ids == EIGHT
+
+
+async def test_refusal_as_an_event_raises_the_servers_message(site) -> None:
+    async with site() as s:
+        error = {"error": {"message": "the input is longer than the context", "code": 400}}
+        s.servers[0]._answer = lambda job: error
+        with pytest.raises(GenerationRefused, match="HTTP 400: the input is longer"):
+            await s.generate(on_tokens=Told().append)
+
+
+async def test_tokens_of_too_old_weights_are_never_passed_on(site) -> None:
+    told = Told()
+    async with site({"version": "5"}, {"version": "5"}, refresh_s=600.0) as s:
+        first, _ = s.servers
+        first.version = "4"  # as after a restart that the client has not detected
+        response = await s.generate(on_tokens=told.append, min_version=5)
+        assert s.client.stats()["stale_answers"] == 1
+    assert told.ids == response.output_ids == EIGHT
+    assert response.versions == [5] * 8
+
+
+async def test_error_of_on_tokens_is_raised_and_not_retried(site) -> None:
+    def fail(ids: list[int]) -> None:
+        raise UnicodeError("a bug of the caller")
+
+    async with site() as s:
+        with pytest.raises(UnicodeError, match="a bug of the caller"):
+            await s.generate(on_tokens=fail)
+        assert len(s.servers[0].requests) == 1
+
+
+def events(ids: list[int], ends: list[int], *, disjoint: bool, queue: bool) -> list[bytes]:
+    """Return the events of a stream of `ids` that ends an event after each index of `ends`.
+
+    With `queue`, a last event is that of SGLang for a request that is aborted in the waiting queue:
+    all logprobs, with the last id alone if the stream is disjoint.
+    """
+    made, before = [], 0
+    for end in ends:
+        start = before if disjoint else 0
+        made.append(event(ids[start:end], ids[start:end], total=end))
+        before = end
+    if queue:
+        shown = ids[before - 1 : before] if disjoint else ids[:before]
+        made.append(event(shown, ids[:before], total=before, finish={"type": "abort"}))
+    return [*made, b"data: [DONE]\n\n"]
+
+
+def event(ids: list[int], logged: list[int], *, total: int, finish: Any = None) -> bytes:
+    pairs = [[-token / 8, token, None] for token in logged]
+    meta = {"finish_reason": finish, "completion_tokens": total, "output_token_logprobs": pairs}
+    body = {"text": "", "output_ids": ids, "meta_info": meta | {"weight_version": "7"}}
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.booleans(), st.data())
+def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, data: Any) -> None:
+    ends = sorted(data.draw(st.sets(st.integers(1, len(ids)), min_size=1)))
+    raw = b"".join(events(ids, ends, disjoint=disjoint, queue=data.draw(st.booleans())))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(raw) - 1), max_size=9)))
+    told = Told()
+    stream = wire.Stream(LLMRequest("r", "g", [1], SamplingConfig(), on_tokens=told.append))
+    for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
+        stream.feed(raw[begin:end])
+    answer = stream.answer()
+    assert answer is not None
+    assert told.ids == answer.output_ids == ids[: ends[-1]]
+    assert wire.token_logprobs(answer) == [-token / 8 for token in told.ids]
+    assert wire.token_versions(answer, 0) == [7] * len(told.ids)
+
+
+def test_stream_whose_logprobs_belong_to_other_tokens_is_refused() -> None:
+    stream = wire.Stream(request(on_tokens=Told().append))
+    stream.feed(event([1, 2], [1, 2], total=2))
+    with pytest.raises(InvariantError, match="do not belong to them"):
+        stream.feed(event([3], [4], total=3))
+    with pytest.raises(InvariantError, match="returned 5 tokens and 3 logprobs"):
+        stream.feed(event([3], [3], total=5))
