@@ -10,7 +10,12 @@ from typing import Any
 
 from arealite.api.llm import LLMRequest
 
-WORDS = ['the', 'weather', 'is', '21', '°C', 'in', 'Zürich', 'and', 'München', '—', 'naïve', 'café', '東京', '天気', '🙂', '👩\u200d💻', 'é', "don't", '"quoted"', 'back\\slash', '<tool', '<thin', '[TOOL', '[ARG', '{json}', '```text', '<function=', 'tabs\tand', '12', '+', '30', '=', '42', ';', '&', '</', 'ok']
+TEXT = (
+    "the weather is 21 °C in Zürich and München — naïve café 東京 天気 🙂 👩‍💻 e\u0301 don't "
+    '"quoted" back\\slash <tool <thin [TOOL [ARG {json} ```text <function= tabs\tand 12 + 30 ; & </'
+    " ok"
+)
+WORDS = TEXT.split(" ")
 SPACES = (" ", " ", " ", " ", "\n", "\n\n", "  ")
 
 

@@ -8,7 +8,9 @@ published in the middle of answers. `check` compares trajectories with the log.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
+import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from arealite.api.turns import digest
 from arealite.api.llm import LLMClient, LLMRequest, LLMResponse
 from arealite.api.trajectory import Segment
 
@@ -44,26 +45,17 @@ class Splitter:
         for piece, token in tokenizer.get_vocab().items():
             if piece not in self.added and all(letter in letters for letter in piece):
                 self.ids[bytes(letters[letter] for letter in piece)] = token
+        names = sorted(self.added, key=len, reverse=True)
+        self.markers = re.compile("(" + "|".join(map(re.escape, names)) + ")")
         self.longest = min(LONGEST, max(map(len, self.ids)))
 
     def split(self, text: str, rng: random.Random) -> list[int]:
-        """Return random tokens whose text is `text`. Special tokens keep their own ids."""
+        """Return random tokens whose text is `text`. Added tokens keep their own ids."""
         ids: list[int] = []
-        rest = ""
-        at = 0
-        while at < len(text):
-            marker = next((name for name in self._names if text.startswith(name, at)), "")
-            if not marker:
-                rest += text[at]
-                at += 1
-                continue
-            ids += self.plain(rest, rng) + [self.added[marker]]
-            rest, at = "", at + len(marker)
-        return ids + self.plain(rest, rng)
-
-    @property
-    def _names(self) -> list[str]:
-        return sorted(self.added, key=len, reverse=True)
+        for part in self.markers.split(text):
+            marker = self.added.get(part)
+            ids += self.plain(part, rng) if marker is None else [marker]
+        return ids
 
     def plain(self, text: str, rng: random.Random) -> list[int]:
         """Return random tokens of a text without special tokens."""
@@ -85,7 +77,8 @@ class Sampled:
     """One generation in the sampler's log."""
 
     request_id: str
-    prompt: list[int]
+    prompt: bytes
+    """`digest` of the prompt's token ids."""
     output_ids: list[int]
     logprobs: list[float]
     versions: list[int]
@@ -149,7 +142,7 @@ class ScriptedTokens(LLMClient):
                 break
         await self._tell(request, ids, told)
         self.interruptions += interruptions
-        sampled = (request.request_id, [*request.input_ids], [*ids], [*logprobs], [*versions])
+        sampled = (request.request_id, digest(request.input_ids), [*ids], [*logprobs], [*versions])
         self.log.append(Sampled(*sampled, request.sampling.temperature))
         return LLMResponse(ids, logprobs, versions, reason or "stop", interruptions)
 
@@ -168,6 +161,11 @@ class ScriptedTokens(LLMClient):
         if any(stop in tail for stop in sampling.stop):
             return "stop"
         return "length" if len(ids) >= sampling.max_new_tokens else ""
+
+
+def digest(ids: list[int]) -> bytes:
+    """Return a hash of token ids."""
+    return hashlib.sha256(array("i", ids)).digest()
 
 
 def _float32(value: float) -> float:
@@ -222,7 +220,7 @@ def check(
     known: defaultdict[bytes, list[Sampled]] = defaultdict(list)
     for sampled in log:
         if sampled.output_ids:
-            known[digest(sampled.prompt)].append(sampled)
+            known[sampled.prompt].append(sampled)
             verdict.tokens += len(sampled.output_ids)
     used: Counter[str] = Counter()
     for number, segment in enumerate(segments):

@@ -44,8 +44,8 @@ async def play(job: Job) -> str:
     for question in job.questions:
         answer = await agent.astep(question)
         if job.is_stream:
-            async for answer in answer:
-                text = answer.msgs[-1].content if answer.msgs else text
+            async for part in answer:
+                text = part.msgs[-1].content if part.msgs else text
         else:
             text = answer.msgs[-1].content
     return text

@@ -50,7 +50,7 @@ def call(name: str, arguments: str | dict[str, Any]) -> str:
     try:
         given = json.loads(arguments) if isinstance(arguments, str) else arguments
         return str(TOOLS[name](**given))
-    except Exception as error:
+    except (TypeError, ValueError, KeyError) as error:
         return f"error: {error!r}"
 
 
