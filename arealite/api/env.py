@@ -22,11 +22,10 @@ class Env(ABC):
     resumable: bool = False
     """Whether `run` is deterministic: with the same task and the same generations it does the same.
 
-    Such an environment draws no random numbers, reads no clock, lets each seat generate one turn at
-    a time, and has no external effect that must not happen twice. If the worker of an episode
-    crashes, another worker calls `run` again; the agents reuse the recorded generations, and
-    rewards are computed again. If a prompt differs from the recorded one, the agent samples from
-    there on.
+    Such an environment draws no random numbers, reads no clock, and has no external effect that
+    must not happen twice. If the worker of an episode crashes, another worker calls `run` again;
+    the agents reuse the recorded generations, and rewards are computed again. An agent samples
+    where its prompt or temperature equals no recorded one.
     """
 
     def __init__(self, args: TrialConfig, config: Any) -> None:

@@ -30,12 +30,8 @@ def unsent_turns(agent: Agent, *, resend_all: bool) -> list[Turn]:
     Args:
         resend_all: return the sent turns, too.
     """
-    record, turns = agent.record, list[Turn]()
-    for turn in reversed(record.turns):
-        if turn.is_stored and not resend_all:
-            break
-        turns.append(turn)
-    turns += [turn for turn in record.partial.values() if resend_all or not turn.is_stored]
+    known = [*agent.record.turns, *agent.record.partial.values()]
+    turns = [turn for turn in known if resend_all or not turn.is_stored]
     for turn in turns:
         turn.is_stored = True
     return sorted(turns, key=lambda turn: turn.index)

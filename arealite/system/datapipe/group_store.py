@@ -150,8 +150,8 @@ class GroupStore:
     def add_turns(self, progress: Progress, payloads: Sequence[bytes]) -> None:
         """Store turns of running episodes, one payload each; ignore turns of an ended lease.
 
-        A turn replaces the stored turn of its index, and deletes later turns of its seat: they are
-        of an earlier attempt.
+        A turn replaces the stored turn of its index. Unused turns of an earlier attempt are kept
+        until the episode ends.
         """
         group = self.groups.get(progress.group_id)
         lease = None if group is None else group.leases.get(progress.lease_id)
@@ -161,13 +161,7 @@ class GroupStore:
         for turn, payload in zip(progress.turns, payloads, strict=True):
             if turn.member not in due or turn.oldest_version < lease.version:
                 continue
-            known = group.turns.setdefault(turn.member, {})
-            seat, index = turn.seat, turn.index
-            if later := [key for key in known if key[0] == seat and key[1] > index]:
-                self.ledger.delete_turns(group.group_id, turn.member, seat=seat, after=index)
-            for key in later:
-                del known[key]
-            known[seat, index] = turn
+            group.turns.setdefault(turn.member, {})[turn.seat, turn.index] = turn
             self.ledger.add_turn(group.group_id, turn, payload)
 
     def add_episode(self, episode: Episode, payloads: Sequence[bytes]) -> None:

@@ -160,19 +160,9 @@ class Ledger:
         sql = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)"
         self._put(sql, *key, _encode(turn), payload)
 
-    def delete_turns(
-        self, group_id: str, member: int, *, seat: str | None = None, after: int = -1
-    ) -> None:
-        """Delete the stored turns of an episode.
-
-        Args:
-            group_id: The group.
-            member: The episode.
-            seat: Only turns of this seat; None: all seats.
-            after: Only turns with a larger index.
-        """
-        sql = "DELETE FROM turns WHERE group_id = ? AND member = ? AND seat = IFNULL(?, seat)"
-        self._put(sql + " AND idx > ?", group_id, member, seat, after)
+    def delete_turns(self, group_id: str, member: int) -> None:
+        """Delete the stored turns of an episode."""
+        self._put("DELETE FROM turns WHERE group_id = ? AND member = ?", group_id, member)
 
     def add_failure(self, group_id: str, member: int, lease_id: str, failure: Failure) -> None:
         """Write a failed attempt; ignore it if one of this member and lease is stored already."""

@@ -18,6 +18,7 @@ from arealite.api.turns import decode_turn
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.impl.rollout.collector import Collector
 from arealite.system.health import vitals, waits
+from arealite.system.ledger.payloads import find_mismatch
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.impl.rollout import worlds  # registers the environments
@@ -329,6 +330,46 @@ async def test_resumed_episode_contains_its_recorded_turns() -> None:
     assert np.frombuffer(segment.logprobs, "<f4")[mask][:4].tolist() == logprobs
     assert np.frombuffer(segment.versions, "<i4")[mask].tolist() == [3] * 8 + [4] * 4
     assert second.resumed == {"resumed_episodes": 1, "resumed_tokens": 8, "resumed_diverged": 0}
+
+
+async def test_concurrent_generations_resume_by_their_prompts(monkeypatch) -> None:
+    """Two workers die; the third finishes. Each records what ended, in another order."""
+    kept = dict[int, tuple[object, bytes]]()
+    sampled, dice = list[list[int]](), random.Random(5)
+    work = lease(version=1)
+    for allowed, order in (({5, 6}, (5, 6, 6, 7)), ({7}, (7, 6, 5, 6)), ({0}, (6, 7, 6, 5))):
+        monkeypatch.setattr(worlds.Fan, "order", order)
+        made, answered = collector("fan"), asyncio.Event()
+
+        async def generate(request, allowed=allowed, answered=answered):
+            if request.input_ids[1] not in allowed and 0 not in allowed:
+                answered.set()  # the others have ended: this one never does
+                await asyncio.Event().wait()
+            sampled.append([dice.randrange(10, 40) for _ in range(3)])
+            return response(sampled[-1])
+
+        made._agents.client.generate = generate
+        turns, payloads = zip(*kept.values(), strict=True) if kept else ((), ())
+        again = msgspec.structs.replace(work, lease_id=f"l{len(kept)}", turns=[*turns])
+        playing = asyncio.create_task(made.run(again, 0, payloads))
+        if 0 in allowed:
+            break
+        await answered.wait()
+        ((_, headers, frames),) = made.progress(False)
+        kept |= {h.index: (h, frame) for h, frame in zip(headers, frames, strict=True)}
+        playing.cancel()
+        await asyncio.wait([playing])
+    assert len(kept) == len(sampled) == 4, "no index is used twice"
+    episode, (payload,) = await playing
+    assert made.resumed == {"resumed_episodes": 1, "resumed_tokens": 12, "resumed_diverged": 0}
+    assert (episode.headers[0].turns, len(sampled)) == (5, 5)
+    trained = [
+        np.frombuffer(segment.tokens, "<i4")[receipt.start :][: receipt.length].tolist()
+        for segment in decode_segments(payload)
+        for receipt in segment.turns
+    ]
+    assert sorted(trained) == sorted(sampled)
+    assert find_mismatch(episode.headers[0], payload) == ""
 
 
 async def test_different_prompt_drops_the_recorded_turns() -> None:

@@ -125,6 +125,22 @@ class Counter(StepEnv):
         return StepResult(state["text"], 0.5, state["steps"] == 3)
 
 
+@envs.register("fan")
+class Fan(Env):
+    """Four generations at once, two of them with the same prompt, then one that joins them."""
+
+    resumable = True
+    order: tuple[int, ...] = (5, 6, 6, 7)
+    """The second tokens of the concurrent prompts."""
+
+    async def run(self, task: Task, **agents: Agent) -> None:
+        agent = agents["agent"]
+        asked = [agent.generate([4, token]) for token in self.order]
+        answers = sorted((await asyncio.gather(*asked)), key=lambda answer: answer.output_ids)
+        await agent.generate([4] + [token for each in answers for token in each.output_ids])
+        agent.reward(1.0)
+
+
 @agents.register("shouting")
 class Shouting(MathCodeSingleStepAgent):
     """A custom agent that overrides only prompt building and parsing."""
