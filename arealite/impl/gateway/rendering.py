@@ -39,9 +39,10 @@ class Turn(Protocol):
 
 
 class Ending(NamedTuple):
-    """How a template ends a message of the assistant, and what it keeps of the messages before."""
+    """How a template ends a message of the assistant."""
 
     marks: list[str]
+    """Marks in the prompt before the message."""
     calls: str
     """Text that closes the last call."""
     turn: str
@@ -201,15 +202,16 @@ class Renderer:
         calls = [{"id": self._id, "function": {"name": name}} for name in names]
         message = {"content": "c" * has_text, "reasoning_content": "t" * has_thought}
         answer = self.stand_in({**message, "tool_calls": calls}, 0, call_id=self._id)
-        messages = [*self._past(kinds), answer]
-        text = self.render(messages, self._tools(tools), is_prompt=False)
-        head, _, tail = text.partition(self._number("A", 0))
+        past = self._past(kinds)
+        marks = self._marks.findall(self.render(past, self._tools(tools)))
+        text = self.render([*past, answer], self._tools(tools), is_prompt=False)
+        tail = text.partition(self._number("A", 0))[2]
         if not names:
-            return Ending(self._marks.findall(head), "", tail)
+            return Ending(marks, "", tail)
         found = self._turn_end.search(tail)
         turn = found[0] if found else self._ending(kinds, True, False, (), tools).turn
-        calls_end = tail.removesuffix(turn)
-        return Ending(self._marks.findall(head), calls_end, turn if calls_end != tail else "")
+        closed = tail.removesuffix(turn)
+        return Ending(marks, closed, turn if closed != tail else "")
 
     # ------------------------------------------------------------ rendering
 
@@ -232,7 +234,8 @@ class Renderer:
         except ApiError:
             return None
         head, _, tail = text.partition(self._number("A", 0))
-        is_same = self._marks.findall(head) == end.marks and tail.startswith(end.calls)
+        marks = [mark for mark in self._marks.findall(head) if mark != self._number("T", 0)]
+        is_same = marks == end.marks and tail.startswith(end.calls)
         if not is_same or not self._keeps_thought(answer, 0, head):
             return None
         return tail[len(end.calls) :]

@@ -7,6 +7,8 @@ import random
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
+import msgspec
+
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 from arealite.impl.gateway.conversation import Conversation, Prompt
@@ -92,22 +94,32 @@ class Client:
             sampled: The answer's text; None: a text that has all parts.
             end: The special token that ends it; None: the tokenizer's EOS; "": `max_tokens`.
         """
+        answer = self._answer(text, thought, calls)
         self.answers += 1
-        made = tuple(
-            Call(f"c{self.answers:06}{index:02}", name, json.dumps(arguments))
-            for index, (name, arguments) in enumerate(calls)
-        )
         if sampled is None:
             sampled = (f"<think>\n{thought}\n</think>\n\n" if thought else "") + text
-            sampled += "".join(f"<tool_call>{call}" for call in made)
+            sampled += "".join(f"<tool_call>{call}" for call in answer.calls)
         end = self.tokenizer.eos_token if end is None else end
         ids = self.splitter.split(sampled + end, self.rng)
         count, reason = len(ids), "stop" if end else "length"
         response = LLMResponse(ids, [0.0] * count, [0] * count, reason)
-        answer = Answer(f"a{self.answers}", thought, text, made, "stop", response=response)
+        answer = msgspec.structs.replace(answer, response=response)
         self.conversation.add(prompt, answer)
         self.history.append(answer.message())
         return answer
+
+    def message(self, text: str, **parts: Any) -> ChatMessage:
+        """Return the next answer as a message."""
+        return self._answer(text, **parts).message()
+
+    def _answer(
+        self, text: str, thought: str = "", calls: Iterable[tuple[str, dict[str, Any]]] = ()
+    ) -> Answer:
+        made = [
+            Call(f"c{self.answers:06}{index:02}", name, json.dumps(arguments))
+            for index, (name, arguments) in enumerate(calls)
+        ]
+        return Answer(f"a{self.answers}", thought, text, tuple(made), "stop")
 
     def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
