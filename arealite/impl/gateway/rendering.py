@@ -58,8 +58,7 @@ class Renderer:
         self.drops_thoughts = bool(re.search("think|reasoning", source))
         """Whether the template handles thoughts. Any other template leaves them as sampled."""
         self.has_developer = "developer" in source
-        self.characters = 0
-        """Rendered so far."""
+        self._options: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._mark = "q" + secrets.token_hex(6)
         self._marks = re.compile(self._mark + r"[A-Z]\d{6}")
         self._id = secrets.token_hex(5)[:9]
@@ -68,7 +67,11 @@ class Renderer:
         self._special = re.compile(f"(?:{special or '(?!)'})")
         self._turn_end = re.compile(rf"(?:{special or '(?!)'})\s*\Z")
         self._compiled = lru_cache(maxsize=2)(self._compile)
-        self._ending = lru_cache(maxsize=4096)(self._find_ending)
+        self._ending = lru_cache(maxsize=1024)(self._find_ending)
+        self._past = lru_cache(maxsize=16)(self._make_past)
+        empty = {"type": "object", "properties": {}, "required": []}
+        tool = {"name": self._number("F", 0), "description": "", "parameters": empty}
+        self._tools = [{"type": "function", "function": tool}]
         self._is_json_text = "tool_calls" in source and self._refuses_objects()
 
     def encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
@@ -105,15 +108,12 @@ class Renderer:
         Raises:
             ApiError: 400: the template refuses the messages.
         """
-        options = {"add_generation_prompt": is_prompt, **self.tokenizer.special_tokens_map}
+        options = {**self._options, "tools": tools or None, "add_generation_prompt": is_prompt}
         try:
-            template = self._compiled(bool(tools))
-            text = template.render(messages=messages, tools=tools or None, **options)
+            return self._compiled(bool(tools)).render(messages=messages, **options)
         except Exception as error:  # a template can raise anything
             what = f"the model's chat template refuses the messages: {error}"
             raise ApiError(400, f"{what}. Remove or change what it does not support.") from error
-        self.characters += len(text)
-        return text
 
     def _compile(self, has_tools: bool) -> Any:
         from transformers.utils import chat_template_utils  # slow to import
@@ -158,7 +158,7 @@ class Renderer:
     def _number(self, kind: str, number: int) -> str:
         return f"{self._mark}{kind}{number:06}"
 
-    def _past(self, kinds: int) -> list[ChatMessage]:
+    def _make_past(self, kinds: int) -> list[ChatMessage]:
         """Return a short conversation with these kinds of messages, up to an assistant's turn."""
         user: ChatMessage = {"role": "user", "content": self._number("U", 0)}
         system: ChatMessage = {"role": "system", "content": self._number("S", 0)}
@@ -177,39 +177,33 @@ class Renderer:
             )
         return past
 
-    def _tools(self, has_tools: bool) -> list[Any]:
-        empty = {"type": "object", "properties": {}, "required": []}
-        tool = {"name": self._number("F", 0), "description": "", "parameters": empty}
-        return [{"type": "function", "function": tool}] if has_tools else []
-
     def ending(self, kinds: int, message: ChatMessage, has_tools: bool) -> Ending:
         """Return how the template ends an answer of this form.
 
         Raises:
             ApiError: 400: the template refuses such answers.
         """
-        names = tuple([call["function"]["name"] for call in tool_calls(message)])
-        has_thought = bool(message.get("reasoning_content"))
-        found = self._ending(kinds, bool(message["content"]), has_thought, names, has_tools)
-        if names and self._id in found.calls:
-            own = str(tool_calls(message)[-1].get("id"))
+        calls, has_thought = tool_calls(message), bool(message.get("reasoning_content"))
+        found = self._ending(kinds, bool(message["content"]), has_thought, len(calls), has_tools)
+        if self._id in found.calls:
+            own = str(calls[-1].get("id"))
             return found._replace(calls=found.calls.replace(self._id, own))
         return found
 
     def _find_ending(
-        self, kinds: int, has_text: bool, has_thought: bool, names: tuple[str, ...], tools: bool
+        self, kinds: int, has_text: bool, has_thought: bool, calls: int, tools: bool
     ) -> Ending:
-        calls = [{"id": self._id, "function": {"name": name}} for name in names]
+        call = {"id": self._id, "function": {"name": "f"}}
         message = {"content": "c" * has_text, "reasoning_content": "t" * has_thought}
-        answer = self.stand_in({**message, "tool_calls": calls}, 0, call_id=self._id)
+        answer = self.stand_in({**message, "tool_calls": [call] * calls}, 0, call_id=self._id)
         past = self._past(kinds)
-        marks = self._marks.findall(self.render(past, self._tools(tools)))
-        text = self.render([*past, answer], self._tools(tools), is_prompt=False)
+        marks = self._marks.findall(self.render(past, self._tools * tools))
+        text = self.render([*past, answer], self._tools * tools, is_prompt=False)
         tail = text.partition(self._number("A", 0))[2]
-        if not names:
+        if not calls:
             return Ending(marks, "", tail)
         found = self._turn_end.search(tail)
-        turn = found[0] if found else self._ending(kinds, True, False, (), tools).turn
+        turn = found[0] if found else self._ending(kinds, True, False, 0, tools).turn
         closed = tail.removesuffix(turn)
         return Ending(marks, closed, turn if closed != tail else "")
 
@@ -230,7 +224,7 @@ class Renderer:
         try:
             end = self.ending(kinds, answer, has_tools)
             messages = [*self._past(kinds), self.stand_in(answer, 0), *new]
-            text = self.render(messages, self._tools(has_tools))
+            text = self.render(messages, self._tools * has_tools)
         except ApiError:
             return None
         head, _, tail = text.partition(self._number("A", 0))
