@@ -88,7 +88,7 @@ def fold_choices(events: list[dict[str, Any]]) -> dict[str, Any]:
             whole |= {**choice, "text": whole.get("text", "") + choice.get("text", "")}
     whole = [choices[index] for index in sorted(choices)]
     for choice in whole:
-        if message := choice.get("message", {}):
+        if "content" in (message := choice["message"]):
             message["content"] = message["content"] or (None if "tool_calls" in message else "")
     return {**events[-1], "choices": whole}
 
