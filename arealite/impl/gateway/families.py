@@ -1,7 +1,4 @@
-"""Model families: how their answers contain thoughts and tool calls.
-
-Reading a call never fails: a call that cannot be read has an error.
-"""
+"""Model families: how their answers contain thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -19,11 +16,10 @@ from arealite.base.registry import unknown
 
 Tools = Sequence[dict[str, Any]]
 """OpenAI function schemas: {"type": "function", "function": {"name", "parameters", …}}."""
-SPACE = " \t\r\n"
 
 
 class RawCall(NamedTuple):
-    """One tool call of an answer."""
+    """One tool call of an answer. Without a name and an error, it is text after all."""
 
     name: str = ""
     arguments: str = "{}"
@@ -37,189 +33,26 @@ class RawCall(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The calls that begin at a marker, or a header that begins a thought or a text."""
+    """The calls that begin at a marker or, without calls, the header of a thought or a text."""
 
     end: int
     """Index after the part."""
     calls: Sequence[RawCall] = ()
     mode: str = "start"
     """What follows: "start" (anything), "thought" or "text"."""
-    is_text: bool = False
-    """Whether the part is text after all."""
 
 
-Reader = Callable[["Family", str, int, bool, Tools], Part | None]
-"""(family, text, at, is_end, tools): read the part at index `at`; None if more text is needed."""
-
-
-# ------------------------------------------------------------ calls
-
-
-def unreadable(
-    family: Family, text: str, span: tuple[int, int], is_end: bool, why: str
-) -> Part | None:
-    """Return a malformed call.
+class CallError(Exception):
+    """A call that cannot be read.
 
     Args:
-        family: The family.
-        text: The answer.
-        span: Index of the call, and the index after which its close marker is searched. Without
-            one, the call ends with the answer.
-        is_end: Whether the answer is complete.
-        why: The error.
+        why: The reason.
+        at: Index after which the call's close marker is searched; None: more text may help.
     """
-    at, begin = span
-    end = text.find(family.close, begin) if family.close else -1
-    if end < 0 and not is_end:
-        return None
-    end = len(text) if end < 0 else end + len(family.close)
-    if text[at] == "{" and '"name"' not in text[at:end]:
-        return Part(end, mode="text", is_text=True)  # JSON without a marker, not a call
-    return Part(end, [RawCall(error=why, raw=text[at:end])])
 
-
-def read_json(family: Family, text: str, at: int, is_end: bool, tools: Tools) -> Part | None:
-    """Read calls whose arguments, or that themselves, are JSON."""
-    if (head := re.compile(family.head).match(text, at)) is None:
-        return unreadable(family, text, (at, at), is_end, f"a call must match {family.head}")
-    begin = head.end()
-    try:
-        if text[begin : begin + 1] not in ("{", "[", ""):
-            raise json.JSONDecodeError("Expecting an object", text, begin)
-        end = _decoder.raw_decode(text, begin)[1]
-    except (ValueError, RecursionError) as error:
-        wrong = begin
-        if isinstance(error, json.JSONDecodeError):
-            is_open = error.msg.startswith("Unterminated") or error.pos > len(text) - 10
-            if is_open and not is_end:
-                return None
-            wrong = begin if is_open else error.pos
-        return unreadable(family, text, (at, wrong), is_end, f"not JSON: {error}")
-    after = _skip(family.skip).match(text, end).end()  # pyright: ignore  (always matches)
-    if not text.startswith(family.close, after):
-        if not is_end and family.close.startswith(text[after:]):
-            return None
-        why = f"the call does not end with {family.close}"
-        return unreadable(family, text, (at, end), is_end, why)
-    if text[at] == "{" and '"name"' not in text[at:end]:
-        return Part(end, mode="text", is_text=True)
-    after += len(family.close)
-    named, body, raw = head.groupdict(), text[begin:end], text[at:after]
-    if name := named.get("name"):
-        return Part(after, [check(family.key, RawCall(name, body, "", raw, named.get("id") or ""))])
-    return Part(after, list(_objects(family.key, body, raw)))
-
-
-def _objects(key: str, body: str, raw: str) -> Sequence[RawCall]:
-    """Return the calls of one JSON object or of a list of objects."""
-    try:
-        items = msgspec.json.decode(body, type=list[msgspec.Raw]) if body[0] == "[" else []
-        if len(items) < 2:
-            return [_object(key, bytes(items[0]) if items else body.encode(), raw)]
-        return [_object(key, bytes(item), bytes(item).decode()) for item in items]
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        return [RawCall(error=f"not JSON: {error}", raw=raw)]
-
-
-def _object(key: str, body: bytes, raw: str) -> RawCall:
-    try:
-        call = msgspec.json.decode(body, type=_Object)
-    except msgspec.ValidationError:
-        call = _Object("")
-    if not call.name:
-        return RawCall(error='a call must be an object with a "name"', raw=raw)
-    arguments = bytes(call.arguments if key == "arguments" else call.parameters).decode()
-    return check(key, RawCall(call.name, arguments, "", raw, str(call.id)))
-
-
-class _Object(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"null")
-    parameters: msgspec.Raw = msgspec.Raw(b"null")
-    id: object = ""
-
-
-def check(key: str, call: RawCall) -> RawCall:
-    """Return a call, with an error if its arguments are not a JSON object."""
-    try:
-        _decode_object(call.arguments)
-    except msgspec.ValidationError:
-        return RawCall(call.name, error=f'"{key}" must be an object', raw=call.raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        return RawCall(call.name, error=f"not JSON: {error}", raw=call.raw)
-    return call
-
-
-def read_xml(family: Family, text: str, at: int, is_end: bool, tools: Tools) -> Part | None:
-    """Read a call whose arguments are tags with unquoted values."""
-    if (tail := re.compile(family.tail).search(text, at)) is None:
-        why = f"the call does not end with {family.close}"
-        return unreadable(family, text, (at, at), True, why) if is_end else None
-    head = re.compile(family.head).match(text, at, tail.start())
-    before, *tags = text[head.end() if head else at : tail.start()].split(family.tag)
-    pairs = [re.fullmatch(family.argument, tag, re.DOTALL) for tag in tags]
-    if not head or before.strip() or not all(pairs):
-        why = f"a call must have the form {family.named}…{family.close}"
-        return unreadable(family, text, (at, at), True, why)
-    schemas = next((_properties(tool) for tool in tools if _name(tool) == head["name"]), {})
-    values = {pair["key"]: pair["value"] for pair in pairs if pair}
-    fields = (f"{_json(key)}: {to_json(values[key], schemas.get(key))}" for key in values)
-    raw, arguments = text[at : tail.end()], "{" + ", ".join(fields) + "}"
-    return Part(tail.end(), [check(family.key, RawCall(head["name"], arguments, "", raw))])
-
-
-def _name(tool: dict[str, Any]) -> object:
-    return tool.get("function", tool).get("name")
-
-
-def _properties(tool: dict[str, Any]) -> dict[str, Any]:
-    parameters = tool.get("function", tool).get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return properties if isinstance(properties, dict) else {}
-
-
-def to_json(value: str, schema: object) -> str:
-    """Convert an unquoted value to JSON: a string if its schema says so, or if it is not JSON."""
-    kinds, options = set[object](), schema if isinstance(schema, dict) else {}
-    for each in (options, *options.get("anyOf", ()), *options.get("oneOf", ())):
-        kind = each.get("type") if isinstance(each, dict) else None
-        kinds.update(kind if isinstance(kind, list) else [kind] if kind else [])
-    is_text = (
-        bool(kinds) and kinds <= {"string", "null"} and not (value == "null" and len(kinds) > 1)
-    )
-    if kinds == {"boolean"}:
-        value = value.lower()
-    try:
-        if not is_text:
-            msgspec.json.decode(value)
-            return value.strip()
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        pass
-    return _json(value)
-
-
-def read_channel(family: Family, text: str, at: int, is_end: bool, tools: Tools) -> Part | None:
-    """Read the header of a message: the channel of a thought or a text, or a call."""
-    if (head := re.compile(HEADER).match(text, at)) is None:
-        if not is_end and text.find("<|message|>", at) < 0:
-            return None
-        end = text.find("<", at + 1)
-        return Part(len(text) if end < 0 else end, mode="text", is_text=True)
-    if head["name"]:
-        return read_json(family, text, at, is_end, tools)
-    return Part(head.end(), mode="thought" if head["channel"] == "analysis" else "text")
-
-
-_json = json.JSONEncoder(ensure_ascii=False).encode
-_decoder = json.JSONDecoder()
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-def _skip(characters: str) -> re.Pattern[str]:
-    return re.compile(f"[{re.escape(characters)}]*")
-
-
-# ------------------------------------------------------------ families
+    def __init__(self, why: str, at: int | None = None) -> None:
+        super().__init__(why)
+        self.at = at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +60,7 @@ class Family:
     """How the models of a family write thoughts and tool calls."""
 
     name: str
-    think: tuple[str, str] | None = None
+    think: tuple[str, str] = ("", "")
     """Markers around a thought at the start of an answer."""
     openers: tuple[str, ...] = ()
     """Markers that begin a call."""
@@ -237,103 +70,175 @@ class Family:
     """Markers without a meaning of their own."""
     has_channels: bool = False
     """Whether every message has a header, also without tools."""
-    read: Reader = read_json
+    read: Callable[[Family, str, int, Tools], Part] | None = None
+    """Reads the part at a marker; None: `read_json`."""
     head: str = ""
-    """Pattern of a call up to its JSON or tags, with the groups `name` and `id` if it has them."""
+    """Pattern of a call up to its JSON or tags. It may have the groups `name` and `id`."""
     close: str = ""
     """Marker that ends a call; "" without one."""
-    tail: str = ""
-    """Pattern of the end of a call with tags."""
-    tag: str = ""
-    """Text that begins an argument."""
-    argument: str = ""
-    """Pattern of an argument after `tag`, with the groups `key` and `value`."""
-    skip: str = SPACE
-    """Characters that may follow the JSON of a call."""
     key: str = "arguments"
     """Key of the arguments in the JSON of a call."""
-    begin: str = ""
-    """Text that begins a call of any tool."""
+    tags: tuple[str, str, str] = ("", "", "")
+    """Patterns of calls with tags: end of the call, and an argument with `key` and `value`; before
+    them, the text that begins an argument."""
     named: str = ""
     """Text that begins a call of the tool {name}."""
     sampled_id: str = ""
-    """Pattern of the model's own ids that clients get; "": no id."""
-    has_short_ids: bool = False
-    """Whether the template needs ids of nine letters and digits."""
+    """Pattern of the model's own ids that clients get; "": none."""
 
     def opening(self, tool: str | None) -> str:
         """Return the text that begins a call of a tool, or of any; "" if it cannot be forced."""
-        return self.begin if tool is None else self.named.replace("{name}", tool)
+        return self.named.partition("{name}")[0] if not tool else self.named.replace("{name}", tool)
 
     def call_id(self, seed: str, number: int) -> str:
         """Return an id; equal arguments give equal ids."""
         name = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest()
-        return name[:9] if self.has_short_ids else f"call_{name}"
+        return name[:9] if self.name == "mistral" else f"call_{name}"  # Mistral's needs nine
 
+    def parse(self, text: str, at: int, tools: Tools) -> Part:
+        """Read the part at the marker at an index.
+
+        Raises:
+            CallError: A call is malformed or not complete.
+        """
+        try:
+            part = (self.read or read_json)(self, text, at, tools)
+            for call in part.calls:
+                _decode_object(call.arguments)
+        except msgspec.ValidationError as error:
+            need = f'"name" must be a text and "{self.key}" must be an object'
+            raise CallError(f"{need}: {error}", at) from error
+        except INVALID as error:
+            raise CallError(f"not JSON: {error}", at) from error
+        return part
+
+
+# ------------------------------------------------------------ readers
+
+
+def skip(text: str, at: int, characters: str) -> int:
+    """Return the index after characters, the inside of a regular expression's [...]."""
+    found = re.compile(f"[^{characters}]").search(text, at)
+    return found.start() if found else len(text)
+
+
+def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
+    """Read calls that are JSON, or whose arguments are."""
+    if (head := re.compile(family.head).match(text, at)) is None:
+        raise CallError(f"a call must have the form {family.named}…{family.close}")
+    begin, close = head.end(), family.close
+    try:
+        end = after = _decoder.raw_decode(text, begin)[1]
+    except (ValueError, RecursionError) as error:
+        wrong = getattr(error, "pos", begin)
+        is_open = str(error).startswith("Unterminated") or wrong > len(text) - 10
+        raise CallError(f"not JSON: {error}", None if is_open else wrong) from error
+    if close and not text.startswith(close, after := skip(text, end, r"\s`")):
+        is_open = close.startswith(text[after : after + len(close)])
+        raise CallError(f"the call does not end with {close}", None if is_open else end)
+    body, raw, calls = text[begin:end], text[at : after + len(close)], list[RawCall]()
+    if name := (named := head.groupdict()).get("name"):
+        calls.append(RawCall(name, body, "", raw, named.get("id") or ""))
+    else:
+        for each in _decode_calls(body if body[0] == "[" else f"[{body}]"):
+            arguments = bytes(getattr(each, family.key)).decode()
+            calls.append(RawCall(each.name, arguments, "", raw, str(each.id)))
+            raw = f", {each.name}{arguments}"
+    return Part(after + len(close), calls)
+
+
+def read_tags(family: Family, text: str, at: int, tools: Tools) -> Part:
+    """Read a call whose arguments are tags with unquoted values."""
+    tag, tail, argument = family.tags
+    if (end := re.compile(tail).search(text, at)) is None:
+        raise CallError(f"the call does not end with {family.close}")
+    head = re.compile(family.head).match(text, at, end.start())
+    before, *tags = text[head.end() if head else at : end.start()].split(tag)
+    pairs = [re.fullmatch(argument, each, re.DOTALL) for each in tags]
+    if not head or before.strip() or not all(pairs):
+        raise CallError(f"a call must have the form {family.named}…{family.close}", at)
+    functions = (tool.get("function") for tool in tools)
+    schema = next((each for each in functions if _get(each, "name") == head["name"]), None)
+    values = {
+        pair["key"]: to_json(pair["value"], _get(schema, "parameters", "properties", pair["key"]))
+        for pair in filter(None, pairs)
+    }
+    arguments = "{" + ", ".join(f"{_json(key)}: {value}" for key, value in values.items()) + "}"
+    return Part(end.end(), [RawCall(head["name"], arguments, "", text[at : end.end()])])
+
+
+def to_json(value: str, schema: object) -> str:
+    """Convert an unquoted value to JSON: a string if its schema says so, or if it is not JSON."""
+    kinds = {*KINDS.findall(msgspec.json.encode(schema))}
+    if kinds == {b"boolean"}:
+        value = value.lower()
+    if not kinds or not kinds <= {b"string", b"null"} or (value == "null" and b"null" in kinds):
+        try:
+            msgspec.json.decode(value)
+            return value
+        except INVALID:
+            pass
+    return _json(value)
+
+
+def _get(value: object, *path: str) -> object:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def read_channel(family: Family, text: str, at: int, tools: Tools) -> Part:
+    """Read the header of a message: the channel of a thought or a text, or a call."""
+    head = re.compile(family.head).match(text, at)
+    if not head or head["name"]:
+        return read_json(family, text, at, tools)
+    return Part(head.end(), mode="thought" if head["channel"] == "analysis" else "text")
+
+
+class _Object(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    arguments: msgspec.Raw = msgspec.Raw(b"null")
+    parameters: msgspec.Raw = msgspec.Raw(b"null")
+    id: object = ""
+
+
+INVALID = (msgspec.MsgspecError, ValueError, RecursionError)
+"""Errors of JSON that cannot be decoded."""
+KINDS = re.compile(rb'"(string|integer|number|boolean|array|object|null)"')
+"""Types in a JSON schema."""
+_json = json.JSONEncoder(ensure_ascii=False).encode
+_decoder = json.JSONDecoder()
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_calls = msgspec.json.Decoder(Annotated[list[_Object], msgspec.Meta(min_length=1)]).decode
+
+# ------------------------------------------------------------ families
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK = ("<think>", "</think>")
-HEADER = (
-    r"(?:<\|start\|>assistant)?"
-    r"(?:(?=(?:[^<]*<\|channel\|>)?[^<]*?to=(?:functions\.)?(?P<name>[^\s<]+))|)"
-    r"[^<]*<\|channel\|>(?P<channel>\w*)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>\s*"
-)
-"""The recipient stands before or after the channel."""
-TEXT = Family(name="text")
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 HERMES = Family(
     name="qwen2_5",
     openers=(OPEN,),
     head=rf"{OPEN}\s*",
     close=CLOSE,
-    begin=f'{OPEN}\n{{"name": "',
     named=f'{OPEN}\n{{"name": "{{name}}", "arguments": ',
 )
-MISTRAL = Family(
-    name="mistral",
-    think=("[THINK]", "[/THINK]"),
-    openers=("[TOOL_CALLS]",),
-    head=r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w*))?(?:\[ARGS\])?\s*)?",
-    begin='[TOOL_CALLS] [{"name": "',
-    named='[TOOL_CALLS] [{"name": "{name}", "arguments": ',
-    sampled_id="[A-Za-z0-9]{9}",
-    has_short_ids=True,
-)
-DEEPSEEK = Family(
-    name="deepseek_v3",
-    think=THINK,
-    openers=("<｜tool▁call▁begin｜>",),
-    noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    head=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)"
-    r"(?:<｜tool▁sep｜>|\s*```(?:json)?)\s*",
-    close="<｜tool▁call▁end｜>",
-    skip=f"{SPACE}`",
-    begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-    named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-)
-VARIANTS = {
-    "mistral": replace(MISTRAL, begin="[TOOL_CALLS]", named="[TOOL_CALLS]{name}[ARGS]"),
-    "deepseek_v3": replace(
-        DEEPSEEK,
-        begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
-        named="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
-    ),
-}
-"""Newer forms of a family: Mistral's [ARGS], and DeepSeek-V3.1 without code fences."""
 LISTED = (
-    TEXT,
+    Family(name="text"),
     HERMES,
     replace(HERMES, name="qwen3", think=THINK),
     Family(
         name="qwen3_coder",
         think=THINK,
         openers=(OPEN,),
-        read=read_xml,
+        read=read_tags,
         head=rf"{OPEN}\s*<function=(?P<name>[^>\s]+)>",
         close=CLOSE,
-        tail=rf"\n?</function>\s*{CLOSE}",
-        tag="<parameter=",
-        argument=r"(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>\s*",
-        begin=f"{OPEN}\n<function=",
+        tags=(
+            "<parameter=",
+            rf"</function>\s*{CLOSE}",
+            r"(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>\s*",
+        ),
         named=f"{OPEN}\n<function={{name}}>\n",
     ),
     Family(
@@ -341,26 +246,41 @@ LISTED = (
         openers=("<|python_tag|>",),
         first=("{",),
         head=r"(?:<\|python_tag\|>)?\s*",
-        skip=f"{SPACE};",
         key="parameters",
-        begin='{"name": "',
         named='{"name": "{name}", "parameters": ',
     ),
-    MISTRAL,
+    Family(
+        name="mistral",
+        think=("[THINK]", "[/THINK]"),
+        openers=("[TOOL_CALLS]",),
+        head=r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(\[CALL_ID\](?P<id>\w*))?(\[ARGS\])?\s*)?",
+        named='[TOOL_CALLS] [{"name": "{name}", "arguments": ',
+        sampled_id="[A-Za-z0-9]{9}",
+    ),
     Family(
         name="glm4_5",
         think=THINK,
         openers=(OPEN,),
-        read=read_xml,
+        read=read_tags,
         head=rf"{OPEN}\s*(?P<name>[^\s<]+)",
         close=CLOSE,
-        tail=CLOSE,
-        tag="<arg_key>",
-        argument=r"(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*",
-        begin=OPEN,
+        tags=(
+            "<arg_key>",
+            CLOSE,
+            r"(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*",
+        ),
         named=f"{OPEN}{{name}}\n",
     ),
-    DEEPSEEK,
+    Family(
+        name="deepseek_v3",
+        think=THINK,
+        openers=("<｜tool▁call▁begin｜>",),
+        noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        head=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)"
+        r"(?:<｜tool▁sep｜>|\s*```(?:json)?)\s*",
+        close="<｜tool▁call▁end｜>",
+        named=f"{DEEPSEEK}function<｜tool▁sep｜>{{name}}\n```json\n",
+    ),
     Family(
         name="kimi_k2",
         think=THINK,
@@ -369,7 +289,6 @@ LISTED = (
         head=r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?)\s*"
         r"<\|tool_call_argument_begin\|>\s*",
         close="<|tool_call_end|>",
-        begin="<|tool_calls_section_begin|><|tool_call_begin|>functions.",
         named="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:",
         sampled_id=r"functions\.[^\s<]+:\d+",
     ),
@@ -381,8 +300,9 @@ LISTED = (
         noise=("<|end|>", "<|return|>", "<|call|>"),
         has_channels=True,
         read=read_channel,
-        head=HEADER,
-        begin=" to=functions.",
+        head=r"(?:<\|start\|>assistant)?"  # the recipient stands before or after the channel
+        r"(?:(?=(?:[^<]*<\|channel\|>)?[^<]*?to=(?:functions\.)?(?P<name>[^\s<]+))|)"
+        r"[^<]*<\|channel\|>(?P<channel>\w*)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>\s*",
         named=" to=functions.{name}<|channel|>commentary json<|message|>",
     ),
     Family(
@@ -390,13 +310,11 @@ LISTED = (
         think=THINK,
         openers=("<|tool_call|>",),
         head=r"<\|tool_call\|>\s*",
-        begin='<|tool_call|>[{"name": "',
         named='<|tool_call|>[{"name": "{name}", "arguments": ',
     ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in LISTED}
 FORMATS = {"hermes": HERMES, "llama_json": FAMILIES["llama3_1"], **FAMILIES}
-del FORMATS["text"]
 """Families by the values of the option `format` of the agent tool_use."""
 MARKERS = {
     "<|channel|>": "gpt_oss",
@@ -419,17 +337,16 @@ def family_of(tokenizer: Any, name: str = "auto") -> Family:
         UserError: The name is unknown.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    if name == "auto":
-        found = (family for marker, family in MARKERS.items() if marker in template)
-        family = FAMILIES[next(found, "text")]
-    elif name in FAMILIES:
-        family = FAMILIES[name]
-    else:
+    found = (family for marker, family in MARKERS.items() if marker in template)
+    family = FAMILIES.get(next(found, "text") if name == "auto" else name)
+    if family is None:
         raise UserError(f"gateway.parser={name}: {unknown('family', name, ['auto', *FAMILIES])}")
-    if "[ARGS]" in template or ("tool▁sep" in template and "```" not in template):
-        family = VARIANTS.get(family.name, family)
-    if name == "auto" and THINK[0] in template and family.think is None:
+    if name == "auto" and THINK[0] in template and not any(family.think):
         family = FAMILIES["qwen3"] if family is HERMES else replace(family, think=THINK)
+    if family.name == "mistral" and "[ARGS]" in template:
+        return replace(family, named="[TOOL_CALLS]{name}[ARGS]")
+    if family.name == "deepseek_v3" and "```" not in template:
+        return replace(family, named=f"{DEEPSEEK}{{name}}<｜tool▁sep｜>")
     return family
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from arealite.api.llm import LLMResponse
 from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
-from arealite.impl.gateway.families import TEXT, Family, RawCall, Tools
+from arealite.impl.gateway.families import FAMILIES, CallError, Family, Part, RawCall, Tools, skip
 
 SHORT = 2048
 """An unfinished call up to this length is read again with each new text."""
 WINDOW = 32
 """Longest sequence of earlier tokens that is decoded again with new ones."""
-NOT_SPACE = re.compile(r"\S")
 
 
 class Piece(NamedTuple):
@@ -50,7 +49,7 @@ class Scanner:
         self.pieces: list[Piece] = []
         is_read = has_calls or family.has_channels
         self.openers = family.openers if is_read else ()
-        self.first = [*(family.first if is_read else ()), *(family.think or ())[:1]]
+        self.first = [*(family.first if is_read else ()), *filter(None, family.think[:1])]
         self.words = [*self.openers, *(family.noise if is_read else ())]
         self.marker = re.compile("|".join(map(re.escape, self.words)) or "(?!)")
 
@@ -62,13 +61,7 @@ class Scanner:
             return []  # reading a long call again for each token would take quadratic time
         self.rest, self.at = self.rest + "".join(self.new), 0
         self.new, self.size = [], 0
-        steps: dict[str, Callable[[bool], bool]] = {
-            "start": self._start,
-            "text": self._text,
-            "thought": self._thought,
-            "part": self._part,
-        }
-        while self.at < len(self.rest) and steps[self.mode](is_end):
+        while self.at < len(self.rest) and getattr(self, f"_{self.mode}")(is_end):
             pass
         pieces, self.pieces, self.rest = self.pieces, [], self.rest[self.at :]
         return pieces
@@ -81,19 +74,16 @@ class Scanner:
 
     def _start(self, is_end: bool) -> bool:
         """Look for a marker that stands only at the start."""
-        rest, think = self.rest, (self.family.think or ("",))[0]
-        begin = NOT_SPACE.search(rest, self.at)
-        begin = begin.start() if begin else len(rest)
+        begin = skip(self.rest, self.at, r"\s;")
         self.mode = "text"
-        for word in filter(None, self.first):
-            if rest.startswith(word, begin):
-                self._take("text", begin)
-                self.mode = "part"
-                if word == think:
+        for word in self.first:
+            if self.rest.startswith(word, begin):
+                self.mode, self.at = "part", begin
+                if word == self.family.think[0]:
                     self.mode, self.at = "thought", begin + len(word)
                     self.first.remove(word)
                 return True
-            if not is_end and word.startswith(rest[begin : begin + len(word)]):
+            if not is_end and word.startswith(self.rest[begin : begin + len(word)]):
                 self.mode = "start"
         return self.mode != "start"
 
@@ -111,29 +101,35 @@ class Scanner:
         return True
 
     def _thought(self, is_end: bool) -> bool:
-        family = self.family
-        close = family.think[1] if family.think else ""
-        end = self.rest.find(close, self.at)
-        if end < 0:
+        close = self.family.think[1]
+        if (end := self.rest.find(close, self.at)) < 0:
             held = 0 if is_end else unfinished(self.rest, (close,), self.at)
             self._take("thought", len(self.rest) - held)
             return False
         self._take("thought", end)
-        self.at, self.mode = end + len(close), "text" if family.has_channels else "start"
+        self.at, self.mode = end + len(close), "text" if self.family.has_channels else "start"
         return True
 
     def _part(self, is_end: bool) -> bool:
-        part = self.family.read(self.family, self.rest, self.at, is_end, self.tools)
-        if part is None:
-            return False
-        self.mode = part.mode
+        """Read the part at a marker. A malformed call ends with its close marker or the answer."""
+        rest, at, close = self.rest, self.at, self.family.close
+        try:
+            part = self.family.parse(rest, at, self.tools)
+        except CallError as error:
+            is_final = bool(close) and (is_end or error.at is not None)
+            end = rest.find(close, error.at or at) if is_final else -1
+            if end < 0 and not is_end:
+                return False
+            end = end + len(close) if end >= 0 else len(rest)
+            part = Part(end, [RawCall(error=str(error), raw=rest[at:end])])
+        self.at, self.mode = part.end, part.mode
+        if rest[at] == "{" and '"name"' not in rest[at : part.end]:  # JSON, but not a call
+            self.mode, part = "text", Part(part.end, [RawCall(raw=rest[at : part.end])])
+        if not part.calls:
+            self.pieces.append(Piece(part.mode, "\n"))  # separates it from earlier ones
         for call in part.calls:
-            self.pieces.append(Piece("call", call.raw, call))
-        if part.is_text:
-            self._take("text", part.end)
-        elif not part.calls:
-            self.pieces.append(Piece(part.mode, "\n"))  # a header: separates it from earlier ones
-        self.at = part.end
+            kind = "call" if call.name or call.error else "text"
+            self.pieces.append(Piece(kind, call.raw, call if kind == "call" else None))
         return True
 
 
@@ -208,7 +204,9 @@ class Parser:
         self.family, self.request, self.index = family, request, index
         self.seed = seed or secrets.token_hex(8)
         has_calls = bool(request.tools) and request.tool_choice != "none"
-        self.scanner = Scanner(TEXT if self.is_raw else family, request.tools, has_calls=has_calls)
+        self.scanner = Scanner(
+            FAMILIES["text"] if self.is_raw else family, request.tools, has_calls=has_calls
+        )
         self.has_calls, self.decoder = has_calls, Decoder(tokenizer)
         self.opening, self.count, self.last = opening, 0, list[int]()
         self.kept, self.stop_string = "", ""
