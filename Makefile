@@ -35,10 +35,12 @@ PEERS_VENV ?= .venv-peers
 AREAL_VENV ?= .venv-areal
 # Virtual environment of the fuzzer of make test-attacks.
 ATTACKS_VENV ?= .venv-attacks
+# Virtual environment of the clients of make test-agents.
+AGENTS_VENV ?= .venv-agents
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-areal clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-areal clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -49,6 +51,7 @@ help:
 	@echo "make test-docs    run every tutorial and every example as written"
 	@echo "make test-faults  kill, stop, block and starve processes of runs; replay runs"
 	@echo "make test-attacks attack live runs: unauthorized clients, web pages, broken peers"
+	@echo "make test-agents  run real agent programs against a gateway; installs them into $(AGENTS_VENV)"
 	@echo "make test-clusters  run under torchrun, and on Slurm and Ray if they are installed"
 	@echo "make test-sglang  run the tests on real SGLang servers on the CPU; test-sglang-short: a part, two minutes"
 	@echo "make test-learning  train the demo's task with each algorithm"
@@ -108,6 +111,17 @@ $(ATTACKS_VENV)/.dev: Makefile
 # Unauthorized clients, web pages and broken peers against live runs.
 test-attacks: $(VENV)/.envs $(ATTACKS_VENV)/.dev
 	SCHEMATHESIS=$(abspath $(ATTACKS_VENV))/bin/schemathesis $(PYTEST) -m attacks tests/attacks
+
+# Real agent programs against a gateway; writes out/agents.json. RECORD=1 also writes the corpora.
+test-agents: $(VENV)/.dev $(AGENTS_VENV)/.dev
+	AGENTS_PYTHON=$(abspath $(AGENTS_VENV))/bin/python AGENTS_RECORD=$(RECORD) \
+	  PATH="$(abspath $(AGENTS_VENV))/node_modules/.bin:$$PATH" $(PYTEST) -m agents tests/agents
+
+# The packages contradict each other in bounds that their code does not need.
+$(AGENTS_VENV)/.dev: tests/agents/requirements.txt
+	@$(call venv,$(AGENTS_VENV))
+	@tests/agents/install.sh $(AGENTS_VENV) $(AGENTS_VENV)/install.log
+	@touch $@
 
 # All Python packages of tests and environments; as root also Debian packages.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh

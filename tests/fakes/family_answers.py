@@ -112,7 +112,7 @@ def _kimi(reply: Reply, rng: random.Random) -> str:
     calls = "".join(
         f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>"
         f"{_json(given, rng)}<|tool_call_end|>"
-        for index, (name, given) in enumerate(reply.calls, rng.randrange(9))
+        for index, (name, given) in enumerate(reply.calls, rng.randrange(10**6))
     )
     section = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>" if calls else ""
     return reply.text + section + "<|im_end|>"

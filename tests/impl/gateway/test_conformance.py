@@ -10,7 +10,7 @@ import pytest
 
 from arealite.api.llm import LLMRequest
 from tests.fakes.chat_families import FAMILIES
-from tests.fakes.family_answers import ONE_CALL, Reply, words
+from tests.fakes.family_answers import ONE_CALL, Plan, Reply, words
 from tests.fakes.gateway_sessions import GatewaySessions
 from tests.fakes.simple_clients import CLIENTS
 
@@ -30,7 +30,7 @@ def tool(name: str, arguments: str) -> str:
     return str(given["a"] + given["b"]) if name == "add" else f"{given['city']}: 21 °C ☁️"
 
 
-def plan(family: str, turns: int):  # noqa: ANN201
+def plan(family: str, turns: int) -> Plan:
     """Return a plan: `turns` answers to each question, the last one without calls."""
 
     def reply(request: LLMRequest, prompt: str, rng: random.Random) -> Reply:

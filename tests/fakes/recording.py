@@ -1,0 +1,143 @@
+"""Records what a client sends to a gateway, as a small corpus; and replays a corpus.
+
+A corpus is JSON lines. The first line describes it. Each further line is one request: its path, its
+body, the ids in its answer, and the model's reply. A list of the body that begins as the last one
+of its path has {"kept": count, "new": items} instead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+CORPORA = Path(__file__).parent / "corpora"
+LISTS = ("messages", "input")
+LONGEST = 400
+"""Characters of the longest text in a corpus; longer ones are cut."""
+TOOLS = 3
+"""Tools of a body in a corpus."""
+ID = re.compile(rb'"(?:id|call_id)": ?"([^"]{6,})"')
+UNSTABLE = re.compile(
+    r"/tmp/[^\s\"'<>]+|\d{4}-\d\d-\d\d|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+)
+
+
+def ids_of(body: bytes) -> list[str]:
+    """Return the ids in an answer, streamed or not: each once, in order."""
+    return [*dict.fromkeys(found.decode() for found in ID.findall(body))]
+
+
+def small(value: Any) -> Any:
+    """Return JSON without long texts, paths, dates and random ids of the client."""
+    if isinstance(value, str):
+        text = UNSTABLE.sub("X", value)
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    if isinstance(value, list):
+        return [small(each) for each in value]
+    if isinstance(value, dict):
+        return {key: small(each) for key, each in value.items()}
+    return value
+
+
+class Recorder:
+    """A reverse proxy of one session that keeps its requests and the ids of its answers."""
+
+    def __init__(self, target: str) -> None:
+        self.target, self.url = target, ""
+        self.requests: list[dict[str, Any]] = []
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Forward a request, and its answer as it comes."""
+        body = await request.read()
+        names = ("Host", "Content-Length", "Accept-Encoding", "Connection")
+        headers = {k: v for k, v in request.headers.items() if k.title() not in names}
+        url, answered = f"{self.target}{request.path_qs}", b""
+        async with self.http.request(request.method, url, data=body, headers=headers) as answer:
+            kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+            response = web.StreamResponse(status=answer.status, headers=kind)
+            await response.prepare(request)
+            async for data in answer.content.iter_any():
+                answered += data
+                await response.write(data)
+            await response.write_eof()
+        if request.method == "POST" and answer.status == 200:
+            made = {"path": request.path, "body": json.loads(body), "ids": ids_of(answered)}
+            self.requests.append(made)
+        return response
+
+    def write(self, path: Path, about: dict[str, Any], replies: list[Any]) -> None:
+        """Write the corpus."""
+        lines, last = [about], dict[str, list[Any]]()
+        for index, request in enumerate(self.requests):
+            body = small(request["body"])
+            if "tools" in body:
+                body["tools"] = body["tools"][:TOOLS]
+            for name in LISTS:
+                if isinstance(items := body.get(name), list):
+                    kept = 0
+                    before = last.get(request["path"], [])
+                    while kept < min(len(before), len(items)) and before[kept] == items[kept]:
+                        kept += 1
+                    last[request["path"]] = items
+                    body[name] = {"kept": kept, "new": items[kept:]}
+            reply = replies[index] if index < len(replies) else None
+            lines.append(request | {"body": body, "reply": reply})
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        path.write_text(text, encoding="utf-8")
+
+
+@asynccontextmanager
+async def recording(target: str) -> AsyncIterator[Recorder]:
+    """Run a recorder on a free loopback port."""
+    recorder = Recorder(target)
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_route("*", "/{path:.*}", recorder.serve)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    recorder.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with aiohttp.ClientSession(auto_decompress=True) as recorder.http:
+            yield recorder
+    finally:
+        await runner.cleanup()
+
+
+def read_corpus(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the description and the requests of a corpus, with whole bodies."""
+    about, *requests = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    last: dict[str, list[Any]] = {}
+    for request in requests:
+        for name in LISTS:
+            if isinstance(packed := request["body"].get(name), dict):
+                items = last.get(request["path"], [])[: packed["kept"]] + packed["new"]
+                request["body"][name] = last[request["path"]] = items
+    return about, requests
+
+
+async def replay(
+    http: aiohttp.ClientSession, url: str, key: str, requests: list[dict[str, Any]]
+) -> None:
+    """Send the requests of a corpus; ids of its answers become the ids of the new answers.
+
+    Raises:
+        RuntimeError: A request was refused.
+    """
+    names: dict[str, str] = {}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    for request in requests:
+        text = json.dumps(request["body"], ensure_ascii=False)
+        for old, new in names.items():
+            text = text.replace(f'"{old}"', f'"{new}"')
+        async with http.post(url + request["path"], data=text.encode(), headers=headers) as answer:
+            body = await answer.read()
+            if answer.status != 200:
+                raise RuntimeError(f"{request['path']}: {answer.status} {body.decode()[:300]}")
+        names |= dict(zip(request["ids"], ids_of(body), strict=False))
