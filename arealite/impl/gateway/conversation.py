@@ -30,7 +30,8 @@ LONGEST_RUN = 16
 """Neighbouring messages of the assistant that may be parts of one answer."""
 SYSTEM_ROLES = ("system", "developer")
 Key = tuple[str, str, tuple[tuple[str, bytes], ...]]
-"""What a message is recognised by: role, stripped text, names and arguments of calls."""
+"""What a message is recognised by: role, stripped text, names and arguments of calls. A result of
+a tool has the id of its call instead, if the template writes ids."""
 
 
 class Item(NamedTuple):
@@ -87,14 +88,14 @@ class Sample:
     prompt: Prompt
     message: ChatMessage
     """Prepared for the template."""
-    ids: list[int]
-    """Tokens of prompt and answer."""
+    output: list[int]
+    """The sampled tokens."""
     stop: str
     """Text of the special token that ended the answer; "" if there is none."""
     text: str
     """`Prompt.text`; in /v1/completions, prompt and answer."""
     turns: int
-    """Number of answers in `ids`."""
+    """Number of answers in prompt and answer."""
     stop_string: str = ""
     node: Node | None = None
     is_continued: bool = False
@@ -133,6 +134,7 @@ class Conversation:
         """By id of the answer."""
         self._completions: list[Sample] = []
         self._latest: Latest | None = None
+        self._is_begun = False
 
     async def ask(self, api: Api, request: ChatRequest, *, is_counted: bool = False) -> Prompt:
         """Return the prompt of a request. Concurrent calls are allowed.
@@ -148,16 +150,15 @@ class Conversation:
         """
         if request.prompt is not None:
             return await _run(len(request.prompt), self._complete, request.prompt)
-        is_first = not self._roots
         node, base, reason = self._find(api, request)
         size, is_checked = node.characters, False
         if base is not None and base.node is not None:
             is_checked = self.mismatches > 0 or base.turns & (base.turns - 1) == 0
             size -= 0 if is_checked else base.node.characters
             reason = "edited" if base.is_continued else ""
-        reason = "resampled" if node.is_asked else "first" if is_first else reason
+        reason = "resampled" if node.is_asked else reason if self._is_begun else "first"
         if not is_counted:
-            node.is_asked = True
+            node.is_asked = self._is_begun = True
             if base is not None:
                 base.is_continued = True
         return await _run(size, self._make, request, node, base, reason, is_checked)
@@ -169,7 +170,7 @@ class Conversation:
         is_ended = response is not None and response.stop_reason == "stop" and bool(ids)
         stop = ending(self.renderer.tokenizer, ids[-1]) if is_ended else ""
         turns = prompt.base.turns + 1 if prompt.base else 1
-        sample = Sample(prompt, {}, prompt.ids + ids, stop, prompt.text, turns)
+        sample = Sample(prompt, {}, ids, stop, prompt.text, turns)
         if prompt.node is None:
             sample.text, sample.stop_string = prompt.text + answer.text, answer.stop_string
             self._completions.append(sample)
@@ -224,7 +225,7 @@ class Conversation:
         ids, at = dict[object, object](), 0
         while at < len(parsed):
             item, size = _merge(node, parsed, at)
-            node, at = self._child(node, _renamed(item, ids)), at + size
+            node, at = self._child(node, self._renamed(item, ids)), at + size
             if node.samples:
                 base = wanted if wanted in node.samples else _choose(node.samples, item.message)
             if item.key[2]:
@@ -247,6 +248,15 @@ class Conversation:
             self._memo, self._memo_bytes = {}, len(raw)
         self._memo[id(api), raw] = made
         return made
+
+    def _renamed(self, item: Item, ids: Mapping[object, object]) -> Item:
+        """Return a tool's result with the id that its call has in the tree."""
+        sent = item.message.get("tool_call_id")
+        if item.key[0] != "tool" or not self.renderer.has_ids:
+            return item
+        own = ids.get(sent, sent)
+        key = ("tool", item.key[1], ((str(own), b""),))
+        return Item(key, item.message if own == sent else {**item.message, "tool_call_id": own})
 
     def _continue(self, previous: str, items: list[Item]) -> tuple[Sample, list[Item]]:
         """Return the answer `previous`; and the messages up to it, then `items`.
@@ -292,11 +302,12 @@ class Conversation:
         if forced and opening:  # an empty thought
             forced = f"\n{opening[0]}/{opening[1:].strip()}\n\n{forced}"
         opening, rest = opening + forced, start.rest + forced
-        ids = renderer.encode(rest, kept) if kept else first(renderer.tokenizer, rest)
-        origin, end = Origin(len(kept), len(ids), reason), renderer.encode(opening)
-        header = len(kept) + len(ids) - len(end)
+        taken, last = sum(map(len, kept)), kept[1] or kept[0]
+        ids = renderer.encode(rest, last) if taken else first(renderer.tokenizer, rest)
+        origin, end = Origin(taken, len(ids), reason), renderer.encode(opening)
+        header = taken + len(ids) - len(end)
         is_split = ids[len(ids) - len(end) :] == end
-        ids = kept + ids if kept else ids
+        ids = kept[0] + (kept[1] + ids) if taken else ids
         made = Prompt(ids, origin, opening, node, start.base, text)
         made.header, made.has_tools = header if is_split else None, bool(request.tools)
         return made
@@ -324,7 +335,7 @@ class Conversation:
         renderer, after = self.renderer, None
         if base is None or base.node is None or base.node.parent is None:
             text = self._whole(node, [], tools)
-            return Start(None, [], text, text)
+            return Start(None, ([], []), text, text)
         if not self.mismatches:
             new = [each.message for each in _path(node, base.node.depth)]
             after = renderer.follow(base.node.parent.kinds, base.message, new, bool(tools))
@@ -332,9 +343,11 @@ class Conversation:
             chain = base.chain()
             text = self._whole(node, chain, tools)
             good, at, has_header = renderer.match(text, chain, bool(tools))
-            if good < len(chain):
+            is_whole = good == len(chain)
+            if after is not None and not (is_whole and after == text[at:]):
+                self.mismatches = 1
+            if not is_whole:
                 return self._rewritten(node, chain, tools, good, has_header)
-            self.mismatches |= after not in (None, text[at:])
             after = text[at:]
         return self._after(base, after, bool(tools))
 
@@ -359,15 +372,23 @@ class Conversation:
             good, has_header = found, False
         prompt, text = chain[good].prompt, text[at:]
         start = (
-            self._after(chain[good - 1], text, bool(tools)) if good else Start(None, [], text, text)
+            self._after(chain[good - 1], text, bool(tools))
+            if good
+            else Start(None, ([], []), text, text)
         )
         if has_header and prompt.header and text.startswith(prompt.text):
-            return start._replace(kept=prompt.ids[: prompt.header], rest=text[len(prompt.text) :])
+            kept = (prompt.ids[: prompt.header], [])
+            return start._replace(kept=kept, rest=text[len(prompt.text) :])
         return start
 
     def _after(self, base: Sample, text: str, has_tools: bool) -> Start:
         turn = self.renderer.ending(0, base.message, has_tools).turn
-        return Start(base, base.ids, self.renderer.continued(text, base.stop, turn), text)
+        return Start(
+            base,
+            (base.prompt.ids, base.output),
+            self.renderer.continued(text, base.stop, turn),
+            text,
+        )
 
     def _whole(self, node: Node, answers: Sequence[Sample], tools: list[Any]) -> str:
         """Render a conversation with stand-ins for some answers."""
@@ -382,29 +403,30 @@ class Conversation:
         """Return the prompt of a text or of tokens, which may continue an earlier completion."""
         tokenizer = self.renderer.tokenizer
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        base, kept, rest = None, list[int](), text
+        base, known, rest = None, list[int](), text
         for sample in self._completions:
             more = _continuation(sample, prompt)
-            if more is not None and (base is None or len(sample.ids) > len(base.ids)):
-                base, (kept, rest) = sample, more
-        ids = prompt if isinstance(prompt, list) else None
-        if ids is None and base is None:
-            ids = tokenize(tokenizer, text)
-        if ids is None:
-            ids = kept + self.renderer.encode(rest, kept)
+            if more is not None and len(more[0]) > len(known):
+                base, (known, rest) = sample, more
+        if isinstance(prompt, list):
+            ids = prompt
+        else:
+            ids = known + self.renderer.encode(rest, known) if base else tokenize(tokenizer, text)
         reason = "edited" if self._completions else "first"
         if base is not None:
-            is_whole = len(kept) == len(base.ids) and not base.is_continued
-            reason, base.is_continued = "" if is_whole else "edited", True
-        return Prompt(ids, Origin(len(kept), len(ids) - len(kept), reason), "", None, base, text)
+            is_whole = len(known) == len(base.prompt.ids) + len(base.output)
+            reason = "" if is_whole and not base.is_continued else "edited"
+            base.is_continued = True
+        origin = Origin(len(known), len(ids) - len(known), reason)
+        return Prompt(ids, origin, "", None, base, text)
 
 
 class Start(NamedTuple):
     """The beginning of a prompt."""
 
     base: Sample | None
-    kept: list[int]
-    """Tokens that are taken from the tree."""
+    kept: tuple[list[int], list[int]]
+    """Tokens that are taken from the tree: a prompt and an answer."""
     rest: str
     """Text to tokenise."""
     text: str
@@ -437,13 +459,15 @@ def _choose(samples: Sequence[Sample], message: ChatMessage) -> Sample:
 def _continuation(sample: Sample, prompt: str | list[int]) -> tuple[list[int], str] | None:
     """Return the tokens of a completion that a prompt continues, and the rest of its text."""
     if isinstance(prompt, list):
-        return (sample.ids, "") if prompt[: len(sample.ids)] == sample.ids else None
+        known = sample.prompt.ids + sample.output
+        return (known, "") if prompt[: len(known)] == known else None
     if not prompt.startswith(sample.text):
         return None
-    rest, end = prompt[len(sample.text) :], sample.stop_string or sample.stop
+    known, rest = sample.prompt.ids + sample.output, prompt[len(sample.text) :]
+    end = sample.stop_string or sample.stop
     if rest.startswith(end):
-        return sample.ids, rest[len(end) :]
-    return None if sample.stop_string else (sample.ids[:-1], rest)
+        return known, rest[len(end) :]
+    return None if sample.stop_string else (known[:-1], rest)
 
 
 def _merge(node: Node, items: Sequence[Item], at: int) -> tuple[Item, int]:
@@ -465,14 +489,6 @@ def _merge(node: Node, items: Sequence[Item], at: int) -> tuple[Item, int]:
 
 def _is_system(item: Item) -> bool:
     return item.key[0] in SYSTEM_ROLES
-
-
-def _renamed(item: Item, ids: Mapping[object, object]) -> Item:
-    """Return the result of a tool with the id that its call has in the tree."""
-    sent = item.message.get("tool_call_id")
-    if item.key[0] != "tool" or ids.get(sent, sent) == sent:
-        return item
-    return Item(item.key, {**item.message, "tool_call_id": ids[sent]})
 
 
 def _merged(items: Sequence[Item]) -> Item:

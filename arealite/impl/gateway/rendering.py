@@ -58,6 +58,7 @@ class Renderer:
         self.drops_thoughts = bool(re.search("think|reasoning", source))
         """Whether the template handles thoughts. Any other template leaves them as sampled."""
         self.has_developer = "developer" in source
+        self.has_ids = "tool_call_id" in source
         self._options: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._mark = "q" + secrets.token_hex(6)
         self._marks = re.compile(self._mark + r"[A-Z]\d{6}")

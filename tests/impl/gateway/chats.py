@@ -44,7 +44,7 @@ class PlainApi(Api):
         raise NotImplementedError
 
     def events(
-        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str
+        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str = ""
     ) -> AsyncIterator[bytes]:
         raise NotImplementedError
 
@@ -64,9 +64,11 @@ class FakeFamily:
 class Client:
     """A conversation, and the history that the client has of it."""
 
-    def __init__(self, tokenizer: Any, *, seed: int = 0, tools: Any = TOOLS) -> None:
+    def __init__(
+        self, tokenizer: Any, *, seed: int = 0, tools: Any = TOOLS, family: Any = None
+    ) -> None:
         self.tokenizer, self.tools, self.rng = tokenizer, tools, random.Random(seed)
-        self.conversation = Conversation(Renderer(tokenizer, FakeFamily()))  # type: ignore[arg-type]
+        self.conversation = Conversation(Renderer(tokenizer, family or FakeFamily()))  # type: ignore[arg-type]
         self.api, self.history = PlainApi(), list[ChatMessage]()
         self.splitter = Splitter(tokenizer)
         self.answers = 0
@@ -87,23 +89,25 @@ class Client:
         calls: Iterable[tuple[str, dict[str, Any]]] = (),
         sampled: str | None = None,
         end: str | None = None,
+        stop_string: str = "",
     ) -> Answer:
         """Answer in random tokens, and append the answer to the client's history.
 
         Args:
             sampled: The answer's text; None: a text that has all parts.
             end: The special token that ends it; None: the tokenizer's EOS; "": `max_tokens`.
+            stop_string: The stop string that ended it, at the end of `sampled`.
         """
         answer = self._answer(text, thought, calls)
         self.answers += 1
         if sampled is None:
             sampled = (f"<think>\n{thought}\n</think>\n\n" if thought else "") + text
             sampled += "".join(f"<tool_call>{call}" for call in answer.calls)
-        end = self.tokenizer.eos_token if end is None else end
+        end = str(self.tokenizer.eos_token) if end is None else end
         ids = self.splitter.split(sampled + end, self.rng)
-        count, reason = len(ids), "stop" if end else "length"
+        count, reason = len(ids), "stop" if end or stop_string else "length"
         response = LLMResponse(ids, [0.0] * count, [0] * count, reason)
-        answer = msgspec.structs.replace(answer, response=response)
+        answer = msgspec.structs.replace(answer, response=response, stop_string=stop_string)
         self.conversation.add(prompt, answer)
         self.history.append(answer.message())
         return answer

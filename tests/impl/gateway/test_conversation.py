@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import json
 import random
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
+from arealite.api.episode import Origin
+from arealite.api.observation import ChatMessage
 from arealite.impl.gateway.conversation import Prompt
-from arealite.impl.gateway.exchange import Answer
+from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 from tests.fakes.chat_families import FAMILIES
 from tests.impl.gateway.chats import TOOLS, Client, family_client, full, results, user
 
@@ -86,3 +93,356 @@ async def test_prompts_are_exact_tokens_and_the_templates_own_text(name: str, se
     assert (rewrites > 0) == (
         name in THINKING or (name == "mistral" and (bool(client.tools) or not seed))
     )
+
+
+# ------------------------------------------------------------ what clients do to history
+
+
+async def test_answer_that_the_client_wrote_differently_is_recognised() -> None:
+    client = family_client("kimi_k2")
+    first = await client.ask(user("q"))
+    calls = [("search", {"b": [{"y": 2.0, "x": "é"}], "a": 1})]
+    answer = client.say(first, "  Let me see.\n", thought="long thought", calls=calls)
+    client.history[-1] = {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [
+            {
+                "id": "renamed",
+                "type": "function",
+                "function": {
+                    "name": "search",
+                    "arguments": '{ "a":1, "b":[{"x":"\\u00e9","y":2}] }',
+                },
+            }
+        ],
+    }
+    second = await client.ask({"role": "tool", "tool_call_id": "renamed", "content": "r"})
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.origin.reason == ""
+    assert f"## Return of {answer.calls[0].id}\nr" in client.text(second.ids)
+
+
+async def test_thoughts_that_the_client_dropped_stay_while_the_template_keeps_them() -> None:
+    client = family_client("qwen3")
+    answers = list[tuple[Prompt, Answer]]()
+    new = [user("q")]
+    for turn in range(3):
+        prompt = await client.ask(*new)
+        answer = client.say(prompt, thought=f"thought {turn}", calls=[("add", {"n": turn})])
+        del client.history[-1]["reasoning_content"]
+        answers.append((prompt, answer))
+        new = results(answer, "r")
+    last = await client.ask(*new)
+    assert last.ids[: last.origin.taken] == full(*answers[-1])
+    final = client.say(last, "done", thought="the end")
+    del client.history[-1]["reasoning_content"]
+    asked = await client.ask(user("more"))
+    assert asked.origin.reason == "rewritten"
+    assert "thought" not in client.text(asked.ids)
+    assert asked.ids[: asked.origin.taken] == answers[0][0].ids
+    more = client.say(asked, "ok", calls=[("add", {})])
+    again = await client.ask(*results(more, "r"))
+    assert (again.origin.reason, again.ids[: again.origin.taken]) == ("", full(asked, more))
+    assert final.text in client.text(asked.ids)
+
+
+async def test_edited_history_branches_after_the_last_equal_answer() -> None:
+    client = family_client("qwen2_5")
+    first = await client.ask({"role": "system", "content": "Sys"}, user("one"))
+    answer = client.say(first, "a")
+    before = [*client.history]
+    second = await client.ask(user("two"))
+    client.say(second, "b")
+    client.history = before
+    edited = await client.ask(user("TWO"))
+    assert edited.origin.reason == "edited"
+    assert edited.ids[: edited.origin.taken] == full(first, answer)
+    client.history = before[:2]
+    again = await client.ask()
+    assert (again.ids, again.origin.reason) == (first.ids, "resampled")
+    client.history = [{"role": "system", "content": "Other"}, *before[1:]]
+    assert (await client.ask(user("two"))).origin.reason == "tools"
+    client.history, client.tools = before[:2], TOOLS[:1]
+    assert (await client.ask()).origin.reason == "tools"
+
+
+async def test_history_returns_to_the_answer_whose_call_ids_it_has() -> None:
+    client = family_client("mistral")
+    prompt = await client.ask(user("q"))
+    calls = [("search", {"q": 1})]
+    old = client.say(prompt, sampled="[TOOL_CALLS] [old]", calls=calls)
+    client.history.pop()
+    new = client.say(prompt, sampled="[TOOL_CALLS] [new]", calls=calls)
+    client.history.pop()
+    for answer in (old, new):
+        client.history = [user("q"), answer.message()]
+        found = await client.ask(*results(answer, "r"))
+        assert found.ids[: found.origin.taken] == full(prompt, answer)
+        assert answer.calls[0].id in client.text(found.ids)
+    client.history[1] = client.message("", calls=calls)
+    found = await client.ask()
+    assert found.ids[: found.origin.taken] == full(prompt, new)
+
+
+async def test_older_answer_with_an_equal_twin_keeps_its_continuation() -> None:
+    client = family_client("qwen2_5")
+    first = await client.ask(user("q"))
+    client.say(first, "ok", sampled="ok")
+    second = await client.ask(user("more"))
+    answer = client.say(second, "fine")
+    client.conversation.add(first, Answer("twin", "", "ok", (), "stop", response=answer.response))
+    third = await client.ask(user("again"))
+    assert third.ids[: third.origin.taken] == full(second, answer)
+
+
+async def test_neighbouring_parts_of_one_answer_are_merged() -> None:
+    client = family_client("qwen2_5")
+    first = await client.ask(user("q"))
+    calls = [("search", {"q": 1}), ("add", {})]
+    answer = client.say(first, "text", thought="th", calls=calls)
+    whole = client.history.pop()
+    sent = whole["tool_calls"]
+    assert isinstance(sent, list)
+    client.history += [
+        {"role": "assistant", "content": "", "reasoning_content": "th"},
+        {"role": "assistant", "content": "text"},
+        *({"role": "assistant", "content": "", "tool_calls": [call]} for call in sent),
+    ]
+    second = await client.ask(*results(answer, "1", "2"))
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    other = client.say(second, "A")
+    third = await client.ask()
+    last = client.say(third, "B")
+    fourth = await client.ask(user("?"))
+    assert third.ids[: third.origin.taken] == full(second, other)
+    assert fourth.ids[: fourth.origin.taken] == full(third, last)
+
+
+async def test_previous_answer_is_continued_with_new_instructions_or_without() -> None:
+    client = family_client("qwen2_5")
+    system: ChatMessage = {"role": "system", "content": "Sys"}
+    first = await client.ask(system, user("one"))
+    answer = client.say(first, "a")
+    client.history = [system]
+    second = await client.ask(user("two"), previous=answer.id)
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    client.history = []
+    other = await client.ask(user("two"), previous=answer.id)
+    assert "Sys" not in client.text(other.ids)
+    assert "a<|im_end|>\n<|im_start|>user\ntwo" in client.text(other.ids)
+    with pytest.raises(ApiError, match="unknown") as refused:
+        await client.ask(user("two"), previous="unknown")
+    assert refused.value.status == 404
+
+
+# ------------------------------------------------------------ ends of turns
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_stop_string", [False, True])
+async def test_turn_without_its_end_token_is_closed_by_the_template(
+    name: str, is_stop_string: bool
+) -> None:
+    client = family_client(name, tools=[])
+    first = await client.ask(user("q"))
+    stop = "STOP" if is_stop_string else ""
+    answer = client.say(first, "cut", sampled=f"cut{stop}", end="", stop_string=stop)
+    second = await client.ask(user("more"))
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert client.text(second.ids[: len(first.ids)]) == client.text(first.ids)
+    rest = client.text(second.ids[second.origin.taken :])
+    whole = rendered(client, client.history)
+    assert whole.endswith(f"cut{rest}") or name == "mistral"
+
+
+async def test_other_end_token_takes_the_place_of_the_templates() -> None:
+    client = family_client("qwen2_5")
+    first = await client.ask(user("q"))
+    answer = client.say(first, "a", end="<|endoftext|>")
+    second = await client.ask(user("more"))
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert "a<|endoftext|>\n<|im_start|>user\nmore" in client.text(second.ids)
+
+
+async def test_answer_that_the_template_refuses_is_text_for_it() -> None:
+    client = family_client("llama3_1")
+    first = await client.ask(user("q"))
+    answer = client.say(first, calls=[("add", {}), ("add", {})])
+    second = await client.ask(*results(answer, "1", "2"))
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    for _ in range(3):
+        client.say(second, "x")
+        second = await client.ask(user("more"))
+        assert second.origin.reason == ""
+
+
+async def test_messages_that_the_template_refuses_are_an_error_400() -> None:
+    client = family_client("mistral")
+    with pytest.raises(ApiError, match="Only user, assistant and tool roles") as refused:
+        await client.ask(user("q"), {"role": "narrator", "content": "x"})
+    assert refused.value.status == 400
+
+
+# ------------------------------------------------------------ openings
+
+
+def thinking_tokenizer() -> Any:
+    tokenizer = copy.deepcopy(family_client("qwen3").tokenizer)
+    header = "{{- '<|im_start|>assistant\\n' }}\n{%- if enable_thinking"
+    assert header in tokenizer.chat_template
+    opened = header.replace("assistant\\n", "assistant\\n<think>\\n")
+    tokenizer.chat_template = tokenizer.chat_template.replace(header, opened)
+    return tokenizer
+
+
+async def test_opened_thought_belongs_to_the_answer() -> None:
+    client = Client(thinking_tokenizer())
+    earlier, reasons, new = list[int](), list[str](), [user("q")]
+    for _ in range(6):
+        prompt = await client.ask(*new)
+        assert prompt.opening == "<think>\n"
+        assert prompt.ids[: len(earlier)] == earlier
+        call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+        said = f"thought\n</think>\n\n{call}"
+        answer = client.say(prompt, thought="thought", calls=[("add", {})], sampled=said)
+        earlier, new = full(prompt, answer), results(answer, "r")
+        reasons.append(prompt.origin.reason)
+    assert (reasons, client.conversation.mismatches) == (["first"] + [""] * 5, 0)
+    last = await client.ask(*new, user("more"))
+    assert last.origin.reason == "rewritten"
+    assert client.text(last.ids) == rendered(client, client.history)
+
+
+async def test_forced_call_is_a_part_of_the_prompt_and_of_the_answer() -> None:
+    client = family_client("qwen3")
+    first = await client.ask(user("q"), tool_choice="=add")
+    assert first.opening == '<tool_call>\n{"name": "add", "arguments": '
+    assert client.text(first.ids).endswith(f"assistant\n{first.opening}")
+    answer = client.say(first, calls=[("add", {"n": 1})], sampled='{"n": 1}}\n</tool_call>')
+    second = await client.ask(*results(answer, "r"), tool_choice="required")
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.opening == "<tool_call>\n"
+    client.say(second, calls=[("add", {"n": 2})], sampled='{"name": "add"')
+    assert (await client.ask(user("?"))).origin.reason in ("", "rewritten")
+    with pytest.raises(ApiError, match="needs the tool missing"):
+        await client.ask(tool_choice="=missing")
+
+
+async def test_forced_call_closes_an_opened_thought() -> None:
+    client = Client(thinking_tokenizer())
+    prompt = await client.ask(user("q"), tool_choice="required")
+    assert prompt.opening == "<think>\n\n</think>\n\n<tool_call>\n"
+    assert client.text(prompt.ids).endswith(f"assistant\n{prompt.opening}")
+
+
+# ------------------------------------------------------------ completions
+
+
+async def test_completion_that_repeats_prompt_and_answer_continues_its_tokens() -> None:
+    client = family_client("qwen2_5")
+    first = await client.ask(prompt="Question: q\nAnswer:")
+    answer = client.say(first, " fox", sampled=" fox\nQuestion:", end="", stop_string="\nQuestion:")
+    text = "Question: q\nAnswer: fox\nQuestion: more"
+    second = await client.ask(prompt=text)
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert (client.text(second.ids), second.origin.reason) == (text, "")
+    ended = client.say(second, " ok")
+    third = await client.ask(prompt=f"{text} ok<|im_end|>\n")
+    assert third.ids[: third.origin.taken] == full(second, ended)
+    cut = await client.ask(prompt=f"{text} ok then")
+    assert cut.ids[: cut.origin.taken] == full(second, ended)[:-1]
+    assert (client.text(cut.ids), cut.origin.reason) == (f"{text} ok then", "edited")
+    ids = [*full(second, ended), 5, 6]
+    assert (await client.ask(prompt=ids)).origin == Origin(len(ids) - 2, 2, "edited")
+
+
+# ------------------------------------------------------------ cost
+
+
+def counted(render: Any, sizes: list[int], *args: Any, **options: Any) -> str:
+    text = render(*args, **options)
+    sizes.append(len(text))
+    return text
+
+
+async def test_cost_of_a_turn_does_not_grow_with_the_history() -> None:
+    costs = dict[int, int]()
+    for turns in (64, 128):
+        client = family_client("qwen3")
+        render = client.conversation.renderer.render
+        sizes = list[int]()
+        client.conversation.renderer.render = partial(counted, render, sizes)  # type: ignore[method-assign]
+        tokens, new = 0, [user("q")]
+        for turn in range(turns):
+            prompt = await client.ask(*new)
+            tokens += prompt.origin.rendered
+            answer = client.say(prompt, calls=[("add", {"n": turn})])
+            new = results(answer, "result " * 20)
+        costs[turns] = sum(sizes)
+        assert tokens < 250 * turns
+        assert client.api.converted == len(client.history) - 1
+    assert costs[128] < 2.2 * costs[64]
+
+
+async def test_history_of_ten_thousand_messages_is_found_again() -> None:
+    client = family_client("qwen2_5", tools=[])
+    past: list[ChatMessage] = [
+        user("q") if turn % 2 == 0 else {"role": "assistant", "content": str(turn)}
+        for turn in range(9_999)
+    ]
+    first = await client.ask(*past)
+    answer = client.say(first, "ok")
+    second = await client.ask(user("more"))
+    assert second.ids[: second.origin.taken] == full(first, answer)
+    client.history = [*client.history[:-2], client.history[-2], user("less")]
+    third = await client.ask()
+    assert (third.origin.taken, third.origin.reason) == (len(full(first, answer)), "edited")
+    assert client.api.converted == 1 + 4_999 + 3
+
+
+async def test_long_text_is_rendered_off_the_event_loop() -> None:
+    client = family_client("qwen2_5")
+    started, go = asyncio.Event(), threading.Event()
+    loop, render = asyncio.get_running_loop(), client.conversation.renderer.render
+
+    def waiting(messages: Any, *args: Any, **options: Any) -> str:
+        if any(len(each["content"]) > 5_000 for each in messages):
+            loop.call_soon_threadsafe(started.set)
+            assert go.wait(timeout=60)
+        return render(messages, *args, **options)
+
+    client.conversation.renderer.render = waiting  # type: ignore[method-assign]
+    long = asyncio.create_task(client.ask(user("long " * 2_000)))
+    await started.wait()
+    client.history = []
+    short = await client.ask(user("short"))
+    assert not long.done()
+    go.set()
+    assert len((await long).ids) > len(short.ids)
+
+
+async def test_template_that_numbers_messages_is_rendered_as_a_whole_from_then_on() -> None:
+    client = family_client("qwen2_5", tools=[])
+    client.tokenizer = copy.deepcopy(client.tokenizer)
+    client.tokenizer.chat_template = client.tokenizer.chat_template.replace(
+        "'<|im_start|>' + message.role", "'<|im_start|>' + (loop.index | string) + message.role"
+    )
+    made = Client(client.tokenizer, tools=[])
+    reasons = list[str]()
+    for turn in range(10):
+        prompt = await made.ask(user(f"q{turn}"))
+        reasons.append(prompt.origin.reason)
+        assert turn < 4 or client.text(prompt.ids) == rendered(made, made.history)
+        made.say(prompt, "ok")
+    assert made.conversation.mismatches == 1
+    assert reasons == ["first", "", "", "", "rewritten", "", "", "", "", ""]
+
+
+async def test_counting_tokens_begins_no_branch() -> None:
+    client = family_client("qwen2_5")
+    items = [json.dumps(user("q")).encode()]
+    request = ChatRequest(items=items, tools=TOOLS)
+    counted = await client.conversation.ask(client.api, request, is_counted=True)
+    asked = await client.ask(user("q"))
+    assert (counted.ids, asked.origin.reason) == (asked.ids, "first")

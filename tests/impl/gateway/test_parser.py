@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from typing import Any
 
 import pytest
 
 from arealite.api.llm import LLMResponse
 from arealite.impl.gateway.exchange import Answer, ChatRequest, Delta
-from arealite.impl.gateway.families import FAMILIES, family_of
+from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.parser import Parser
 from tests.fakes.chat_families import FAMILIES as CHATS
 from tests.fakes.chat_families import scattered, tokenizer_of

@@ -180,7 +180,10 @@ def _end(answer: Answer) -> dict[str, Any]:
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "usage": {
             "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": answer.cached_tokens,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + tokens,
