@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -50,7 +51,7 @@ class Served:
 
     def open(self, *seats: str, **sampling: Any) -> Session:
         """Open a session with these seats, or one seat `agent`."""
-        options = SamplingConfig(**{"max_new_tokens": 64} | sampling)
+        options = replace(SamplingConfig(max_new_tokens=64), **sampling)
         own = {name: Seat(name=name, sampling=options) for name in seats or ("agent",)}
         made = {
             name: Foreign(None, client=self.client, tokenizer=tokenizer(), seat=seat)

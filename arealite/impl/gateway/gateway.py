@@ -104,7 +104,7 @@ class Gateway:
         self._shared: Shared | None = None
         self._stack = AsyncExitStack()
         hosts = (config.host, config.public_host, args.cluster.host, socket.gethostname())
-        self._names = {"localhost", *map(str.lower, hosts)}
+        self._names = {"localhost", *(host.lower() for host in hosts if host)}
 
     async def start(self) -> None:
         """Listen, and set `url`.

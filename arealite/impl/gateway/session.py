@@ -150,7 +150,7 @@ class SessionSeat:
         Raises:
             ApiError: The request is invalid, or the session has ended.
         """
-        digest = hashlib.blake2b(body, digest_size=16, key=path.encode()).digest()
+        digest = path.encode() + hashlib.sha256(body).digest()
         name = b"key " + key.encode(errors="surrogateescape") if key else digest
         found, stats = self._replies.get(name), self.session.stats
         if found is not None and (key or is_retry or not found.is_delivered):
@@ -207,18 +207,20 @@ class SessionSeat:
             del self._replies[reply.name]
 
     def _finish(self, reply: Reply, task: asyncio.Task[None]) -> None:
-        """End a reply with its task. A request that failed is generated anew when repeated."""
+        """End a reply that failed. Its request is generated anew when repeated."""
+        if reply.is_done:
+            return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is not None:
-            self._remove(reply)
-        reply.finish(None if error is None else self.session.refusal(error))
+        self._remove(reply)
+        reply.finish(self.session.refusal(error or AssertionError("no answer")))
 
     async def _generate(self, reply: Reply, api: Api, request: ChatRequest) -> None:
         """Generate the answers of a request, and encode them."""
         model = self.shared.config.model
         if not request.is_stream:
             answers = await self._answers(reply, api, request, lambda _: None)
-            reply.add(api.encode(request, answers, model))
+            reply.chunks.append(api.encode(request, answers, model))
+            reply.finish(None)
             return
         deltas = asyncio.Queue[Delta | None]()
         answering = self.session.spawn(self._answers(reply, api, request, deltas.put_nowait))
@@ -229,6 +231,7 @@ class SessionSeat:
                 async for event in api.events(request, iterator, model, id=reply.id):
                     reply.add(event)
             await answering
+            reply.finish(None)
         finally:
             answering.cancel()
 
@@ -392,7 +395,7 @@ class Session:
             task.exception()  # else asyncio reports it as never retrieved
 
     def fail(self, error: BaseException) -> None:
-        """Let the episode fail with an error; the first one counts."""
+        """End the session with the error that fails its episode; the first one counts."""
         self.error = self.error or error
         self.ended.set()
 
@@ -400,7 +403,7 @@ class Session:
         """Return the answer to a request that failed; errors of the run fail the episode."""
         if isinstance(error, ApiError):
             return error
-        if isinstance(error, asyncio.CancelledError) and self.is_closed:
+        if isinstance(error, asyncio.CancelledError):  # by `close`
             return ApiError(410, ENDED, "session_ended")
         if isinstance(error, ContextOverflow):
             return ApiError(400, str(error), "context_length_exceeded")
@@ -438,8 +441,7 @@ def decode(api: Api, body: bytes) -> ChatRequest:
     Raises:
         ApiError: The body is invalid.
     """
-    parts = body.count(b"{") + body.count(b"[")
-    if parts > MAX_PARTS:
+    if len(body) > MAX_PARTS and (parts := body.count(b"{") + body.count(b"[")) > MAX_PARTS:
         raise ApiError(413, f"the body has {parts} brackets and braces; the limit is {MAX_PARTS}")
     try:
         request = api.decode(body)

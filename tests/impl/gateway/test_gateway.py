@@ -37,6 +37,7 @@ async def test_refusals_have_the_form_of_their_api(served: Served, path: str) ->
         (401, TOKEN, chat(), {}),
         (403, key, chat(), {"Origin": "http://evil.example"}),
         (403, key, chat(), {"Host": "evil.example"}),
+        (403, key, chat(), {"Host": ""}),
         (410, ended.endpoint.api_key, chat(), {}),
         (413, key, b" " * (2**20 + 1), {}),
         (415, key, chat(), {"Content_Encoding": "gzip"}),
