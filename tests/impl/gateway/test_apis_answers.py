@@ -293,7 +293,3 @@ def test_errors_have_the_form_of_their_api() -> None:
     assert failed["response"]["error"] == {"code": "slow", "message": "wait"}
     [failed] = parse([APIS[ANTHROPIC].failed(ApiError(500, "broken"))])
     assert (failed["type"], failed["error"]["type"]) == ("error", "api_error")
-    counted = Answer("a1", "", "", (), "stop", prompt_tokens=7)
-    path = "/v1/messages/count_tokens"
-    made = APIS[path].decode(json.dumps({"messages": MESSAGES}).encode())
-    assert APIS[path].encode(made, [counted], "policy") == b'{"input_tokens":7}'

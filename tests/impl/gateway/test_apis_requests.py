@@ -226,7 +226,7 @@ def test_tool_choice_has_one_form(path: str, choice: object, expected: str) -> N
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             "web_search",
         ),
-        (ANTHROPIC, {"max_tokens": None}, "max_tokens"),
+        (ANTHROPIC, {"max_tokens": 0}, "max_tokens"),
         (ANTHROPIC, {"top_k": 40}, "top_k"),
         (ANTHROPIC, {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         (ANTHROPIC, {"output_config": {"format": {"type": "json_schema"}}}, "output_config"),

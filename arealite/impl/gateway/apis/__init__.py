@@ -1,6 +1,6 @@
 """The HTTP APIs of the gateway, by path."""
 
-from arealite.impl.gateway.apis.anthropic import CountTokens, Messages
+from arealite.impl.gateway.apis.anthropic import Messages
 from arealite.impl.gateway.apis.chat import ChatCompletions
 from arealite.impl.gateway.apis.completions import Completions
 from arealite.impl.gateway.apis.responses import Responses
@@ -11,5 +11,5 @@ APIS: dict[str, Api] = {
     "/v1/completions": Completions(),
     "/v1/responses": Responses(),
     "/v1/messages": Messages(),
-    "/v1/messages/count_tokens": CountTokens(),
 }
+APIS["/v1/messages/count_tokens"] = APIS["/v1/messages"]

@@ -2,57 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
 
 from arealite.impl.gateway.apis import shared
-from arealite.impl.gateway.apis.history import Item, decode
+from arealite.impl.gateway.apis.blocks import Block, blocks_of, steps
+from arealite.impl.gateway.apis.history import ITEM, Item, decode
 from arealite.impl.gateway.apis.shared import Body, Count, JsonApi, Text, Tool, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
-BLOCKS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "text": ("text_delta", "text", {"type": "text", "text": ""}),
-    "thought": (
-        "thinking_delta",
-        "thinking",
-        {"type": "thinking", "thinking": "", "signature": ""},
-    ),
-    "call": ("input_json_delta", "partial_json", {"type": "tool_use", "input": {}}),
-}
-"""Type of the delta, its field, and an empty block for each kind of Delta."""
+DELTAS = {"text": "text", "thought": "thinking", "call": "input_json"}
+"""Type of a delta, and but for calls its field, by `Block.kind`."""
 
 
-class Role(msgspec.Struct):
-    """The role of a message."""
-
-    role: Any = None
-
-
-_role = msgspec.json.Decoder(Role)
-
-
-class CountBody(Body, kw_only=True, frozen=True):
-    """Body of POST /v1/messages/count_tokens."""
+class MessageBody(Body, kw_only=True, frozen=True):
+    """Body of POST /v1/messages and of POST /v1/messages/count_tokens."""
 
     messages: Annotated[list[Raw], Meta(min_length=1)]
     system: str | list[Item] | None = None
+    max_tokens: Count | None = None
     stop: list[Text] | None = msgspec.field(default=None, name="stop_sequences")
     output_config: dict[str, Any] | None = None
     context_management: dict[str, list[dict[str, Any]]] | None = None
 
 
-class MessageBody(CountBody, kw_only=True, frozen=True):
-    """Body of POST /v1/messages."""
-
-    max_tokens: Count
-
-
 class Messages(JsonApi):
-    """POST /v1/messages."""
+    """POST /v1/messages and POST /v1/messages/count_tokens."""
 
     request_type = MessageBody
     refused = "mcp_servers container n logprobs"
@@ -60,13 +39,13 @@ class Messages(JsonApi):
     keep_alive = sse({"type": "ping"})
 
     def decode(self, body: bytes) -> ChatRequest:
-        fields: CountBody = self.body(body)
+        fields: MessageBody = self.body(body)
         if (fields.output_config or {}).get("format"):
             raise ApiError(400, f"output_config.format is not supported: remove it. {shared.WHY}")
         edits = (fields.context_management or {}).get("edits", ())
         if not all(str(edit.get("type")).startswith("clear_thinking") for edit in edits):
             raise ApiError(400, "context_management: remove all edits but clear_thinking")
-        if decode(_role, bytes(fields.messages[-1])).role == "assistant":
+        if decode(ITEM, bytes(fields.messages[-1])).role == "assistant":
             raise ApiError(400, "the last message must not be the assistant's: send the user's")
         choice, system = fields.tool_choice, {"role": "system", "content": fields.system}
         return self.request(
@@ -77,79 +56,47 @@ class Messages(JsonApi):
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         answer = answers[0]
-        thought = {"type": "thinking", "thinking": answer.thought, "signature": answer.id}
-        text = {"type": "text", "text": answer.text}
-        calls = [
-            {
-                "type": "tool_use",
-                "id": each.id,
-                "name": each.name,
-                "input": Raw(each.arguments.encode()),
-            }
-            for each in answer.calls
-        ]
-        content = [thought] * bool(answer.thought) + [text] * bool(answer.text) + calls
-        message = {**_head(answer.id, model), "content": content, **_stop(request, answer)}
-        return dumps({**message, "usage": _usage(answer)})
+        content = [_block(block, answer.id) for block in blocks_of(answer)]
+        end = {"content": content, **_stop(request, answer), "usage": _usage(answer)}
+        return dumps({**_head(answer.id, model), **end})
 
     async def events(
         self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
     ) -> AsyncIterator[bytes]:
-        blocks = _Blocks(id, model)
-        async for delta in deltas:
-            for event in blocks.add(delta):
+        nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
+        nothing |= {"usage": {"input_tokens": 0, "output_tokens": 0}}
+        async for step, block, delta in steps(deltas):
+            event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
+            if step == "begin":
+                yield sse({"type": "message_start", "message": {**_head(id, model), **nothing}})
+            elif step == "start":
+                yield sse({**event, "content_block": _block(block, "")})
+            elif step == "delta":
+                kind = DELTAS[block.kind]
+                name = "partial_json" if block.call else kind
+                yield sse({**event, "delta": {"type": f"{kind}_delta", name: block.parts[-1]}})
+            elif step == "stop":
+                if block.kind == "thought":
+                    signed = {"type": "signature_delta", "signature": id}
+                    yield sse({**event, "type": "content_block_delta", "delta": signed})
                 yield sse(event)
-            if delta.answer:
-                end = {"delta": _stop(request, delta.answer), "usage": _usage(delta.answer)}
-                yield sse({"type": "message_delta", **end})
+            elif delta.answer:
+                usage = _usage(delta.answer)
+                stop = _stop(request, delta.answer)
+                yield sse({"type": "message_delta", "delta": stop, "usage": usage})
                 yield sse({"type": "message_stop"})
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
         return {"type": "error", **super().error_body(error)}
 
 
-class CountTokens(Messages):
-    """POST /v1/messages/count_tokens. The answer is its `prompt_tokens`."""
-
-    request_type = CountBody
-
-    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
-        return dumps({"input_tokens": answers[0].prompt_tokens})
-
-
-class _Blocks:
-    """The events of content blocks."""
-
-    def __init__(self, id: str, model: str) -> None:
-        self._id, self._model, self._kind, self._index = id, model, "", -1
-        self._is_started = False
-
-    def add(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yield the events of a delta."""
-        if not self._is_started:
-            self._is_started = True
-            usage = {"input_tokens": 0, "output_tokens": 0}
-            fields = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-            yield {"type": "message_start", "message": {**_head(self._id, self._model), **fields}}
-        is_new = delta.call is not None or delta.kind != self._kind
-        if is_new and self._kind:
-            if self._kind == "thought":
-                yield self._delta({"type": "signature_delta", "signature": self._id})
-            yield {"type": "content_block_stop", "index": self._index}
-            self._kind = ""
-        text = delta.call.arguments if delta.call else delta.text
-        if text:
-            kind, field, block = BLOCKS[delta.kind]
-            if is_new:
-                self._kind, self._index = delta.kind, self._index + 1
-                block = block | (
-                    {"id": delta.call.id, "name": delta.call.name} if delta.call else {}
-                )
-                yield {"type": "content_block_start", "index": self._index, "content_block": block}
-            yield self._delta({"type": kind, field: text})
-
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+def _block(block: Block, id: str) -> dict[str, Any]:
+    if block.call:
+        call = {"id": block.call.id, "name": block.call.name}
+        return {"type": "tool_use", **call, "input": Raw(block.text.encode() or b"{}")}
+    if block.kind == "thought":
+        return {"type": "thinking", "thinking": block.text, "signature": id}
+    return {"type": "text", "text": block.text}
 
 
 def _head(id: str, model: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     audio: None = None
 
 
-_item, _arguments = msgspec.json.Decoder(Item), msgspec.json.Decoder(dict[str, Any])
+ITEM, _arguments = msgspec.json.Decoder(Item), msgspec.json.Decoder(dict[str, Any])
 
 
 def decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
@@ -58,7 +58,7 @@ def decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
 
 def messages(item: bytes) -> Iterable[ChatMessage]:
     """Convert one item, as `Api.messages` does."""
-    each: Item = decode(_item, item)
+    each: Item = decode(ITEM, item)
     match each.type, each.role:
         case "message", "assistant":
             return [_assistant(each)]

@@ -11,22 +11,18 @@ import msgspec
 from msgspec import Meta, Raw
 
 from arealite.impl.gateway.apis import shared
+from arealite.impl.gateway.apis.blocks import Block, Step, blocks_of, steps
 from arealite.impl.gateway.apis.shared import TEXT_FORMAT, Body, Count, JsonApi, dumps, sse
-from arealite.impl.gateway.exchange import Answer, ApiError, Call, ChatRequest, Delta
+from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
-KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "thought": ("rs", {"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
-    "text": (
-        "msg",
-        {"type": "message", "role": "assistant"},
-        {"type": "output_text", "annotations": [], "logprobs": []},
-    ),
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "thought": ("reasoning_text", {"content_index": 0}),
+    "text": ("output_text", {"content_index": 0, "logprobs": []}),
+    "call": ("function_call_arguments", {}),
 }
-"""Prefix of the id, item and part of each kind of Delta that has a text."""
+"""Name and fields of the events of a block, by its kind."""
 ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "top_p")
 """Fields of a request that its response has, too."""
-Events = Iterator[tuple[str, dict[str, Any]]]
-"""Kinds and fields of events."""
 
 
 class ResponseBody(Body, kw_only=True, frozen=True):
@@ -64,22 +60,38 @@ class Responses(JsonApi):
         )
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
-        answer, events = answers[0], list[tuple[str, dict[str, Any]]]()
-        output = _Output(request, answer.id, model)
-        calls = [Delta("call", call=call) for call in answer.calls]
-        deltas = (Delta("thought", answer.thought), Delta("text", answer.text), *calls)
-        for delta in (*deltas, Delta("end", answer=answer)):
-            events += output.add(delta)
-        return dumps(events[-1][1]["response"])
+        answer = answers[0]
+        blocks = [*blocks_of(answer)]
+        if _lacks_message(answer):
+            blocks.append(Block("text", len(blocks)))
+        items = [_item(request, answer.id, block) for block in blocks]
+        return dumps({**_begin(request, answer.id, model), "output": items, **_end(answer)})
 
     async def events(
         self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
     ) -> AsyncIterator[bytes]:
-        output, numbers = _Output(request, id, model), count()
-        async for delta in deltas:
-            for kind, fields in output.add(delta):
-                number = {"type": f"response.{kind}", "sequence_number": next(numbers)}
-                yield sse({**number, **fields})
+        numbers, response, item = count(), _begin(request, id, model), dict[str, Any]()
+
+        def event(kind: str, fields: dict[str, Any]) -> bytes:
+            number = {"type": f"response.{kind}", "sequence_number": next(numbers)}
+            return sse({**number, **fields})
+
+        async for step, block, delta in steps(deltas):
+            todo: list[Step] = [step]
+            if step == "begin":
+                todo = []
+                for kind in ("created", "in_progress"):
+                    yield event(kind, {"response": response})
+            elif step == "end" and delta.answer:
+                block.kind, response = "text", response | _end(delta.answer)
+                todo = ["start", "stop"] if _lacks_message(delta.answer) else []
+            for each in todo:
+                item = item if each == "delta" else _item(request, id, block)
+                for kind, fields in _events(each, block, item):
+                    yield event(kind, fields)
+                response["output"] += [item] if each == "stop" else []
+            if step == "end":
+                yield event(response["status"], {"response": response})
 
     def failed(self, error: ApiError) -> bytes:
         about = {"code": error.code or "server_error", "message": error.message}
@@ -88,88 +100,58 @@ class Responses(JsonApi):
         return sse({"type": "response.failed", "sequence_number": 0, "response": response})
 
 
-class _Output:
-    """The items of a response, and the events that build them."""
+def _lacks_message(answer: Answer) -> bool:
+    """Return whether the answer is a thought alone. Clients expect a message or a call."""
+    return not answer.text and not answer.calls
 
-    def __init__(self, request: ChatRequest, id: str, model: str) -> None:
-        self._request, self._id = request, id
-        self._head = shared.head("response", f"resp_{id}", model)
-        self._head["created_at"] = self._head.pop("created")
-        self._namespaces = shared.read_tools(request.options.tools, "function")[1]
-        self._items: list[dict[str, Any]] | None = None
-        """The finished items; None before the first event."""
-        self._kind, self._texts = "", list[str]()
-        self._item: dict[str, Any] = {}
-        self._part: dict[str, Any] = {}
-        self._where: dict[str, Any] = {}
 
-    def add(self, delta: Delta) -> Events:
-        """Yield the events of a delta. The last one has the whole response."""
-        if self._items is None:
-            self._items = []
-            for kind in ("created", "in_progress"):
-                yield kind, {"response": self._response({"status": "in_progress"})}
-        if delta.kind != self._kind:
-            yield from self._close()
-        if delta.call:
-            yield from self._call(delta.call)
-        elif delta.text:
-            yield from self._text(delta.kind, delta.text)
-        elif delta.answer:
-            if not delta.answer.text and not delta.answer.calls:  # clients expect a message
-                yield from self._text("text", "")
-                yield from self._close()
-            end = _end(delta.answer)
-            yield end["status"], {"response": self._response(end)}
-
-    def _text(self, kind: str, text: str) -> Events:
-        if not self._kind:
-            prefix, item, self._part = KINDS[kind]
-            index = len(self._items or ())
-            self._kind, self._texts = kind, []
-            self._item = {**item, "id": f"{prefix}_{self._id}{index or ''}"}
-            self._where = {"item_id": self._item["id"], "output_index": index, "content_index": 0}
-            item = {**self._item, "status": "in_progress", "content": []}
-            yield "output_item.added", {"output_index": index, "item": item}
-            yield "content_part.added", {**self._where, "part": {**self._part, "text": ""}}
-        self._texts.append(text)
-        yield f"{self._part['type']}.delta", {**self._where, "delta": text, "logprobs": []}
-
-    def _close(self) -> Events:
-        """Yield the events that finish the open text."""
-        if self._kind:
-            self._kind, text = "", "".join(self._texts)
-            part = {**self._part, "text": text}
-            yield f"{part['type']}.done", {**self._where, "text": text, "logprobs": []}
-            yield "content_part.done", {**self._where, "part": part}
-            yield self._done({**self._item, "content": [part]})
-
-    def _call(self, call: Call) -> Events:
-        space, name = self._namespaces.get(call.name, (None, call.name))
+def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
+    """Return a finished item."""
+    if call := block.call:
+        spaces = shared.read_tools(request.options.tools, "function")[1]
+        space, name = spaces.get(call.name, (None, call.name))
         item = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": name}
         item |= {"namespace": space} if space else {}
-        index = len(self._items or ())
-        where = {"item_id": item["id"], "output_index": index}
-        added = {**item, "status": "in_progress", "arguments": ""}
-        yield "output_item.added", {"output_index": index, "item": added}
-        item["arguments"] = call.arguments
-        yield "function_call_arguments.delta", {**where, "delta": call.arguments}
-        done = {"name": name, "arguments": call.arguments}
-        yield "function_call_arguments.done", {**where, **done}
-        yield self._done(item)
+        return {**item, "arguments": block.text, "status": "completed"}
+    number, part = block.index or "", {"type": KINDS[block.kind][0], "text": block.text}
+    if block.kind == "thought":
+        item = {"type": "reasoning", "id": f"rs_{id}{number}", "summary": []}
+    else:
+        item = {"type": "message", "id": f"msg_{id}{number}", "role": "assistant"}
+        part |= {"annotations": [], "logprobs": []}
+    return {**item, "content": [part], "status": "completed"}
 
-    def _done(self, item: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        items = self._items = self._items or []
-        items.append({**item, "status": "completed"})
-        return "output_item.done", {"output_index": len(items) - 1, "item": items[-1]}
 
-    def _response(self, end: dict[str, Any]) -> dict[str, Any]:
-        body: ResponseBody = self._request.options
-        echo = {name: getattr(body, name) for name in ECHOED}
-        echo |= {"tools": body.tools if self._request.tools else []}
-        echo |= {"tool_choice": body.tool_choice or "auto"}
-        echo |= {"parallel_tool_calls": self._request.is_parallel, "error": None}
-        return {**self._head, **echo, "output": self._items, **end}
+def _events(step: Step, block: Block, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kind and fields of the events of one step of a block."""
+    name, fields = KINDS[block.kind]
+    index: dict[str, Any] = {"output_index": block.index}
+    place = {**index, "item_id": item["id"], **fields}
+    if step == "delta":
+        yield f"{name}.delta", {**place, "delta": block.parts[-1]}
+        return
+    text = {"arguments": block.text, "name": item["name"]} if block.call else {"text": block.text}
+    if step == "start":
+        content = {} if block.call else {"content": []}
+        yield "output_item.added", {**index, "item": {**item, **content, "status": "in_progress"}}
+    else:
+        yield f"{name}.done", {**place, **text}
+    if not block.call:
+        kind = "content_part.added" if step == "start" else "content_part.done"
+        yield kind, {**place, "part": item["content"][0]}
+    if step == "stop":
+        yield "output_item.done", {**index, "item": item}
+
+
+def _begin(request: ChatRequest, id: str, model: str) -> dict[str, Any]:
+    """Return a response without items."""
+    body: ResponseBody = request.options
+    response = shared.head("response", f"resp_{id}", model)
+    response["created_at"] = response.pop("created")
+    response |= {name: getattr(body, name) for name in ECHOED}
+    response |= {"tools": body.tools if request.tools else [], "error": None, "output": []}
+    response |= {"tool_choice": body.tool_choice or "auto", "status": "in_progress"}
+    return response | {"parallel_tool_calls": request.is_parallel}
 
 
 def _end(answer: Answer) -> dict[str, Any]:
