@@ -37,8 +37,10 @@ class ChatConfig:
 class ToolUseConfig(ChatConfig):
     """An agent that calls tools."""
 
-    format: Literal["hermes", "llama_json"] = opt(
-        "hermes", 'format of tool calls; llama_json: a bare {"name": …, "parameters": {…}}'
+    format: Literal["hermes", "llama_json", "auto"] = opt(
+        "hermes",
+        'format of tool calls; llama_json: a bare {"name": …, "parameters": {…}}; auto: the format '
+        "of the model's family, by its chat template",
     )
 
 

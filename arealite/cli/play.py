@@ -20,15 +20,16 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action, Seat
-from arealite.api.observation import Observation, ToolCall, observe
+from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import unknown
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.cli.main import first
-from arealite.impl.agent.calls import hermes
 from arealite.impl.env_client import make_env
+from arealite.impl.gateway.families import HERMES
+from arealite.impl.gateway.parser import read_calls
 from arealite.system.data.dataset import load_tasks
 from arealite.system.data.tasks import generate, reads_columns
 
@@ -110,8 +111,8 @@ class Player(Agent):
             self.lines.show(show(seen, known=self.known), f"{self.seat.name}> ")
             self.known = seen.tools
             text = await self.lines.read()
-        calls = hermes(text)[1] if seen.tools else []
-        return Action(text, calls=tuple(ToolCall(f"call_{n}", *c) for n, c in enumerate(calls)))
+        calls = read_calls(text, HERMES)[1] if seen.tools else ()
+        return Action(text, calls=calls)
 
     def reward(self, value: float, **parts: float) -> None:
         """Add a reward to the sum that is printed at the end."""

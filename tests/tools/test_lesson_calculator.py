@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
-from arealite.impl.agent.calls import hermes
+from arealite.api.observation import ToolCall
 from arealite.impl.demo.tiny_model import make_tokenizer
+from arealite.impl.gateway.families import HERMES
+from arealite.impl.gateway.parser import read_calls
 from arealite.impl.tool.calculator import evaluate
 from tools.lesson import encode
 from tools.lessons.calculator import LESSON
@@ -16,10 +18,10 @@ def test_examples_have_valid_calls_and_correct_answers() -> None:
     for _ in range(200):
         prompt, answer = LESSON.examples(rng)
         task = prompt[0]["content"].removesuffix("=")
-        _, calls = hermes(answer)
+        _, calls = read_calls(answer, HERMES)
         ways.add((len(prompt), len(calls)))
         if calls:
-            assert calls == [("calculator", {"expression": task}, "")]
+            assert calls == (ToolCall("call_0", "calculator", {"expression": task}),)
         else:
             assert answer == evaluate(task)
     assert ways == {(1, 0), (1, 1), (3, 0)}
@@ -35,4 +37,4 @@ def test_call_has_few_tokens_and_decodes_unchanged() -> None:
         assert len(answer) <= 8
         assert len(context) + len(answer) <= shape.context
         text = tokenizer.decode(answer[:-1])
-        assert text.startswith("<tool_call>") == (len(hermes(text)[1]) == 1)
+        assert text.startswith("<tool_call>") == (len(read_calls(text, HERMES)[1]) == 1)

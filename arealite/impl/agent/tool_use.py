@@ -6,14 +6,19 @@ would format a list differently, and the prompt would not hold the sampled token
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
 from arealite.base import log
 from arealite.base.registry import unknown
-from arealite.impl.agent.calls import FORMATS, Call, foreign
 from arealite.impl.agent.chat import ChatAgent
+from arealite.impl.gateway.families import family_of, foreign
+from arealite.impl.gateway.parser import read_calls
 
+FORMATS = {"hermes": "qwen2_5", "llama_json": "llama3_1", "auto": "auto"}
+"""Names of families by the values of the option `format`."""
 logger = log.get(__name__)
 _seen: set[str] = set()
 """Formats that this process has warned about."""
@@ -26,14 +31,23 @@ class ToolUseAgent(ChatAgent):
         """Return an action with the calls and the text around them.
 
         Malformed calls, calls of unknown tools and a call in another format have an error. The
-        reward part `malformed_calls` counts them; its weight is zero.
+        reward part `malformed_calls` counts them; its weight is zero. The ids of calls have nine
+        letters and digits, the form that the strictest templates require.
         """
-        text, found = FORMATS[self.config.format](self.history.add(response))
-        known = [str(tool["function"]["name"]) for tool in self.history.tools]
-        if known and not found and (other := foreign(text, known)):
-            found = [Call(error=f"the call has the format {other}, not {self.config.format}")]
+        tools, ids = self.history.tools, f"c{len(self.record.turns):04}{{:04}}"
+        family = family_of(self.tokenizer, FORMATS[self.config.format])
+        text, calls = read_calls(self.history.add(response), family, tools, ids=ids)
+        known = [str(tool["function"]["name"]) for tool in tools]
+        if known and not calls and (other := foreign(text, known)):
+            error = f"the call has the format {other}, not {self.config.format}"
+            calls = (ToolCall(ids.format(0), "", {}, error),)
             self.warn(other, text)
-        calls = tuple(self.check(call, index, known) for index, call in enumerate(found))
+        calls = tuple(
+            call
+            if call.error or call.name in known
+            else replace(call, error=unknown("tool", call.name, known))
+            for call in calls
+        )
         parts = self.record.reward_parts
         bad = sum(bool(call.error) for call in calls)
         parts["malformed_calls"] = parts.get("malformed_calls", 0.0) + bad
@@ -47,13 +61,3 @@ class ToolUseAgent(ChatAgent):
             hint = f"Set {option} to the model's format: {' or '.join(FORMATS)}"
             fields = {"seen": other, "configured": self.config.format, "text": text[:200]}
             logger.warning("tool call in another format", **fields, hint=hint)
-
-    def check(self, call: Call, index: int, known: list[str]) -> ToolCall:
-        """Return a call with an id, and with an error if the tool is unknown.
-
-        The id has nine letters and digits, the form that the strictest templates require.
-        """
-        error = call.error
-        if not error and call.name not in known:
-            error = unknown("tool", call.name, known)
-        return ToolCall(f"c{len(self.record.turns):04}{index:04}", call.name, call.arguments, error)

@@ -105,11 +105,13 @@ class Family:
             part = (self.read or read_json)(self, text, at, tools)
             for call in part.calls:
                 _decode_object(call.arguments)
-        except msgspec.ValidationError as error:
-            need = f'"name" must be a text and "{self.key}" must be an object'
-            raise CallError(f"{need}: {error}", at) from error
         except INVALID as error:
-            raise CallError(f"not JSON: {error}", at) from error
+            why = f"not JSON: {error}"
+            if re.search(r"\$\[\d", str(error)):  # the place of the error is a call
+                why = f'a call must be an object with a "name": {error}'
+            elif str(error).startswith("Expected `object`"):
+                why = f'"{self.key}" must be an object'
+            raise CallError(why, at) from error
         return part
 
 
@@ -314,8 +316,6 @@ LISTED = (
     ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in LISTED}
-FORMATS = {"hermes": HERMES, "llama_json": FAMILIES["llama3_1"], **FAMILIES}
-"""Families by the values of the option `format` of the agent tool_use."""
 MARKERS = {
     "<|channel|>": "gpt_oss",
     "<arg_key>": "glm4_5",

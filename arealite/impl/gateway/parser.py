@@ -8,7 +8,10 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from arealite.api.llm import LLMResponse
+from arealite.api.observation import ToolCall
 from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
 from arealite.impl.gateway.families import FAMILIES, CallError, Family, Part, RawCall, Tools, skip
 
@@ -133,12 +136,25 @@ class Scanner:
         return True
 
 
-def read_calls(text: str, family: Family, tools: Tools = ()) -> tuple[str, list[RawCall]]:
-    """Return the text around the calls of a whole answer, and its calls, also malformed ones."""
+def read_calls(
+    text: str, family: Family, tools: Tools = (), *, ids: str = "call_{}"
+) -> tuple[str, tuple[ToolCall, ...]]:
+    """Return the text around the calls of a whole answer, and its calls, also malformed ones.
+
+    Args:
+        text: The answer.
+        family: The family of the model.
+        tools: The tools, by which arguments without types are converted.
+        ids: Form of the ids of calls.
+    """
     scanner = Scanner(family, tools)
     pieces = scanner.feed(text) + scanner.feed("", is_end=True)
     said = "".join(piece.text for piece in pieces if piece.kind == "text")
-    return said, [piece.call for piece in pieces if piece.call]
+    calls = filter(None, (piece.call for piece in pieces))
+    return said, tuple(
+        ToolCall(ids.format(n), call.name, msgspec.json.decode(call.arguments), call.error)
+        for n, call in enumerate(calls)
+    )
 
 
 @lru_cache(maxsize=16)

@@ -24,7 +24,7 @@ from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.env_server import EnvServerConfig, Reply, Reset, SeatObservation, SeatReward, Step
 from arealite.api.episode import Action
-from arealite.api.observation import Observation, ToolCall
+from arealite.api.observation import Observation
 from arealite.api.requests import Request
 from arealite.api.reward import RewardConfig, rewards
 from arealite.api.task import Row, Task
@@ -33,10 +33,11 @@ from arealite.api.tool_config import ToolsEnvConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.registry import import_plugins
-from arealite.impl.agent.calls import hermes
 from arealite.impl.env.requests.wrappers import Wrapper, wrapped
 from arealite.impl.env_client import make_env
 from arealite.impl.env_server.session import Session
+from arealite.impl.gateway.families import HERMES
+from arealite.impl.gateway.parser import read_calls
 from arealite.system.data.dataset import make_task
 from arealite.system.data.tasks import generate
 
@@ -204,8 +205,8 @@ def make_step(wait: SeatObservation, action: object) -> Step:
         UserError: The action is neither a text nor an Action.
     """
     if isinstance(action, str):
-        calls = hermes(action)[1] if wait.tools else []
-        action = Action(action, calls=tuple(ToolCall(f"call_{n}", *c) for n, c in enumerate(calls)))
+        calls = read_calls(action, HERMES)[1] if wait.tools else ()
+        action = Action(action, calls=calls)
     if not isinstance(action, Action):
         raise UserError(f"step: the action of '{wait.seat}' is {action!r:.100}. Give a text.")
     return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, "stop")

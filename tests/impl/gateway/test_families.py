@@ -1,0 +1,183 @@
+"""Whole answers: calls are read, or have an error with the reason; families are detected."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from arealite.api.observation import ToolCall
+from arealite.base.errors import UserError
+from arealite.impl.gateway.families import FAMILIES, HERMES, Family, family_of, foreign
+from arealite.impl.gateway.parser import read_calls
+from tests.fakes.chat_families import FAMILIES as CHATS
+from tests.fakes.chat_families import tokenizer_of
+
+ADD = '{"name": "add", "arguments": {"a": 1}}'
+
+
+def read(text: str, family: Family = HERMES) -> tuple[str, list[ToolCall]]:
+    said, calls = read_calls(text, family)
+    assert [call.call_id for call in calls] == [f"call_{n}" for n in range(len(calls))]
+    return said, [ToolCall("", call.name, call.arguments, call.error) for call in calls]
+
+
+def hermes(text: str) -> tuple[str, list[ToolCall]]:
+    return read(text)
+
+
+def llama_json(text: str) -> tuple[str, list[ToolCall]]:
+    return read(text, FAMILIES["llama3_1"])
+
+
+def made(name: str, arguments: dict[str, object]) -> ToolCall:
+    return ToolCall("", name, arguments)
+
+
+def wrapped(*bodies: str) -> str:
+    return "".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+
+
+def test_calls_in_parallel_are_read_in_order_and_the_rest_is_text() -> None:
+    text, calls = hermes("First " + wrapped(ADD, '{"name": "b", "arguments": {}}') + " then")
+    assert text == "First  then"
+    assert calls == [made("add", {"a": 1}), made("b", {})]
+
+
+def test_text_without_calls_is_text() -> None:
+    assert hermes("42 </tool_call>") == ("42 </tool_call>", [])
+    assert llama_json("42") == ("42", [])
+
+
+def test_marker_inside_an_argument_is_text() -> None:
+    body = json.dumps({"name": "write", "arguments": {"text": "</tool_call><tool_call>"}})
+    assert hermes(wrapped(body, ADD))[1] == [
+        made("write", {"text": "</tool_call><tool_call>"}),
+        made("add", {"a": 1}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("add(1)", "not JSON"),
+        ("{'name': 'add'}", "not JSON"),
+        ('{"name": "add", "arguments": {"a": 1}', "not JSON"),
+        ("", "not JSON"),
+        ('["add"]', 'a call must be an object with a "name"'),
+        ('{"arguments": {}}', "missing required field `name`"),
+        ('{"name": 3, "arguments": {}}', "Expected `str`, got `int`"),
+        ('{"name": "", "arguments": {}}', 'a call must be an object with a "name"'),
+        ('{"name": "add"}', '"arguments" must be an object'),
+        ('{"name": "add", "arguments": "{}"}', '"arguments" must be an object'),
+        ('{"name": "add", "arguments": [1]}', '"arguments" must be an object'),
+        ('{"name": "add", "arguments": {"a": NaN}}', "not JSON"),
+        ('{"name": "add", "arguments": {"a": -1e999}}', "out of range"),
+        ('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", "not JSON"),
+        ('{"name": "add", "arguments": ' + "[" * 99999, "not JSON"),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "not JSON"),
+        (ADD + " and more", "does not end with </tool_call>"),
+    ],
+)
+def test_malformed_call_has_an_error_and_the_next_call_is_parsed(body, error) -> None:
+    _, (bad, good) = hermes(wrapped(body, ADD))
+    assert (bad.name, bad.arguments) == ("", {})
+    assert error in bad.error
+    assert good == made("add", {"a": 1})
+
+
+@pytest.mark.parametrize("text", ["<tool_call>" + ADD, "<tool_call>" + ADD[:9], "<tool_call>"])
+def test_truncated_call_has_an_error(text) -> None:
+    said, (call,) = hermes("a" + text)
+    assert said == "a"
+    assert call.error
+
+
+def test_bare_objects_are_calls_if_the_answer_has_no_other_text() -> None:
+    one = '{"name": "add", "parameters": {"a": 1}}'
+    said, calls = llama_json(f" <|python_tag|>{one}; {one}\n")
+    assert (said.strip(), calls) == ("", [made("add", {"a": 1})] * 2)
+    assert llama_json(f"So: {one}") == (f"So: {one}", [])
+    assert llama_json("{1, 2}") == ("{1, 2}", [])
+    assert llama_json('{"answer": 3}') == ('{"answer": 3}', [])
+    _, calls = llama_json(one + "; " + one[:-3])
+    assert calls[0] == made("add", {"a": 1})
+    assert [bool(call.error) for call in calls] == [False, True]
+    _, (call,) = llama_json('{"name": "add", "arguments": {}}')
+    assert '"parameters" must be an object' in call.error
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_family_is_detected_by_the_chat_template(name: str) -> None:
+    assert family_of(tokenizer_of(name)) == FAMILIES[name]
+
+
+def test_family_of_a_template_without_calls_is_text() -> None:
+    class Tokenizer:
+        chat_template = "{{ messages }}"
+
+    assert family_of(Tokenizer()).name == "text"
+    Tokenizer.chat_template = "<think>"
+    family = family_of(Tokenizer())
+    assert (family.name, family.think) == ("text", ("<think>", "</think>"))
+    assert family_of(Tokenizer(), "granite").name == "granite"
+    Tokenizer.chat_template = "[TOOL_CALLS][ARGS]"
+    assert family_of(Tokenizer()).opening("add") == "[TOOL_CALLS]add[ARGS]"
+
+
+def test_unknown_family_is_refused() -> None:
+    with pytest.raises(UserError, match=r"gateway.parser=qwen33: .*Did you mean 'qwen3'"):
+        family_of(tokenizer_of("qwen3"), "qwen33")
+
+
+KNOWN = ["add", "find"]
+FOREIGN = [
+    ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', "mistral"),
+    ('[TOOL_CALLS]add[ARGS]{"a": 1}', "mistral"),
+    ('I will add.\n[TOOL_CALLS]add{"a": 1}', "mistral"),
+    (wrapped(ADD), "hermes"),
+    ('<|python_tag|>{"name": "add", "parameters": {}}', "llama_json"),
+    ("<|python_tag|>add.call(a=1)", "python_tag"),
+    ('<function=add>{"a": 1}</function>', "function_tags"),
+    ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "qwen3_coder"),
+    ('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}', "gpt_oss"),
+    ("<|start|>assistant<|channel|>commentary to=functions.add<|message|>{}", "gpt_oss"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add", "deepseek_v3"),
+    ('```json\n{"name": "add", "arguments": {"a": 1}}\n```', "json"),
+    ('[{"name": "add", "arguments": {"a": 1}}]', "json"),
+    ('{"type": "function", "function": {"name": "add", "arguments": {}}}', "json"),
+    ("[add(a=1), find(word='x')]", "pythonic"),
+    ("```python\nadd(a=1)\n```", "pythonic"),
+]
+
+
+@pytest.mark.parametrize(("text", "name"), FOREIGN)
+@pytest.mark.parametrize("configured", ["hermes", "llama_json"])
+def test_call_in_another_format_is_detected(text: str, name: str, configured: str) -> None:
+    if {"hermes": hermes, "llama_json": llama_json}[configured](text)[1] == []:
+        assert foreign(text, KNOWN) == name
+        assert name != configured
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "42",
+        "Mistral models write [TOOL_CALLS] before a call.",
+        "A call stands between <tool_call> and </tool_call>, or after <|python_tag|> in Llama's.",
+        'Then `<function=add>{"a": 1}</function>` is what you would write.',
+        "[TOOL_CALLS]",
+        '{"name": "Ann", "age": 4}',
+        '```json\n{"name": "Ann"}\n```',
+        'The row is {"name": "add", "arguments": {}}.',
+        "print(42)",
+        "```python\nprint(add(1))\n```",
+        "```python\ndef add(a):\n    return a\n```",
+        "[add] is the tool that I would use: add(a=1) gives 1.",
+        "add(a=1) = 2",
+        "[1, 2]",
+    ],
+)
+def test_text_that_mentions_a_format_is_not_a_call(text: str) -> None:
+    assert foreign(text, KNOWN) == ""
