@@ -98,7 +98,8 @@ def parse(
 ) -> Answer:
     """Parse tokens in random chunks, or whole; check that the deltas add up to the answer."""
     tokenizer = tokenizer_of(name)
-    request = ChatRequest(items=[], **({"tools": TOOLS} | options))
+    options = {"items": [], "tools": TOOLS, **options}
+    request = ChatRequest(**options)
     parser = Parser(family_of(tokenizer), tokenizer, request, opening=opening, seed="s", index=2)
     deltas: list[Delta] = []
     at = 0
@@ -140,7 +141,7 @@ ANSWERS = [
 def test_rendered_answer_is_read_from_any_tokens(name: str, number: int) -> None:
     told, rng = message(name, **ANSWERS[number]), random.Random(number)
     text = answer_of(name, told)
-    for attempt in range(40):
+    for attempt in range(20):
         ids = ended(name, scattered(name, text, rng))
         answer = parse(name, ids, rng if attempt else None)
         assert (answer.text, answer.thought) == (told["content"], told.get("reasoning_content", ""))
@@ -155,3 +156,196 @@ def test_rendered_answer_is_read_from_any_tokens(name: str, number: int) -> None
             ]
         if name == "mistral":
             assert all(len(call.id) == 9 for call in answer.calls)
+
+
+def canonical(name: str, text: str) -> list[int]:
+    return tokenizer_of(name)(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("tool", [None, "search"])
+def test_forced_call_begins_with_the_opening(name: str, tool: str | None) -> None:
+    text = answer_of(name, message(name, calls=CALLS[:1])).lstrip()
+    opening = family_of(tokenizer_of(name)).opening(tool).lstrip()
+    at = text.index(opening.lstrip())
+    answer = parse(name, ended(name, canonical(name, text[at + len(opening) :])), opening=opening)
+    (call,) = answer.calls
+    assert (call.name, json.loads(call.arguments)) == CALLS[0]
+    assert answer.text == answer.thought == ""
+
+
+def test_thought_that_the_prompt_began_is_a_thought() -> None:
+    text = "I see.\n</think>\n\nDone"
+    answer = parse("qwen3", ended("qwen3", canonical("qwen3", text)), opening="<think>\n")
+    assert (answer.thought, answer.text) == ("I see.", "Done")
+    answer = parse("qwen3", canonical("qwen3", "I see"), opening="<think>\n", stop_reason="length")
+    assert (answer.thought, answer.text, answer.stop_reason) == ("I see", "", "length")
+    answer = parse("qwen3", canonical("qwen3", "Text <think>no</think>"))
+    assert (answer.thought, answer.text) == ("", "Text <think>no</think>")
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_calls_are_text_where_they_are_not_allowed(name: str) -> None:
+    text, rng = answer_of(name, message(name, text="So:", calls=CALLS)), random.Random(3)
+    ids = ended(name, canonical(name, text))
+    refused: list[dict[str, Any]] = [{"tool_choice": "none"}, {"tools": []}]
+    for options in refused:
+        answer = parse(name, ids, rng, **options)
+        assert (answer.calls, answer.malformed, answer.stop_reason) == ((), 0, "stop")
+        assert "indented" in answer.text
+        assert "search" in answer.text
+    answer = parse(name, ids, rng, is_parallel=False)
+    (call,) = answer.calls
+    assert (call.name, json.loads(call.arguments)) == CALLS[0]
+    assert ("read-file" in answer.text) == (name not in ONE_CALL)
+    assert answer.malformed == 0
+
+
+BROKEN = {
+    "qwen2_5": '<tool_call>\n{"name": "search", "arguments": {"text": "a"}\n</tool_call>',
+    "qwen3": '<tool_call>{"name": "search", "arguments": "a"}</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=search>\n<parameter=text>\na\n</function>\n</tool_call>",
+    "llama3_1": '{"name": "search", "parameters": {"text": "a"',
+    "mistral": '[TOOL_CALLS] [{"name": "search", "arguments": {"text": a}}]',
+    "glm4_5": "<tool_call>search\n<arg_key>text\n<arg_value>a</arg_value>\n</tool_call>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>search<｜tool▁sep｜>[1]\n<｜tool▁call▁end｜>",
+    "kimi_k2": "<|tool_call_begin|>functions.search:0{}<|tool_call_end|>",
+    "gpt_oss": "<|channel|>commentary to=functions.search<|message|>text=a",
+    "granite": '<|tool_call|>[{"name": "search", "arguments": {"text": "a"}}',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_malformed_call_is_text_and_counted(name: str) -> None:
+    rng = random.Random(5)
+    for attempt in range(20):
+        ids = ended(name, scattered(name, BROKEN[name], rng))
+        answer = parse(name, ids, rng if attempt else None)
+        assert (answer.text, answer.calls, answer.malformed) == (BROKEN[name], (), 1)
+        assert answer.stop_reason == "stop"
+
+
+def test_unknown_tool_is_a_call_and_ids_depend_on_the_seed() -> None:
+    text = '<tool_call>{"name": "rm", "arguments": {"a":  [1,2]}}</tool_call>' * 2
+    first, second = parse("qwen2_5", canonical("qwen2_5", text)).calls
+    assert (first.name, first.arguments) == ("rm", '{"a":  [1,2]}')  # as sampled
+    assert first.id != second.id
+    assert (first.id[:5], len(first.id)) == ("call_", 29)
+    assert parse("qwen2_5", canonical("qwen2_5", text)).calls == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "said", "stop_string"),
+    [
+        ("One\nObservation: 3", ("Observation:",), "One", "Observation:"),
+        ("a STOP b", ("STOP b", "STOP"), "a", "STOP"),  # the server stopped where one ended first
+        ("no end Obs", ("Observation:",), "no end Obs", ""),
+        ("<think>\nx END y</think>z", ("END",), "", "END"),
+    ],
+)
+def test_stop_string_is_cut_from_the_text(text, stop, said, stop_string) -> None:
+    rng = random.Random(7)
+    for attempt in range(30):
+        ids = scattered("qwen3", text, rng)
+        answer = parse("qwen3", ids, rng if attempt else None, stop=stop)
+        assert (answer.text, answer.stop_string) == (said, stop_string)
+        assert answer.stop_reason == ("stop_string" if stop_string else "stop")
+        assert answer.response
+        assert answer.response.output_ids == ids
+
+
+def test_token_that_ended_the_turn_is_cut_and_others_stay() -> None:
+    ids = canonical("glm4_5", "Hi<|user|>you<|observation|>")
+    assert parse("glm4_5", ids, random.Random(1)).text == "Hi<|user|>you"
+    assert parse("glm4_5", ids, stop_reason="length").text == "Hi<|user|>you<|observation|>"
+
+
+def test_completion_of_a_prompt_is_the_sampled_text() -> None:
+    text = ' <think> {"name": "search"} <tool_call>{} \n'
+    answer = parse("qwen3", ended("qwen3", canonical("qwen3", text)), random.Random(2), prompt="p")
+    assert (answer.text, answer.thought, answer.calls) == (text, "", ())
+
+
+PIECES = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "{",
+        "}",
+        '"',
+        "\\",
+        "[",
+        "]",
+        "<",
+        "to=",
+    ),
+    *("<function=search>", "</function>", "<parameter=text>", "</parameter>", "[TOOL_CALLS]", "\n"),
+    *(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<|channel|>",
+        "analysis",
+        ";",
+        ",",
+    ),
+    *("<|message|>", "<|start|>assistant", "<|end|>", "<|call|>", "commentary to=functions.search"),
+    *(
+        "<｜tool▁call▁begin｜>",
+        "function<｜tool▁sep｜>",
+        "```json\n",
+        "<｜tool▁call▁end｜>",
+        " ",
+        "\ud7ff",
+    ),
+    *("<|tool_call_begin|>", "functions.search:0", "<|tool_call_argument_begin|>", "NaN", "1e999"),
+    *(
+        "<|tool_call_end|>",
+        "<|tool_call|>",
+        "<|python_tag|>",
+        '{"name": "search", ',
+        "\\ud800",
+        "🙂",
+    ),
+    *('"arguments": {}}', '"parameters": {"text": 1}}', '"arguments": {"text": "</tool_call>"}}'),
+]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_hostile_answer_is_parsed_equally_whole_and_streamed(name: str) -> None:
+    rng, good, malformed, calls = random.Random(11), list[str](), 0, 0
+    for options in ANSWERS:
+        good.append(answer_of(name, message(name, **options)))
+    for _ in range(80):
+        text = "".join(rng.choices(good, k=2))
+        for _ in range(rng.randrange(4)):
+            at, end = rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)
+            piece = rng.choice(("", text[at : at + 40], rng.choice(PIECES), rng.choice(good)))
+            text = text[:at] + piece + text[max(at, min(end, at + 9)) :]
+        ids, reason = scattered(name, text, rng), rng.choice(("stop", "length"))
+        whole = parse(name, ids, stop_reason=reason)
+        assert parse(name, ids, rng, stop_reason=reason) == whole
+        assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls)
+        calls, malformed = calls + len(whole.calls), malformed + whole.malformed
+    assert min(calls, malformed) > 10
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_invalid_bytes_are_decoded_equally_whole_and_streamed(name: str) -> None:
+    rng, vocabulary = random.Random(13), tokenizer_of(name).get_vocab()
+    ordinary = [vocabulary[token] for token in vocabulary if len(token) == 1]
+    for _ in range(20):
+        ids = rng.choices(ordinary, k=200)
+        assert parse(name, ids, rng).text == parse(name, ids).text
+
+
+@pytest.mark.timeout(60)  # quadratic time would take an hour
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_coder", "llama3_1", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', "{", " ", "\ufffd", "[[", "<"])
+def test_long_answer_takes_linear_time(name: str, unit: str) -> None:
+    opening = family_of(tokenizer_of(name)).opening("search") if unit in ("{", "[[", " ") else ""
+    ids = canonical(name, opening) + canonical(name, unit) * (100_000 // len(unit))
+    parse(name, ids, random.Random(1))
