@@ -126,9 +126,6 @@ def main(argv: Sequence[str]) -> int:
     words = [full_key(word, options.env) for word in options.words]
     config = configs.load(ExperimentConfig, [], [f"{COLLECTOR}env.type={options.env}", *words])
     envs.check(options.env)
-    if options.env == "harness":
-        fix = "To try it, run `arealite collect` with n=1"
-        raise UserError(f"arealite play harness: its agent plays, and needs a model. {fix}.")
     try:
         asyncio.run(play(config, options))
     except (EpisodeError, ExceptionGroup) as raised:

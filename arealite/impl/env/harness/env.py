@@ -108,6 +108,9 @@ class HarnessEnv(Env):
             HarnessFailed: The agent failed, made no request, or gave no reward.
             HarnessSilent: An agent elsewhere stopped.
         """
+        if not hasattr(next(iter(agents.values())).tokenizer, "decode"):  # a person plays
+            what = "the agent of env.type=harness needs the model of a run"
+            raise UserError(f"{what}. Use `arealite train`, `eval` or `collect`.")
         session, scores = self.gateway.open(task, agents), dict[str, Score]()
         acted = dict[str, Agent]()
         try:

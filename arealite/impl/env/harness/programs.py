@@ -50,7 +50,8 @@ INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE",
 """Variables of the worker that programs get."""
 READABLE = ("passwd", "group", "hosts", "nsswitch.conf", "alternatives", "ssl/certs")
 """Files in /etc that confined programs can read."""
-PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*|\{\w+\})\}")
+"""Matches {name}, and {{name}}, which stands for the text {name}. ${name} is left to shells."""
 
 
 class HarnessFailed(EpisodeError):
@@ -169,9 +170,13 @@ class Programs:
         known |= {"folder": folder, "cwd": os.getcwd(), "python": sys.executable}
 
         def fill(found: re.Match[str]) -> str:
-            if found[1] in known:
-                return str(known[found[1]])
-            raise UserError("env.harness.command: " + unknown("placeholder", found[1], [*known]))
+            name = found[1]
+            if name not in known and name[0] != "{":
+                why = unknown("placeholder", name, [*known])
+                raise UserError(
+                    f"env.harness.command: {why} For the text itself, write {{{{{name}}}}}."
+                )
+            return str(known.get(name, name))
 
         return [PLACEHOLDER.sub(fill, word) for word in self.config.command]
 

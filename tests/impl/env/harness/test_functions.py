@@ -1,0 +1,135 @@
+"""A function plays episodes with a real HTTP client, and its result is the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arealite.base.errors import ServerUnavailable, UserError
+from arealite.impl.env.harness.env import HarnessEnv
+from arealite.impl.rollout.collector import Collector
+from tests.fakes.client import ScriptedClient
+from tests.fakes.experiment import lease, tokenizer
+from tests.impl.env.harness.harnesses import answer, collecting, configured, failed, play
+
+
+async def test_reward_of_a_function_belongs_to_its_sampled_turn() -> None:
+    for text, reward in (("2", 1.0), ("3", 0.0)):
+        (header,) = (await play(answer(text), run="number")).headers
+        assert (header.reward, header.turns, header.trained_tokens) == (reward, 1, 2)
+
+
+async def test_function_that_is_not_async_runs_in_a_thread() -> None:
+    async with collecting(run="blocking") as made:  # on the loop it would block the gateway
+        done = await asyncio.gather(*(made.run(lease(n), 0) for n in range(4)))
+    assert [episode.headers[0].reward for episode, _ in done] == [0.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("result", "reward", "parts"),
+    [
+        (True, 1.0, {}),
+        (np.float32(0.5), 0.5, {}),
+        ({"right": 1, "short": 0.25}, 1.25, {"right": 1.0, "short": 0.25}),
+        ({"reward": 3.0, "right": 1}, 3.0, {"right": 1.0}),
+        ("2", 1.0, {}),  # exact_match scores a text
+        ("3", 0.0, {}),
+        (None, 1.0, {}),  # exact_match scores the last answer
+    ],
+)
+async def test_result_is_a_number_or_parts_or_an_answer_to_score(
+    result: Any, reward: float, parts: dict[str, float]
+) -> None:
+    (header,) = (await play(run="row", columns={"result": result})).headers
+    assert (header.reward, header.reward_parts) == (reward, parts)
+
+
+@pytest.mark.parametrize("result", [(1.0, {}), {}, {"right": "yes"}, {"value": 1.0}, [1.0]])
+async def test_result_that_is_no_reward_fails_the_episode(result: Any) -> None:
+    detail = await failed("harness_failed", run="row", columns={"result": result})
+    assert "must give a number, or a dict of numbers" in detail
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("raising", "IndexError"), ("leaving", "SystemExit: 3"), ("two_errors", "IndexError")],
+)
+async def test_failing_function_is_reported_with_its_own_line(name: str, words: str) -> None:
+    detail = await failed("harness_failed", run=name)
+    assert words in detail and re.search(r"agents\.py:\d+\)", detail)
+
+
+async def test_function_without_a_request_fails_the_episode() -> None:
+    assert "made no request" in await failed("harness_failed", run="silent")
+
+
+async def test_row_without_truth_and_reward_names_the_fix() -> None:
+    detail = await failed("harness_failed", run="row", truth=None, columns={"result": None})
+    assert "Return a reward, or set env.harness.reward.type" in detail
+
+
+async def test_error_of_the_servers_is_not_the_agents() -> None:
+    def script(_: object) -> Exception:
+        return ServerUnavailable("no server")
+
+    assert "no server" in await failed("server_unavailable", script, run="number")
+
+
+async def test_seats_get_their_own_rewards() -> None:
+    episode = await play(run="duel", seats=["x", "o"])
+    rewards = {header.seat: (header.reward, header.reward_parts) for header in episode.headers}
+    assert rewards == {"x": (1.0, {}), "o": (-1.0, {"lost": 1.0})}
+
+
+async def test_seat_that_did_not_ask_has_no_trajectory() -> None:
+    (header,) = (await play(run="alone", seats=["x", "o"])).headers
+    assert (header.seat, header.reward) == ("o", 2.0)
+
+
+async def test_posted_reward_wins_over_the_reward_function() -> None:
+    (header,) = (await play(answer("3"), run="posting")).headers
+    assert (header.reward, header.reward_parts) == (0.25, {"style": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [("number", "posted", "posted"), ("posting", "return", "return")],
+)
+async def test_reward_from_another_source_is_refused(name: str, source: str, words: str) -> None:
+    detail = await failed("harness_failed", run=name, reward_from=source)
+    assert f"reward_from={words}: the agent gave no reward that way" in detail
+
+
+async def test_cancelled_episode_ends_its_session() -> None:
+    async with collecting(run="waiting", episode_timeout_s=0.05) as made:
+        episode, _ = await asyncio.create_task(made.run(lease(), 0))
+        assert episode.failure is not None
+        assert episode.failure.failure_class == "episode_timeout"
+        env = made.parts[""].env
+        assert isinstance(env, HarnessEnv) and not env.gateway.sessions
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "set exactly one of run, command and pull. It sets none."),
+        ({"run": "number", "command": ["true"]}, "It sets run and command."),
+        ({"run": "nmber"}, "Unknown function 'nmber'"),
+        ({"run": "one_parameter"}, "Write def solve(task, endpoint)."),
+        ({"run": "nowhere.py:solve"}, "env.harness.run=nowhere.py:solve: no module of that name"),
+        ({"command": ["no-such-program"]}, "no such program. Install it, or write its path."),
+        ({"run": "number", "reward_from": "file"}, "reward_from=file needs command"),
+        ({"run": "number", "seats": ["a", "a"]}, "Give each seat a name of its own"),
+        ({"run": "number", "seats": ["task"]}, "Give each seat a name of its own"),
+        ({"run": "number", "sandbox": True}, "sandbox=true needs a `command`"),
+        ({"pull": True}, "pull=true needs gateway.token_env"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(options: Any, words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        Collector(configured(**options), ScriptedClient(), tokenizer())
+    assert words in str(refused.value) and "\n" not in str(refused.value)
