@@ -171,11 +171,11 @@ async def test_nothing_is_left_of_a_program_that_is_cancelled(options: dict[str,
 
 
 WORKER = """\
-import asyncio, sys, uvloop
+import asyncio, json, sys, uvloop
 from tests.fakes.experiment import lease
 from tests.impl.env.harness.harnesses import collecting
 async def main():
-    async with collecting(command=sys.argv[2:], sandbox=sys.argv[1] == "True") as made:
+    async with collecting(**json.loads(sys.argv[1])) as made:
         await made.run(lease(), 0)
 uvloop.run(main())
 """
@@ -183,8 +183,7 @@ uvloop.run(main())
 
 def test_program_is_killed_with_its_worker(options: dict[str, Any]) -> None:
     made = with_code(options, "import subprocess; subprocess.Popen(['sleep', '98766']).wait()")
-    words = [str(made.get("sandbox", False)), *made["command"]]
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, *words])
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, json.dumps(made)])
     try:
         until(lambda: sleeping(worker.pid), what="the program")
         (process,) = sleeping(worker.pid)
