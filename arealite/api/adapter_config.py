@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from arealite.api.fields import opt, sub
+from arealite.api.gateway_config import GatewayConfig
 from arealite.api.runtime import EnvServersConfig
 
 
@@ -82,3 +83,17 @@ class OpenEnvConfig(EnvServersConfig):
         "prompt of generated tasks; each prompt precedes the first observation",
     )
     max_steps: int = opt(100, "steps after which the episode ends", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifiersConfig:
+    """An environment of the library verifiers."""
+
+    id: str = opt("", "name of the environment (taskset) in verifiers, an installed package")
+    options: dict[str, Any] = sub(
+        dict, "verifiers' own options of the environment, like options.agent.max_turns=8"
+    )
+    seats: list[str] = sub(
+        lambda: ["agent"], "agents of the environment, each a seat; others use the first seat"
+    )
+    gateway: GatewayConfig = sub(GatewayConfig, "the HTTP server of the agents")

@@ -132,5 +132,6 @@ envs: Registry[Env] = Registry(
     gyllm="arealite.impl.env.adapters.gyllm:GyLLMEnv",
     textarena="arealite.impl.env.adapters.textarena:TextArenaEnv",
     openenv="arealite.impl.env.adapters.openenv:OpenEnvEnv",
+    verifiers="arealite.impl.env.adapters.verifiers:VerifiersEnv",
     harness="arealite.impl.env.harness.env:HarnessEnv",
 )

@@ -10,6 +10,7 @@ from arealite.api.adapter_config import (
     OpenEnvConfig,
     ReasoningGymConfig,
     TextArenaConfig,
+    VerifiersConfig,
 )
 from arealite.api.browser_config import BrowserEnvConfig, WebArenaConfig
 from arealite.api.fields import Constraints, opt, sub
@@ -51,6 +52,7 @@ class EnvConfig:
     gyllm: GyLLMConfig = sub(GyLLMConfig, "options of type=gyllm")
     textarena: TextArenaConfig = sub(TextArenaConfig, "options of type=textarena")
     openenv: OpenEnvConfig = sub(OpenEnvConfig, "options of type=openenv")
+    verifiers: VerifiersConfig = sub(VerifiersConfig, "options of type=verifiers")
     harness: HarnessConfig = sub(HarnessConfig, "options of type=harness")
 
     def constraints(self) -> Constraints:

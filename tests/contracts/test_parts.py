@@ -108,8 +108,8 @@ def test_logger_accepts_steps_in_order_and_closes(name: str, tmp_path: Path):
     assert all(path.stat().st_size > 0 for path in written)
 
 
-SERVED = {"openenv", "webarena"}
-"""Environments that need an external server; test_env.py starts one."""
+SERVED = {"openenv", "webarena", "harness", "verifiers"}
+"""Environments that need an external server, which test_env.py starts, or agents from outside."""
 
 
 @pytest.mark.parametrize("name", [installed(n) for n in built_in(envs) if n not in SERVED])

@@ -60,8 +60,6 @@ class ScriptedClient(LLMClient):
         answer = self.script(request)
         if isinstance(answer, Exception):
             raise answer
-        if request.on_tokens is not None:
-            request.on_tokens(answer.output_ids)
         return answer
 
     async def received(self, count: int, *, seconds: float = 60.0) -> None:
