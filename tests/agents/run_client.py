@@ -29,7 +29,7 @@ async def main(module: str, lines: list[str], at_once: int) -> None:
                 return {"error": traceback.format_exc()[-4000:]}
 
     for result in await asyncio.gather(*[end(line) for line in lines]):
-        print("END", json.dumps(result))
+        print("\nEND", json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import pytest
 
 from arealite.api.llm import LLMRequest
 from tests.fakes.chat_families import FAMILIES
+from tests.fakes.cutting import cutting
 from tests.fakes.family_answers import ONE_CALL, Plan, Reply, words
 from tests.fakes.gateway_sessions import GatewaySessions
 from tests.fakes.recording import CORPORA, Recorder, recording
@@ -35,6 +36,7 @@ OUT = Path("out/agents.json")
 QUESTIONS = ["How warm is it in Zürich, and what is 12 + 30?", "And in München? Add 1 to it."]
 LENGTH = int(os.environ.get("AGENTS_WORDS", "60"))
 """Mean words of an answer."""
+CUTS = int(os.environ.get("AGENTS_CUTS", "1000"))
 REWRITES = frozenset({"qwen3", "glm4_5", "gpt_oss", "mistral"})
 """Templates that change the past when a second question comes."""
 
@@ -47,8 +49,8 @@ class Client:
     tools: str = "functions"
     streams: tuple[bool, ...] = (False, True)
     questions: int = 2
-    appends: tuple[bool, ...] = (False, True)
-    """The streams for which the client only appends to its history."""
+    linear: tuple[str, ...] = ("whole_1", "whole_2", "streamed_1", "streamed_2")
+    """The ways and numbers of questions for which the client only appends to its history."""
     turns: int = 5
     """Answers to a question; the last one ends it."""
 
@@ -59,8 +61,8 @@ CLIENTS = {
     "anthropic": Client("anthropic_messages"),
     "openai-agents": Client("openai_agents"),
     "langgraph": Client("langgraph_agent"),
-    "smolagents": Client("smolagents_agent", "final_answer", appends=()),
-    "camel-ai": Client("camel_agent", appends=(False,)),
+    "smolagents": Client("smolagents_agent", "final_answer", linear=()),
+    "camel-ai": Client("camel_agent", linear=("whole_1",)),
     "mini-swe-agent": Client("mini_swe_agent", "bash", (False,), 1),
     "claude-code": Client("claude_code", "claude", (True,)),
     "codex": Client("codex", "codex", (True,)),
@@ -122,7 +124,9 @@ def results() -> Iterator[dict[str, Any]]:
     OUT.write_text(json.dumps(figures, indent=1), encoding="utf-8")
 
 
-async def run(module: str, jobs: list[dict[str, Any]], home: Path) -> list[dict[str, str]]:
+async def run(
+    module: str, jobs: list[dict[str, Any]], home: Path, at_once: int = 4
+) -> list[dict[str, str]]:
     """Play all jobs in one process of the client; return their ends."""
     environment = {
         "HOME": str(home),
@@ -138,7 +142,7 @@ async def run(module: str, jobs: list[dict[str, Any]], home: Path) -> list[dict[
         os.environ.get("AGENTS_PYTHON", sys.executable),
         str(HERE / "run_client.py"),
         module,
-        "4",
+        str(at_once),
         env=kept | environment,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -199,12 +203,13 @@ async def test_client_has_exact_tokens_in_each_family(
             own = [each for each in opened if each[0].family == family]
             for sessions, session, stream, questions in own:
                 rows = await sessions.close(session)
-                row[f"rows_{'streamed' if stream else 'whole'}_{questions}"] = rows
+                kind = f"{'streamed' if stream else 'whole'}_{questions}"
+                row[f"rows_{kind}"] = rows
                 row["malformed"] = row.get("malformed", 0) + session.stats["malformed_calls"]
                 for key, value in session.stats.items():
                     if key.startswith("branches_"):
                         row[key] = row.get(key, 0) + value
-                if stream in client.appends and (questions == 1 or family not in REWRITES):
+                if kind in client.linear and (questions == 1 or family not in REWRITES):
                     results["linear"].append(rows)
             verdict = own[0][0].verdict()
             total.add(verdict)
@@ -214,6 +219,43 @@ async def test_client_has_exact_tokens_in_each_family(
             results["verdict"].add(verdict)
     assert (total.wrong, total.lost, total.doubled) == (0, 0, 0), total.details
     assert total.tokens == total.trained > 0
+
+
+async def test_cut_connections_lose_and_double_no_turn(
+    tmp_path: Path, results: dict[str, Any]
+) -> None:
+    turns, at_once = 5, 8
+    model = plan(Client("retrying", turns=turns), "qwen3", 20)
+    totals = dict.fromkeys(("cut", "lost", "doubled", "sessions"), 0)
+    while totals["cut"] < CUTS:
+        async with GatewaySessions("qwen3", model, seed=totals["cut"]) as sessions:
+            host, port = sessions.gateway.url.removeprefix("http://").split(":")
+            async with cutting((host, int(port)), seed=totals["cut"], share=0.85) as proxy:
+                url = f"http://{host}:{proxy.port}"
+                opened = [sessions.open() for _ in range(40)]
+                jobs = [
+                    job(
+                        session,
+                        tmp_path / f"{totals['sessions'] + number}",
+                        stream=number % 2 > 0,
+                        questions=1,
+                        url=url,
+                    )
+                    for number, session in enumerate(opened)
+                ]
+                ends = await run("retrying", jobs, tmp_path, at_once)
+            failed = [end["error"] for end in ends if "error" in end]
+            assert not failed, failed[0]
+            rows = [await sessions.close(session) for session in opened]
+            verdict = sessions.verdict()
+            again = len(sessions.client.log) - turns * len(opened)
+        totals["cut"] += proxy.cut
+        totals["lost"] += verdict.lost
+        totals["doubled"] += verdict.doubled + again
+        totals["sessions"] += len(opened)
+        results["cuts"] = totals
+        assert rows == [1] * len(opened)
+        assert (verdict.wrong, verdict.lost, verdict.doubled, again) == (0, 0, 0, 0)
 
 
 @pytest.mark.skipif(not os.environ.get("AGENTS_RECORD"), reason="set AGENTS_RECORD=1 to record")

@@ -154,6 +154,23 @@ THINKS = frozenset({"qwen3", "glm4_5", "gpt_oss"})
 ONE_CALL = frozenset({"llama3_1", "gpt_oss"})
 """Families that write one call a turn."""
 
+
+def forced(family: str, reply: Reply, rng: random.Random) -> str:
+    """Return the calls of a reply as an answer that must begin with a call."""
+    name, given = reply.calls[0]
+    if family == "gpt_oss":
+        head = f" to=functions.{name}<|channel|>commentary json<|message|>"
+        return f"{head}{_json(given, rng)}<|call|>"
+    if family == "llama3_1":
+        return _named(name, "parameters", given, rng) + "<|eot_id|>"
+    if family == "mistral":
+        return f"[TOOL_CALLS] [{_named(name, 'arguments', given, rng)}]</s>"
+    if family == "qwen3":
+        return _hermes(Reply(calls=reply.calls), rng)
+    text = WRITERS[family](Reply(calls=reply.calls), rng)
+    return text.removeprefix("\n<think></think>\n")
+
+
 Plan = Callable[[LLMRequest, str, random.Random], Reply]
 """Returns the reply to a request; the text is the prompt's."""
 
@@ -168,7 +185,7 @@ def script(family: str, tokenizer: Any, plan: Plan) -> Callable[[LLMRequest, ran
         prompt = tokenizer.decode(request.input_ids, clean_up_tokenization_spaces=False)
         reply = plan(request, prompt, rng)
         text = WRITERS[family](reply, rng)
-        called = WRITERS[family](Reply(calls=reply.calls), random.Random(0)) if reply.calls else ""
+        called = forced(family, reply, rng) if reply.calls else ""
         for size in range(min(len(called), 200), 6, -1):
             if prompt.endswith(called[:size]):
                 return called[size:]

@@ -13,9 +13,9 @@ TOOLS = [
 ]
 
 
-async def play(job: Job) -> str:
+async def play(job: Job, client: Any = None) -> str:
     """Ask the questions; answer the tool calls of each answer."""
-    client: Any = AsyncAnthropic(base_url=job.anthropic_base_url, api_key=job.api_key)
+    client = client or AsyncAnthropic(base_url=job.anthropic_base_url, api_key=job.api_key)
     messages: list[Any] = []
     text = ""
     for question in job.questions:
