@@ -24,10 +24,9 @@ from arealite.system.data.forms import tool_calls
 if TYPE_CHECKING:
     from arealite.impl.gateway.families import Family
 
-SYSTEM, CALLS, THOUGHTS, ANSWERS = 1, 2, 4, 8
-"""Kinds of messages, as bits: a system message, and answers with calls, with thoughts, any."""
-THOUGHT_OPENER = re.compile(r"(<[\w:]*think[\w:]*>|\[THINK\])\s*\Z")
-Messages = Sequence[ChatMessage]
+SYSTEM, CALLS, THOUGHTS, ANSWERS, TOOLS = 1, 2, 4, 8, 16
+"""Kinds of conversations, as bits: with a system message, with answers that have calls, that have
+thoughts, with any answers, and with schemas of tools."""
 
 
 class Turn(Protocol):
@@ -57,31 +56,29 @@ class Renderer:
         source = str(tokenizer.chat_template or "")
         self.drops_thoughts = bool(re.search("think|reasoning", source))
         """Whether the template handles thoughts. Any other template leaves them as sampled."""
-        self.has_developer = "developer" in source
-        self.has_ids = "tool_call_id" in source
-        self._options: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        self._mark = "q" + secrets.token_hex(6)
+        self.has_developer, self.has_ids = "developer" in source, "tool_call_id" in source
+        self._mark, self._id = "q" + secrets.token_hex(6), secrets.token_hex(5)[:9]
         self._marks = re.compile(self._mark + r"[A-Z]\d{6}")
-        self._id = secrets.token_hex(5)[:9]
+        self._opener = re.compile(rf"{re.escape(family.think[0]) or '(?!)'}\s*\Z")
         tokens = tokenizer.added_tokens_decoder.values()
-        special = "|".join(re.escape(each.content) for each in tokens if each.special)
-        self._special = re.compile(f"(?:{special or '(?!)'})")
-        self._turn_end = re.compile(rf"(?:{special or '(?!)'})\s*\Z")
+        special = "|".join([re.escape(each.content) for each in tokens if each.special]) or "(?!)"
+        self._special, self._turn_end = re.compile(special), re.compile(rf"(?:{special})\s*\Z")
+        self._options: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._compiled = lru_cache(maxsize=2)(self._compile)
         self._ending = lru_cache(maxsize=1024)(self._find_ending)
-        self._past = lru_cache(maxsize=16)(self._make_past)
-        empty = {"type": "object", "properties": {}, "required": []}
-        tool = {"name": self._number("F", 0), "description": "", "parameters": empty}
+        self._past = lru_cache(maxsize=32)(self._make_past)
+        schema = {"type": "object", "properties": {}, "required": []}
+        tool = {"name": self._number("F", 0), "description": "", "parameters": schema}
         self._tools = [{"type": "function", "function": tool}]
         self._is_json_text = "tool_calls" in source and self._refuses_objects()
 
-    def encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
+    def encode(self, text: str, before: Sequence[int]) -> list[int]:
         """Tokenise text that follows the tokens `before`."""
         return encode_after(self.tokenizer, before, text) if text else []
 
     def opening(self, text: str) -> str:
         """Return the end of a prompt that belongs to the answer: a thought's opener, or ""."""
-        found = THOUGHT_OPENER.search(text, max(0, len(text) - 40))
+        found = self._opener.search(text, max(0, len(text) - 40))
         return found[0] if found else ""
 
     def prepare(self, message: ChatMessage) -> ChatMessage:
@@ -92,13 +89,10 @@ class Renderer:
         if message["role"] == "developer" and not self.has_developer:
             made["role"] = "system"
         if self._is_json_text and (calls := tool_calls(message)):
-            made["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": _json(call)}}
-                for call in calls
-            ]
+            made["tool_calls"] = [{**c, "function": _with_json(c["function"])} for c in calls]
         return made
 
-    def render(self, messages: Messages, tools: Sequence[Any], *, is_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Any, *, is_prompt: bool = True) -> str:
         """Render prepared messages.
 
         Args:
@@ -119,25 +113,22 @@ class Renderer:
     def _compile(self, has_tools: bool) -> Any:
         from transformers.utils import chat_template_utils  # slow to import
 
-        tools = [{}] if has_tools else None
-        source = self.tokenizer.get_chat_template(tools=tools)
+        source = self.tokenizer.get_chat_template(tools=[{}] if has_tools else None)
         return chat_template_utils._compile_jinja_template(source)  # pyright: ignore
 
     def _refuses_objects(self) -> bool:
         """Return whether the template needs the arguments of calls as JSON text."""
-        call = {"id": self._id, "type": "function", "function": {"name": "f"}}
-        call["function"]["arguments"] = {"a": self._mark}
-        answer: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [call]}
-        user: ChatMessage = {"role": "user", "content": "q"}
+        self._is_json_text = False
+        answer = self.stand_in({"tool_calls": [_call(self._id)], "content": ""}, 0)
         try:
-            text = self.render([user, answer], (), is_prompt=False)
+            text = self.render([*self._past(0), answer], (), is_prompt=False)
         except ApiError:
             return True
-        return f"'a': '{self._mark}'" in text
+        return f"'{self._number('A', 0)}'" in text  # Python's form of a dictionary
 
     # ------------------------------------------------------------ stand-ins
 
-    def stand_in(self, message: ChatMessage, number: int, *, call_id: str = "") -> ChatMessage:
+    def stand_in(self, message: ChatMessage, number: int) -> ChatMessage:
         """Return a short answer of the same form with marks in the thought and the last text."""
         mark, calls = self._number("A", number), tool_calls(message)
         short: ChatMessage = {"role": "assistant", "content": mark}
@@ -145,87 +136,71 @@ class Renderer:
             short["reasoning_content"] = self._number("T", number)
         if calls:
             short["content"] = "c" if message["content"] else ""
-            names = [(call["function"]["name"], call.get("id")) for call in calls]
-            short["tool_calls"] = [
-                {
-                    "id": call_id or own,
-                    "type": "function",
-                    "function": {"name": name, "arguments": {"a": mark if last else "b"}},
-                }
-                for last, (name, own) in zip(_is_last(names), names, strict=True)
+            short["tool_calls"] = made = [
+                _call(call.get("id"), call["function"]["name"]) for call in calls
             ]
+            made[-1]["function"]["arguments"] = {"a": mark}
         return self.prepare(short)
 
     def _number(self, kind: str, number: int) -> str:
         return f"{self._mark}{kind}{number:06}"
 
     def _make_past(self, kinds: int) -> list[ChatMessage]:
-        """Return a short conversation with these kinds of messages, up to an assistant's turn."""
-        user: ChatMessage = {"role": "user", "content": self._number("U", 0)}
-        system: ChatMessage = {"role": "system", "content": self._number("S", 0)}
-        past = [system, user] if kinds & SYSTEM else [user]
-        if kinds & (CALLS | THOUGHTS | ANSWERS):
-            answer: ChatMessage = {"role": "assistant", "content": "c"}
-            if kinds & THOUGHTS:
-                answer["reasoning_content"] = "t"
-            if kinds & CALLS:
-                answer["tool_calls"] = [{"id": self._id, "function": {"name": "f"}}]
-            past.append(self.stand_in(answer, 1, call_id=self._id))
-            again = self._number("U", 1)
-            result: ChatMessage = {"role": "tool", "tool_call_id": self._id, "name": "f"}
-            past.append(
-                {**result, "content": again} if kinds & CALLS else {**user, "content": again}
-            )
+        """Return a short conversation of these kinds, up to the assistant's turn."""
+        past: list[ChatMessage] = [{"role": "user", "content": self._number("U", 0)}]
+        if kinds & SYSTEM:
+            past.insert(0, {"role": "system", "content": self._number("S", 0)})
+        if kinds & ANSWERS:
+            calls = [_call(self._id)] if kinds & CALLS else []
+            thought = "t" if kinds & THOUGHTS else ""
+            answer = {"content": "c", "reasoning_content": thought, "tool_calls": calls}
+            role = {"role": "tool", "tool_call_id": self._id} if calls else {"role": "user"}
+            past += [self.stand_in(answer, 1), {**role, "content": self._number("U", 1)}]
         return past
 
-    def ending(self, kinds: int, message: ChatMessage, has_tools: bool) -> Ending:
+    def ending(self, kinds: int, message: ChatMessage) -> Ending:
         """Return how the template ends an answer of this form.
 
         Raises:
             ApiError: 400: the template refuses such answers.
         """
         calls, has_thought = tool_calls(message), bool(message.get("reasoning_content"))
-        found = self._ending(kinds, bool(message["content"]), has_thought, len(calls), has_tools)
-        if self._id in found.calls:
-            own = str(calls[-1].get("id"))
-            return found._replace(calls=found.calls.replace(self._id, own))
-        return found
+        found = self._ending(kinds, bool(message["content"]), has_thought, len(calls))
+        if self._id not in found.calls:
+            return found
+        return found._replace(calls=found.calls.replace(self._id, str(calls[-1].get("id"))))
 
-    def _find_ending(
-        self, kinds: int, has_text: bool, has_thought: bool, calls: int, tools: bool
-    ) -> Ending:
-        call = {"id": self._id, "function": {"name": "f"}}
+    def _find_ending(self, kinds: int, has_text: bool, has_thought: bool, calls: int) -> Ending:
         message = {"content": "c" * has_text, "reasoning_content": "t" * has_thought}
-        answer = self.stand_in({**message, "tool_calls": [call] * calls}, 0, call_id=self._id)
-        past = self._past(kinds)
-        marks = self._marks.findall(self.render(past, self._tools * tools))
-        text = self.render([*past, answer], self._tools * tools, is_prompt=False)
+        answer = self.stand_in({**message, "tool_calls": [_call(self._id)] * calls}, 0)
+        past, tools = self._past(kinds), self._tools if kinds & TOOLS else ()
+        marks = self._marks.findall(self.render(past, tools))
+        text = self.render([*past, answer], tools, is_prompt=False)
         tail = text.partition(self._number("A", 0))[2]
         if not calls:
             return Ending(marks, "", tail)
         found = self._turn_end.search(tail)
-        turn = found[0] if found else self._ending(kinds, True, False, 0, tools).turn
+        turn = found[0] if found else self._ending(kinds, True, False, 0).turn
         closed = tail.removesuffix(turn)
         return Ending(marks, closed, turn if closed != tail else "")
 
     # ------------------------------------------------------------ rendering
 
-    def follow(self, kinds: int, answer: ChatMessage, new: Messages, has_tools: bool) -> str | None:
+    def follow(self, kinds: int, answer: ChatMessage, new: Sequence[ChatMessage]) -> str | None:
         """Return the text after an answer: the end of its turn, new messages and the next header.
 
         Args:
-            kinds: The kinds of messages before the answer.
+            kinds: The kinds of the conversation before the answer.
             answer: The answer; its text is not rendered.
             new: The messages after it.
-            has_tools: Whether the conversation has tools.
 
         Returns:
             The text; None if the new messages may change what the template renders before them.
         """
         try:
-            end = self.ending(kinds, answer, has_tools)
-            messages = [*self._past(kinds), self.stand_in(answer, 0), *new]
-            text = self.render(messages, self._tools * has_tools)
+            end, short = self.ending(kinds, answer), self.stand_in(answer, 0)
+            tools = self._tools if kinds & TOOLS else ()
+            text = self.render([*self._past(kinds), short, *new], tools)
         except ApiError:
             return None
         head, _, tail = text.partition(self._number("A", 0))
@@ -235,7 +210,7 @@ class Renderer:
             return None
         return tail[len(end.calls) :]
 
-    def continued(self, text: str, stop: str, turn: str) -> str:
+    def remaining(self, text: str, stop: str, turn: str) -> str:
         """Return what is left of the text after an answer, which ended with the token `stop`.
 
         The turn ends once: a sampled end token takes the place of the template's.
@@ -250,26 +225,26 @@ class Renderer:
         found = self._special.match(text) if stop and turn else None
         return text[found.end() :] if found else text
 
-    def match(self, text: str, turns: Sequence[Turn], tools: bool) -> tuple[int, int, bool]:
+    def match(self, text: str, turns: Sequence[Turn], kinds: int) -> tuple[int, int, bool]:
         """Compare a rendering with the turns of a conversation.
 
         Args:
             text: Rendering in which `stand_in(turn.message, number)` replaces each answer.
             turns: The turns.
-            tools: Whether the conversation has tools.
+            kinds: The kinds of the conversation.
 
         Returns:
             Number of turns that the template repeats; index in `text` of what follows them; and
-            whether the text before the next answer is repeated, too (then the index is after it).
+            whether the text before the next answer is repeated, too.
         """
         at = 0
         for number, turn in enumerate(turns):
             if not text.startswith(turn.text, at):
                 return number, at, False
-            at += len(turn.text)
-            mark, end = self._number("A", number), self.ending(0, turn.message, tools).calls
-            found = text.find(mark, at)
-            is_kept = found >= 0 and self._keeps_thought(turn.message, number, text[at:found])
+            mark, end = self._number("A", number), self.ending(kinds & TOOLS, turn.message).calls
+            start = at + len(turn.text)
+            found = text.find(mark, start)
+            is_kept = found >= 0 and self._keeps_thought(turn.message, number, text[start:found])
             if not is_kept or not text.startswith(end, found + len(mark)):
                 return number, at, True
             at = found + len(mark) + len(end)
@@ -280,10 +255,11 @@ class Renderer:
         return not is_thought or self._number("T", number) in text
 
 
-def _json(call: dict[str, Any]) -> object:
-    value = call["function"]["arguments"]
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def _call(call_id: object, name: object = "f") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {"a": "b"}}}
 
 
-def _is_last(items: Sequence[object]) -> list[bool]:
-    return [*[False] * (len(items) - 1), True]
+def _with_json(function: dict[str, Any]) -> dict[str, Any]:
+    value = function["arguments"]
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return {**function, "arguments": text}

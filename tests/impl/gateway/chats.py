@@ -11,10 +11,12 @@ import msgspec
 
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
-from arealite.impl.gateway.conversation import Conversation, Prompt
+from arealite.impl.gateway.conversation import Conversation
 from arealite.impl.gateway.exchange import Answer, Api, ApiError, Call, ChatRequest, Delta
+from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.rendering import Renderer
-from tests.fakes.chat_families import FAMILIES, tokenizer_of
+from arealite.impl.gateway.tree import Prompt
+from tests.fakes.chat_families import tokenizer_of
 from tests.fakes.scripted_tokens import Splitter
 
 TOOLS: list[dict[str, Any]] = [
@@ -52,15 +54,6 @@ class PlainApi(Api):
         raise NotImplementedError
 
 
-class FakeFamily:
-    """Calls that begin with a marker."""
-
-    name = "fake"
-
-    def opening(self, tool: str | None) -> str:
-        return "<tool_call>\n" + ("" if tool is None else f'{{"name": "{tool}", "arguments": ')
-
-
 class Client:
     """A conversation, and the history that the client has of it."""
 
@@ -68,7 +61,7 @@ class Client:
         self, tokenizer: Any, *, seed: int = 0, tools: Any = TOOLS, family: Any = None
     ) -> None:
         self.tokenizer, self.tools, self.rng = tokenizer, tools, random.Random(seed)
-        self.conversation = Conversation(Renderer(tokenizer, family or FakeFamily()))  # type: ignore[arg-type]
+        self.conversation = Conversation(Renderer(tokenizer, family_of(tokenizer)))
         self.api, self.history = PlainApi(), list[ChatMessage]()
         self.splitter = Splitter(tokenizer)
         self.answers = 0
@@ -147,6 +140,3 @@ def full(prompt: Prompt, answer: Answer) -> list[int]:
     """Return the tokens of prompt and answer."""
     assert answer.response is not None
     return prompt.ids + answer.response.output_ids
-
-
-assert FAMILIES

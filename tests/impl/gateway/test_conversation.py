@@ -14,8 +14,8 @@ import pytest
 
 from arealite.api.episode import Origin
 from arealite.api.observation import ChatMessage
-from arealite.impl.gateway.conversation import Prompt
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
+from arealite.impl.gateway.tree import Prompt
 from tests.fakes.chat_families import FAMILIES
 from tests.impl.gateway.chats import TOOLS, Client, family_client, full, results, user
 
@@ -322,8 +322,8 @@ async def test_forced_call_is_a_part_of_the_prompt_and_of_the_answer() -> None:
     answer = client.say(first, calls=[("add", {"n": 1})], sampled='{"n": 1}}\n</tool_call>')
     second = await client.ask(*results(answer, "r"), tool_choice="required")
     assert second.ids[: second.origin.taken] == full(first, answer)
-    assert second.opening == "<tool_call>\n"
-    client.say(second, calls=[("add", {"n": 2})], sampled='{"name": "add"')
+    assert second.opening == '<tool_call>\n{"name": "'
+    client.say(second, calls=[("add", {"n": 2})], sampled='add", "argu')
     assert (await client.ask(user("?"))).origin.reason in ("", "rewritten")
     with pytest.raises(ApiError, match="needs the tool missing"):
         await client.ask(tool_choice="=missing")
@@ -332,7 +332,7 @@ async def test_forced_call_is_a_part_of_the_prompt_and_of_the_answer() -> None:
 async def test_forced_call_closes_an_opened_thought() -> None:
     client = Client(thinking_tokenizer())
     prompt = await client.ask(user("q"), tool_choice="required")
-    assert prompt.opening == "<think>\n\n</think>\n\n<tool_call>\n"
+    assert prompt.opening == '<think>\n\n</think>\n\n<tool_call>\n{"name": "'
     assert client.text(prompt.ids).endswith(f"assistant\n{prompt.opening}")
 
 
