@@ -25,6 +25,7 @@ from arealite.impl.gateway.tree import (
     Node,
     Prompt,
     Sample,
+    call_ids,
     choose,
     key_of,
     merge,
@@ -123,7 +124,7 @@ class Conversation:
         message = answer.message()
         item = Item(key_of(message), self._acceptable(message, prompt, output, stop))
         turns = prompt.base.turns + 1 if prompt.base else 1
-        child = self._child(node, item)
+        child = node.children[item.key] = self._child(node, self._exact(item))
         sample = Sample(prompt, output, stop, item.message, child, prompt.text, turns)
         child.samples.append(sample)
         self._samples[answer.id] = sample
@@ -186,7 +187,8 @@ class Conversation:
         ids, at = dict[object, object](), 0
         while at < len(items):
             item, size = merge(node, items, at)
-            node, at = self._child(node, self._renamed(item, ids)), at + size
+            item, at = self._renamed(item, ids), at + size
+            node = node.children.get(self._exact(item).key) or self._child(node, item)
             if node.samples:
                 base = wanted if wanted in node.samples else choose(node.samples, item.message)
             if item.key[2]:
@@ -203,6 +205,13 @@ class Conversation:
             self._memo, self._memo_bytes = {}, len(raw)
         self._memo[id(api), raw] = made
         return made
+
+    def _exact(self, item: Item) -> Item:
+        """Return a message with the ids of its calls in its key, if the template writes ids."""
+        if not item.key[2] or item.key[0] != "assistant" or not self.renderer.has_ids:
+            return item
+        ids = ("", repr(call_ids(item.message)).encode())
+        return Item((*item.key[:2], (*item.key[2], ids)), item.message)
 
     def _renamed(self, item: Item, ids: Mapping[object, object]) -> Item:
         """Return a tool's result with the id that its call has in the tree."""

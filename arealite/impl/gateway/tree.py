@@ -118,18 +118,19 @@ class Completion:
 
 def choose(samples: Sequence[Sample], message: ChatMessage) -> Sample:
     """Return the answer with the call ids of a message; without one, the newest."""
-    ids = _call_ids(message) if len(samples) > 1 else []
-    found = (each for each in samples[::-1] if _call_ids(each.message) == ids)
+    ids = call_ids(message) if len(samples) > 1 else []
+    found = (each for each in samples[::-1] if call_ids(each.message) == ids)
     return next(found, samples[-1])
 
 
-def _call_ids(message: ChatMessage) -> list[object]:
+def call_ids(message: ChatMessage) -> list[object]:
+    """Return the ids of a message's calls."""
     return [call.get("id") for call in tool_calls(message)]
 
 
 def renamed_ids(message: ChatMessage, own: ChatMessage) -> dict[object, object]:
     """Return the ids of calls in `own` by those in `message`."""
-    return dict(zip(_call_ids(message), _call_ids(own), strict=False))
+    return dict(zip(call_ids(message), call_ids(own), strict=False))
 
 
 def merge(node: Node, items: Sequence[Item], at: int) -> tuple[Item, int]:

@@ -74,9 +74,7 @@ async def test_prompts_are_exact_tokens_and_the_templates_own_text(name: str, se
     earlier, rewrites = list[int](), 0
     for _ in range(20):
         prompt = await client.ask(*new)
-        assert client.text(prompt.ids).replace("<|return|>", "<|end|>") == rendered(
-            client, client.history
-        )
+        assert plain(client, prompt) == rendered(client, client.history)
         is_same = prompt.ids[: len(earlier)] == earlier
         assert is_same == (prompt.origin.reason in ("", "first")), prompt.origin
         assert prompt.origin.taken + prompt.origin.rendered == len(prompt.ids)
@@ -93,6 +91,42 @@ async def test_prompts_are_exact_tokens_and_the_templates_own_text(name: str, se
     assert (rewrites > 0) == (
         name in THINKING or (name == "mistral" and (bool(client.tools) or not seed))
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_prompts_after_edits_and_rewinds_are_the_templates_text(name: str, seed: int) -> None:
+    rng = random.Random(f"edits/{name}/{seed}")
+    client = family_client(name, seed=seed)
+    client.history.append(user("Hello"))
+    known, kept = [list[int]()], 0
+    for _ in range(30):
+        prompt = await client.ask()
+        assert plain(client, prompt) == rendered(client, client.history)
+        taken = prompt.origin.taken
+        assert any(prompt.ids[:taken] == each[:taken] for each in known), prompt.origin
+        kept += taken
+        answer = answer_like_template(name, client, prompt, rng)
+        known.append(full(prompt, answer))
+        client.history += results(answer, "12", "Größe") or [user("more")]
+        questions = [i for i, each in enumerate(client.history) if each["role"] == "user"]
+        last = rng.choice(questions)
+        match rng.choice(("", "", "", "rewind", "edit", "compact", "again")):
+            case "rewind":
+                del client.history[last + 1 :]
+            case "edit":
+                client.history[last:] = [user(rng.choice("abc"))]
+            case "compact":
+                client.history[:last] = []
+            case "again":
+                client.history.pop()
+                if client.history[-1]["role"] == "assistant":
+                    client.history.pop()
+    assert kept > 0
+
+
+def plain(client: Client, prompt: Prompt) -> str:
+    return client.text(prompt.ids).replace("<|return|>", "<|end|>")
 
 
 # ------------------------------------------------------------ what clients do to history
