@@ -185,7 +185,8 @@ class SessionSeat:
 
     async def count_tokens(self, api: Api, body: bytes) -> int:
         """Return the number of tokens of the prompt of a request."""
-        return len((await self.conversation.ask(api, decode(api, body))).ids)
+        asked = await self.conversation.ask(api, decode(api, body), is_counted=True)
+        return len(asked.ids)
 
     def drop_undelivered(self) -> None:
         """Remove the turns that no client received from the record.
