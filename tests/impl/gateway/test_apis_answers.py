@@ -273,6 +273,15 @@ def test_stop_string_of_the_run_is_a_normal_end_for_anthropic_clients() -> None:
         assert json.loads(api.encode(made, [answer], "policy"))["stop_reason"] == reason
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_answer_names_the_model_that_the_client_asked_for(path: str) -> None:
+    for fields, name in (({}, "policy"), ({"model": "claude-x"}, "claude-x")):
+        api, made = request(path, **fields, **({} if path == RESPONSES else {"n": 1}))
+        assert json.loads(api.encode(made, [ANSWER], "policy"))["model"] == name
+        first = events_of(path, made, DELTAS, "a1")[0]
+        assert first.get("message", first.get("response", first))["model"] == name
+
+
 def test_logprobs_have_the_text_of_each_token_or_its_id() -> None:
     api, made = request(CHAT, n=1)
     for tokens, texts in ((("X", "!"), ["X", "!"]), ((), ["token_id:1", "token_id:2"])):

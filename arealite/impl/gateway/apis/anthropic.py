@@ -58,7 +58,7 @@ class Messages(JsonApi):
         answer = answers[0]
         content = [_block(block, answer.id) for block in blocks_of(answer)]
         end = {"content": content, **_stop(request, answer), "usage": _usage(answer)}
-        return dumps({**_head(answer.id, model), **end})
+        return dumps({**_head(answer.id, request, model), **end})
 
     async def events(
         self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
@@ -68,7 +68,9 @@ class Messages(JsonApi):
         async for step, block, delta in steps(deltas):
             event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
             if step == "begin":
-                yield sse({"type": "message_start", "message": {**_head(id, model), **nothing}})
+                yield sse(
+                    {"type": "message_start", "message": {**_head(id, request, model), **nothing}}
+                )
             elif step == "start":
                 yield sse({**event, "content_block": _block(block, "")})
             elif step == "delta":
@@ -99,8 +101,9 @@ def _block(block: Block, id: str) -> dict[str, Any]:
     return {"type": "text", "text": block.text}
 
 
-def _head(id: str, model: str) -> dict[str, Any]:
-    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
+def _head(id: str, request: ChatRequest, model: str) -> dict[str, Any]:
+    head = {"id": f"msg_{id}", "type": "message", "role": "assistant"}
+    return {**head, "model": request.options.model or model}
 
 
 def _stop(request: ChatRequest, answer: Answer) -> dict[str, Any]:

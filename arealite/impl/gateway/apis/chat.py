@@ -41,14 +41,14 @@ class ChatCompletions(JsonApi):
             {"index": index, **self._whole(answer), **self._end(request, answer)}
             for index, answer in enumerate(answers)
         ]
-        start = head(kind, f"{prefix}-{answers[0].id}", model)
+        start = head(kind, f"{prefix}-{answers[0].id}", request, model)
         return dumps({**start, "choices": choices, "usage": _usage(answers)})
 
     async def events(
         self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
     ) -> AsyncIterator[bytes]:
         prefix, _, kind = self.names
-        start = head(kind, f"{prefix}-{id}", model)
+        start = head(kind, f"{prefix}-{id}", request, model)
         answers, calls = list[Answer](), Counter[int]()
         async for delta in deltas:
             unfinished = {"index": delta.index, "logprobs": None, "finish_reason": None}

@@ -146,7 +146,7 @@ def _events(step: Step, block: Block, item: dict[str, Any]) -> Iterator[tuple[st
 def _begin(request: ChatRequest, id: str, model: str) -> dict[str, Any]:
     """Return a response without items."""
     body: ResponseBody = request.options
-    response = shared.head("response", f"resp_{id}", model)
+    response = shared.head("response", f"resp_{id}", request, model)
     response["created_at"] = response.pop("created")
     response |= {name: getattr(body, name) for name in ECHOED}
     response |= {"tools": body.tools if request.tools else [], "error": None, "output": []}

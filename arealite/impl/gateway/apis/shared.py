@@ -181,8 +181,12 @@ def sampled(*answers: Answer) -> int:
     return sum([len(answer.response.output_ids) for answer in answers if answer.response])
 
 
-def head(kind: str, id: str, model: str) -> dict[str, Any]:
-    """Return the first fields of an object of OpenAI."""
+def head(kind: str, id: str, request: ChatRequest, model: str) -> dict[str, Any]:
+    """Return the first fields of an object of OpenAI.
+
+    Its model is the one that the client asked for: Claude Code drops the thoughts of other models.
+    """
+    model = request.options.model or model
     return {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
 
