@@ -90,9 +90,12 @@ class Family:
         """Return the text that begins a call of a tool, or of any; "" if it cannot be forced."""
         return self.named.partition("{name}")[0] if not tool else self.named.replace("{name}", tool)
 
-    def call_id(self, seed: str, number: int) -> str:
-        """Return an id; equal arguments give equal ids."""
-        name = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest()
+    def call_id(self, *parts: bytes) -> str:
+        """Return an id of a call; equal parts give equal ids."""
+        made = hashlib.blake2b(digest_size=12)
+        for part in parts:
+            made.update(part)
+        name = made.hexdigest()
         return name[:9] if self.name == "mistral" else f"call_{name}"  # Mistral's needs nine
 
     def parse(self, text: str, at: int, tools: Tools) -> Part:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,12 +20,8 @@ WINDOW = 32
 """Longest sequence of earlier tokens that is decoded again with new ones."""
 
 
-class Piece(NamedTuple):
-    """A part of an answer: a text, a thought, or a call."""
-
-    kind: str
-    text: str
-    call: RawCall | None = None
+Piece = tuple[str, str, RawCall | None]
+"""A part of an answer: "text", "thought" or "call", its text, and the call."""
 
 
 def unfinished(text: str, words: Iterable[str], at: int = 0) -> int:
@@ -69,12 +64,6 @@ class Scanner:
         pieces, self.pieces, self.rest = self.pieces, [], self.rest[self.at :]
         return pieces
 
-    def _take(self, kind: str, end: int) -> None:
-        """Add the text up to an index to the pieces."""
-        if end > self.at:
-            self.pieces.append(Piece(kind, self.rest[self.at : end]))
-            self.at = end
-
     def _start(self, is_end: bool) -> bool:
         """Look for a marker that stands only at the start."""
         begin = skip(self.rest, self.at, r"\s;")
@@ -91,27 +80,28 @@ class Scanner:
         return self.mode != "start"
 
     def _text(self, is_end: bool) -> bool:
-        found = self.marker.search(self.rest, self.at)
-        if found is None:
-            held = 0 if is_end else unfinished(self.rest, self.words, self.at)
-            self._take("text", len(self.rest) - held)
-            return False
-        self._take("text", found.start())
-        if found[0] in self.openers:
-            self.mode = "part"
-        else:
-            self.at = found.end()
-        return True
+        return self._until(self.marker, self.words, is_end)
 
     def _thought(self, is_end: bool) -> bool:
+        if self.family.has_channels:
+            return self._until(self.marker, self.words, is_end)
         close = self.family.think[1]
-        if (end := self.rest.find(close, self.at)) < 0:
-            held = 0 if is_end else unfinished(self.rest, (close,), self.at)
-            self._take("thought", len(self.rest) - held)
-            return False
-        self._take("thought", end)
-        self.at, self.mode = end + len(close), "text" if self.family.has_channels else "start"
-        return True
+        return self._until(re.compile(re.escape(close)), (close,), is_end)
+
+    def _until(self, marker: re.Pattern[str], words: Sequence[str], is_end: bool) -> bool:
+        """Take text up to a marker, or all that cannot be the start of one."""
+        found = marker.search(self.rest, self.at)
+        held = 0 if found or is_end else unfinished(self.rest, words, self.at)
+        end = found.start() if found else len(self.rest) - held
+        if end > self.at:
+            self.pieces.append((self.mode, self.rest[self.at : end], None))
+        self.at = end
+        if found and found[0] in self.openers:
+            self.mode = "part"
+        elif found:
+            self.at = found.end()
+            self.mode = "text" if found[0] in self.words else "start"
+        return found is not None
 
     def _part(self, is_end: bool) -> bool:
         """Read the part at a marker. A malformed call ends with its close marker or the answer."""
@@ -129,10 +119,10 @@ class Scanner:
         if rest[at] == "{" and '"name"' not in rest[at : part.end]:  # JSON, but not a call
             self.mode, part = "text", Part(part.end, [RawCall(raw=rest[at : part.end])])
         if not part.calls:
-            self.pieces.append(Piece(part.mode, "\n"))  # separates it from earlier ones
+            self.pieces.append((part.mode, "\n", None))  # separates it from earlier ones
         for call in part.calls:
-            kind = "call" if call.name or call.error else "text"
-            self.pieces.append(Piece(kind, call.raw, call if kind == "call" else None))
+            is_call = bool(call.name or call.error)
+            self.pieces.append(("call", call.raw, call) if is_call else ("text", call.raw, None))
         return True
 
 
@@ -149,8 +139,8 @@ def read_calls(
     """
     scanner = Scanner(family, tools)
     pieces = scanner.feed(text) + scanner.feed("", is_end=True)
-    said = "".join(piece.text for piece in pieces if piece.kind == "text")
-    calls = filter(None, (piece.call for piece in pieces))
+    said = "".join(said for kind, said, _ in pieces if kind == "text")
+    calls = filter(None, (call for _, _, call in pieces))
     return said, tuple(
         ToolCall(ids.format(n), call.name, msgspec.json.decode(call.arguments), call.error)
         for n, call in enumerate(calls)
@@ -203,7 +193,6 @@ class Parser:
         request: The request that is answered.
         opening: End of the prompt that belongs to the answer, such as "<think>".
         index: Number of the answer, below `request.n`.
-        seed: The ids of calls are derived from it. Equal seeds give equal ids; "": random ids.
     """
 
     def __init__(
@@ -214,11 +203,9 @@ class Parser:
         *,
         opening: str,
         index: int = 0,
-        seed: str = "",
     ) -> None:
         self.is_raw = request.prompt is not None
         self.family, self.request, self.index = family, request, index
-        self.seed = seed or secrets.token_hex(8)
         has_calls = bool(request.tools) and request.tool_choice != "none"
         self.scanner = Scanner(
             FAMILIES["text"] if self.is_raw else family, request.tools, has_calls=has_calls
@@ -302,12 +289,15 @@ class Parser:
         return bool(call.error)
 
     def _id(self, call: RawCall) -> str:
-        family = self.family
-        if re.fullmatch(family.sampled_id, call.id) and all(
-            call.id != made.id for made in self.calls
-        ):
-            return call.id or family.call_id(self.seed, len(self.calls))
-        return family.call_id(self.seed, len(self.calls))
+        """Return the model's own id of a call, or one that depends on the history and the call.
+
+        So a restarted client sends the same history again, and its turns are resumed.
+        """
+        used = [made.id for made in self.calls]
+        if call.id and call.id not in used and re.fullmatch(self.family.sampled_id, call.id):
+            return call.id
+        place = f"{self.index}/{len(used)}/{call.raw}".encode()
+        return self.family.call_id(*self.request.items, place)
 
     def _say(self, kind: Literal["thought", "text"], text: str) -> list[Delta]:
         """Add text to a field of the answer, without white space at both ends of the field."""

@@ -100,7 +100,7 @@ def parse(
     tokenizer = tokenizer_of(name)
     options = {"items": [], "tools": TOOLS, **options}
     request = ChatRequest(**options)
-    parser = Parser(family_of(tokenizer), tokenizer, request, opening=opening, seed="s", index=2)
+    parser = Parser(family_of(tokenizer), tokenizer, request, opening=opening, index=2)
     deltas: list[Delta] = []
     at = 0
     while rng and at < len(ids):
@@ -225,13 +225,15 @@ def test_malformed_call_is_text_and_counted(name: str) -> None:
         assert answer.stop_reason == "stop"
 
 
-def test_unknown_tool_is_a_call_and_ids_depend_on_the_seed() -> None:
+def test_unknown_tool_is_a_call_and_ids_depend_on_the_history() -> None:
     text = '<tool_call>{"name": "rm", "arguments": {"a":  [1,2]}}</tool_call>' * 2
     first, second = parse("qwen2_5", canonical("qwen2_5", text)).calls
     assert (first.name, first.arguments) == ("rm", '{"a":  [1,2]}')  # as sampled
     assert first.id != second.id
     assert (first.id[:5], len(first.id)) == ("call_", 29)
     assert parse("qwen2_5", canonical("qwen2_5", text)).calls == (first, second)
+    third, _ = parse("qwen2_5", canonical("qwen2_5", text), items=[b"Go."]).calls
+    assert third.id not in (first.id, second.id)
 
 
 @pytest.mark.parametrize(
