@@ -19,7 +19,7 @@ Tools = Sequence[dict[str, Any]]
 
 
 class RawCall(NamedTuple):
-    """One tool call of an answer. Without a name and an error, it is text after all."""
+    """One tool call of an answer."""
 
     name: str = ""
     arguments: str = "{}"
@@ -272,7 +272,7 @@ LISTED = (
         tags=(
             "<arg_key>",
             CLOSE,
-            r"(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*",
+            r"(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*",
         ),
         named=f"{OPEN}{{name}}\n",
     ),
@@ -307,7 +307,7 @@ LISTED = (
         read=read_channel,
         head=r"(?:<\|start\|>assistant)?"  # the recipient stands before or after the channel
         r"(?:(?=(?:[^<]*<\|channel\|>)?[^<]*?to=(?:functions\.)?(?P<name>[^\s<]+))|)"
-        r"[^<]*<\|channel\|>(?P<channel>\w*)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>\s*",
+        r"[^<]*<\|channel\|>(?P<channel>\w*+)[^<]*+(?:<\|constrain\|>[^<]*)?<\|message\|>\s*",
         named=" to=functions.{name}<|channel|>commentary json<|message|>",
     ),
     Family(

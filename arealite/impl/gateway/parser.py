@@ -18,8 +18,6 @@ SHORT = 2048
 """An unfinished call up to this length is read again with each new text."""
 WINDOW = 32
 """Longest sequence of earlier tokens that is decoded again with new ones."""
-
-
 Piece = tuple[str, str, RawCall | None]
 """A part of an answer: "text", "thought" or "call", its text, and the call."""
 
@@ -115,14 +113,12 @@ class Scanner:
                 return False
             end = end + len(close) if end >= 0 else len(rest)
             part = Part(end, [RawCall(error=str(error), raw=rest[at:end])])
-        self.at, self.mode = part.end, part.mode
-        if rest[at] == "{" and '"name"' not in rest[at : part.end]:  # JSON, but not a call
-            self.mode, part = "text", Part(part.end, [RawCall(raw=rest[at : part.end])])
-        if not part.calls:
-            self.pieces.append((part.mode, "\n", None))  # separates it from earlier ones
-        for call in part.calls:
-            is_call = bool(call.name or call.error)
-            self.pieces.append(("call", call.raw, call) if is_call else ("text", call.raw, None))
+        raw, self.at, self.mode = rest[at : part.end], part.end, part.mode
+        if raw[0] == "{" and '"name"' not in raw:  # JSON, but not a call
+            self.mode, part = "text", Part(part.end)
+        elif not part.calls:
+            raw = "\n"  # a header: separates a message from the one before
+        self.pieces += [("call", call.raw, call) for call in part.calls] or [(self.mode, raw, None)]
         return True
 
 
@@ -196,22 +192,16 @@ class Parser:
     """
 
     def __init__(
-        self,
-        family: Family,
-        tokenizer: Any,
-        request: ChatRequest,
-        *,
-        opening: str,
-        index: int = 0,
+        self, family: Family, tokenizer: Any, request: ChatRequest, *, opening: str, index: int = 0
     ) -> None:
         self.is_raw = request.prompt is not None
         self.family, self.request, self.index = family, request, index
         has_calls = bool(request.tools) and request.tool_choice != "none"
-        self.scanner = Scanner(
-            FAMILIES["text"] if self.is_raw else family, request.tools, has_calls=has_calls
-        )
+        read = FAMILIES["text"] if self.is_raw else family
+        self.scanner = Scanner(read, request.tools, has_calls=has_calls)
         self.has_calls, self.decoder = has_calls, Decoder(tokenizer)
         self.opening, self.count, self.last = opening, 0, list[int]()
+        self.stops = [*filter(None, request.stop)]
         self.kept, self.stop_string = "", ""
         self.parts: dict[str, list[str]] = {"thought": [], "text": []}
         self.spaces: dict[str, list[str]] = {"thought": [], "text": []}
@@ -234,25 +224,17 @@ class Parser:
 
         Tokens of the response that were not fed are read first.
         """
-        deltas, is_stop = (
-            self.feed(response.output_ids[self.count :]),
-            response.stop_reason == "stop",
-        )
+        deltas = self.feed(response.output_ids[self.count :])
+        is_stop = response.stop_reason == "stop"
         rest = self.decoder.feed([] if is_stop else self.last, is_end=True)
         deltas += self._read(rest, is_end=True)
         reason = "calls" if self.calls else "stop_string" if self.stop_string else "stop"
-        answer = Answer(
-            id=id,
-            thought="".join(self.parts["thought"]),
-            text="".join(self.parts["text"]),
-            calls=tuple(self.calls),
-            stop_reason=reason if is_stop or self.stop_string else "length",
-            stop_string=self.stop_string,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            response=response,
-            malformed=self.malformed,
-        )
+        reason = reason if is_stop or self.stop_string else "length"
+        ids = response.output_ids if self.request.logprobs else ()
+        tokens = tuple(self.decoder.tokenizer.decode([token]) for token in ids)
+        thought, text = ("".join(self.parts[kind]) for kind in ("thought", "text"))
+        counts = (self.stop_string, prompt_tokens, cached_tokens, response, tokens, self.malformed)
+        answer = Answer(id, thought, text, tuple(self.calls), reason, *counts)
         return [*deltas, Delta("end", answer=answer, index=self.index)], answer
 
     def _read(self, text: str, *, is_end: bool) -> list[Delta]:
@@ -269,15 +251,15 @@ class Parser:
 
     def _cut(self, text: str, is_end: bool) -> str:
         """Return the text before the first stop string, as far as it is certain."""
-        if self.stop_string or not self.request.stop:
+        if self.stop_string or not self.stops:
             return "" if self.stop_string else text
         text = self.kept + text
-        found = ((text.find(stop), stop) for stop in self.request.stop)
+        found = ((text.find(stop), stop) for stop in self.stops)
         ends = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
         if ends:
             _, end, self.stop_string = min(ends)  # generation stopped at the one that ends first
         else:
-            end = len(text) - (0 if is_end else unfinished(text, self.request.stop))
+            end = len(text) - (0 if is_end else unfinished(text, self.stops))
         self.kept = text[end:]
         return text[:end]
 

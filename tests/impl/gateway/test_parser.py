@@ -262,6 +262,13 @@ def test_token_that_ended_the_turn_is_cut_and_others_stay() -> None:
     assert parse("glm4_5", ids, stop_reason="length").text == "Hi<|user|>you<|observation|>"
 
 
+def test_tokens_have_texts_if_logprobs_are_asked_for() -> None:
+    ids = ended("qwen3", canonical("qwen3", "Hi 🙂"))
+    assert parse("qwen3", ids).tokens == ()
+    tokens = parse("qwen3", ids, logprobs=True).tokens
+    assert (tokens[0], tokens[-1], len(tokens)) == ("H", "<|im_end|>", len(ids))
+
+
 def test_completion_of_a_prompt_is_the_sampled_text() -> None:
     text = ' <think> {"name": "search"} <tool_call>{} \n'
     answer = parse("qwen3", ended("qwen3", canonical("qwen3", text)), random.Random(2), prompt="p")
@@ -345,9 +352,25 @@ def test_invalid_bytes_are_decoded_equally_whole_and_streamed(name: str) -> None
 
 
 @pytest.mark.timeout(60)  # quadratic time would take an hour
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_coder", "llama3_1", "mistral", "gpt_oss"])
-@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"', "{", " ", "\ufffd", "[[", "<"])
-def test_long_answer_takes_linear_time(name: str, unit: str) -> None:
-    opening = family_of(tokenizer_of(name)).opening("search") if unit in ("{", "[[", " ") else ""
-    ids = canonical(name, opening) + canonical(name, unit) * (100_000 // len(unit))
-    parse(name, ids, random.Random(1))
+@pytest.mark.parametrize("name", CHATS)
+def test_long_answer_takes_linear_time(name: str) -> None:
+    family = family_of(tokenizer_of(name))
+    starts = ["", family.openers[-1], family.opening("search"), family.opening(None)]
+    units = [
+        *PIECES,
+        *family.openers,
+        family.close,
+        "a",
+        "1",
+        "[[",
+        "[],",
+        '<tool_call>{"',
+        "\ufffd",
+    ]
+    units += ["</arg_key><arg_value></arg_value>", "</function>\n", "to=a", "</parameter>", ":1"]
+    for unit in units:
+        text = random.Random(unit).choice(starts) + unit * (10_000 // max(1, len(unit)))
+        parse(name, canonical(name, text))
+    for start in starts[1:3]:
+        for unit in ("a", " ", '"'):
+            parse(name, canonical(name, start + unit * 20_000), random.Random(1))
