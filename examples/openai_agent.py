@@ -29,7 +29,8 @@ def calculate(arguments: str) -> str:
 
 
 async def solve(task, endpoint):
-    client = connect(base_url=endpoint.base_url, api_key="").with_options(api_key=endpoint.api_key)
+    shared = connect(base_url=endpoint.base_url, api_key="unused")
+    client = shared.with_options(api_key=endpoint.api_key)
     messages, calls = [{"role": "user", "content": task.prompt}], 0
     for _ in range(3):
         answer = await client.chat.completions.create(

@@ -30,6 +30,7 @@ from tests.fakes.experiment import experiment, lease, tokenizer
 from tests.fakes.foreign import ADAPTERS, installed
 from tests.impl.browser.sites import one_task
 from tests.impl.env.games import players
+from tests.impl.env.harness.harnesses import configured
 from tests.impl.env.math import test_env as test_math  # registers the reward
 from tests.impl.rollout import worlds  # registers the environments
 
@@ -43,6 +44,7 @@ ENVS = {
     "reverse_echo": ("reverse abc\necho def", None),
     "tic_tac_toe": ("play", None),
     "tools": ("1+1=", "3"),
+    "harness": ("play", None),
     "gymnasium": ("play", None),
     "gyllm": ("play", None),
     "reasoning_gym": ("play", None),
@@ -65,6 +67,8 @@ async def played(request, tmp_path):
     """A collector with the environment, and the lease to play."""
     prompt, truth = ENVS[request.param]
     config = experiment(request.param)
+    if request.param == "harness":
+        config = configured(run="number")
     client = ScriptedClient(lambda _: response(ANSWERS.get(request.param, [10, 11, 12])))
     made = Collector(config, client, tokenizer())
     if request.param in ("math", "tools"):

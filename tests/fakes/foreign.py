@@ -20,6 +20,7 @@ ADAPTERS = {
         "browser": BrowserConfig(contexts=4, timeout_s=60.0),
     },
     "code": {"sandbox": SandboxConfig(backend="unsafe", concurrency=4, timeout_s=60.0)},
+    "harness": {"run": "tests.impl.env.harness.agents:number"},
     "gymnasium": {"factory": "tests.fakes.foreign:Guess"},
     "gyllm": {"factory": "tests.fakes.foreign:Sum", "seats": ["a", "b"]},
     "reasoning_gym": {"dataset": "chain_sum"},

@@ -72,7 +72,7 @@ class HarnessEnv(Env):
         check_constraints(config, AT)
         if len(config.ways) != 1:
             given = " and ".join(config.ways) or "none"
-            raise UserError(f"{AT}: set exactly one of run, command and pull. It sets {given}.")
+            raise UserError(f"env.harness: set exactly one of run, command and pull. It sets {given}.")
         self.seats = tuple(config.seats)
         self.scorer = make_reward(config.reward)
         self._is_scoring = False

@@ -11,6 +11,7 @@ from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.observation import Observation, observe
 from arealite.api.task import Task
+from arealite.api.trial import TrialConfig
 from arealite.api.turns import Turn
 from arealite.impl.env_client import make_env
 from tests.fakes.client import response
@@ -47,7 +48,7 @@ def make(kind: str, **options: Any) -> Env:
     """Return an environment with these options."""
     config = EnvConfig(type=kind)
     own = type(getattr(config, kind))(**options)
-    return make_env(None, EnvConfig(type=kind, **{kind: own}))
+    return make_env(TrialConfig(), EnvConfig(type=kind, **{kind: own}))
 
 
 def first_rows(env: Env, count: int, *, split: str = "train", seed: int = 1) -> list[Any]:
