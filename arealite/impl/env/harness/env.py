@@ -10,9 +10,10 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from math import fsum
 from traceback import extract_tb
-from typing import Any, NamedTuple, SupportsFloat, cast
+from typing import Any, cast
 
 import msgspec
 from msgspec import structs
@@ -38,23 +39,14 @@ from arealite.impl.rollout.failures import root_error
 logger = log.get(__name__)
 
 AT = "env.harness."
-TAKEN = ("self", "value")
-"""Names that a part of a reward cannot have: parameters of `Agent.reward`."""
+THREADS = 256
+"""Concurrent calls of a function that is not async, in one worker."""
 
 
 class HarnessSilent(EpisodeError):
     """An agent elsewhere leased a task, and then made no request for `idle_s`."""
 
     failure_class = "harness_silent"
-
-
-class Played(NamedTuple):
-    """The end of an agent's work."""
-
-    result: Any = None
-    """The value that `run` returned."""
-    finished: Finished | None = None
-    """The program, if `command` is set."""
 
 
 class HarnessEnv(Env):
@@ -72,7 +64,9 @@ class HarnessEnv(Env):
         check_constraints(config, AT)
         if len(config.ways) != 1:
             given = " and ".join(config.ways) or "none"
-            raise UserError(f"env.harness: set exactly one of run, command and pull. It sets {given}.")
+            raise UserError(
+                f"env.harness: set exactly one of run, command and pull. It sets {given}."
+            )
         self.seats = tuple(config.seats)
         self.scorer = make_reward(config.reward)
         self._is_scoring = False
@@ -81,11 +75,9 @@ class HarnessEnv(Env):
         self.gateway = Gateway(config.gateway, args=args, token=token)
         self.programs = Programs(config) if config.command else None
         self.function: Any = function(config.run) if config.run else None
-        self.threads = Threads(config.threads)
-        self._waiting = asyncio.Queue[Session]()
-        """Sessions that no agent has leased yet."""
-        self._leased = set[str]()
-        """Ids of running sessions that an agent elsewhere has leased."""
+        self.threads = Threads(THREADS)
+        self._offered = asyncio.Queue[tuple[Session, asyncio.Event]]()
+        """Sessions that no agent has leased yet, and an event for the lease."""
 
     @classmethod
     def rows(cls, config: HarnessConfig, *, split: str, seed: int) -> Iterator[Row]:
@@ -114,13 +106,13 @@ class HarnessEnv(Env):
         session, scores = self.gateway.open(task, agents), dict[str, Score]()
         acted = dict[str, Agent]()
         try:
-            async with self._play(task, session) as played:
+            async with self._play(task, session) as (result, finished):
                 await session.close()  # first: it drops turns that the agent did not receive
                 acted = {name: each for name, each in agents.items() if each.record.turns}
                 if not acted:
                     raise HarnessFailed("the agent made no request to its endpoint's base_url")
                 begin = time.perf_counter()
-                scores = await self._scores(task, session, played)
+                scores = await self._scores(task, session, result, finished)
                 next(iter(acted.values())).record.seconds_scoring += time.perf_counter() - begin
         except HarnessFailed:
             if session.error is None:
@@ -143,16 +135,18 @@ class HarnessEnv(Env):
             await self.scorer.close()
 
     @asynccontextmanager
-    async def _play(self, task: Task, session: Session) -> AsyncGenerator[Played]:
-        """Run the agent; the body runs before its folder is removed."""
+    async def _play(
+        self, task: Task, session: Session
+    ) -> AsyncGenerator[tuple[Any, Finished | None]]:
+        """Run the agent; yield its result or its program. The body ends before its folder."""
         if self.programs:
             async with self.programs.run(task, session.endpoint) as finished:
-                yield Played(finished=finished)
+                yield None, finished
         elif self.function:
-            yield Played(await self._call(task, session))
+            yield await self._call(task, session), None
         else:
             await self._wait_for_end(session)
-            yield Played()
+            yield None, None
 
     async def _call(self, task: Task, session: Session) -> object:
         """Return the result of the function; one that is not async runs in a thread."""
@@ -174,11 +168,11 @@ class HarnessEnv(Env):
 
     async def _lease(self) -> Session:
         """Return the next task's session. Called for `POST /v1/rl/sessions`."""
-        while (session := await self._waiting.get()).ended.is_set():
+        while (offered := await self._offered.get())[0].ended.is_set():
             pass
-        session.last_request = asyncio.get_running_loop().time()
-        self._leased.add(session.id)
-        return session
+        offered[1].set()
+        offered[0].touch()
+        return offered[0]
 
     async def _wait_for_end(self, session: Session) -> None:
         """Offer a session to agents elsewhere; return when an agent has ended it.
@@ -186,48 +180,46 @@ class HarnessEnv(Env):
         Raises:
             HarnessSilent: The agent made no request for `idle_s`, and none is running.
         """
-        loop, idle_s = asyncio.get_running_loop(), self.config.idle_s
-        self._waiting.put_nowait(session)
-        try:
-            while not session.ended.is_set():
-                is_quiet = session.id in self._leased and not session.in_flight
-                left = session.last_request + idle_s - loop.time() if is_quiet else idle_s
-                if left <= 0:
-                    what = f"the session made no request for {AT}idle_s={idle_s:g}"
-                    raise HarnessSilent(f"{what} s, and was not ended")
-                await asyncio.wait((asyncio.ensure_future(session.ended.wait()),), timeout=left)
-        finally:
-            self._leased.discard(session.id)
+        loop, idle_s, leased = asyncio.get_running_loop(), self.config.idle_s, asyncio.Event()
+        self._offered.put_nowait((session, leased))
+        await leased.wait()
+        while not session.ended.is_set():
+            left = idle_s if session.in_flight else session.last_request + idle_s - loop.time()
+            if left <= 0:
+                what = f"the session made no request for {AT}idle_s={idle_s:g} s"
+                raise HarnessSilent(f"{what}, and was not ended")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(session.ended.wait(), left)
 
-    async def _scores(self, task: Task, session: Session, played: Played) -> dict[str, Score]:
+    async def _scores(
+        self, task: Task, session: Session, result: Any, finished: Finished | None
+    ) -> dict[str, Score]:
         """Return the reward of each seat by name; "": of all seats.
 
         Raises:
             HarnessFailed: The agent gave no reward, or one that cannot be read.
         """
-        source, finished, found = self.config.reward_from, played.finished, played.result
+        source, file = self.config.reward_from, self.config.reward_file
         if session.reported is not None and source in ("auto", "posted"):
             value, parts = session.reported
-            return {"": score_of({**parts, "reward": value}, "POST …/reward")}
+            return {"": Score(value, **parts)}
         if finished and source in ("auto", "file"):
-            text, name = finished.read(self.config.reward_file), self.config.reward_file
+            text = finished.read(file)
             if text is not None or source == "file":
-                return {"": parse(text, f"{AT}reward_file={name}")}
+                return {"": parse(text, f"{AT}reward_file={file}")}
         if finished and source == "last_line":
-            return {
-                "": parse(finished.text.rstrip().rpartition("\n")[2], "the last line of stdout")
-            }
-        is_text = found is None or isinstance(found, str)
-        if source in ("auto", "return") and not is_text:
-            if isinstance(found, dict) and len(self.seats) > 1 and {*found} <= {*self.seats}:
-                by_seat = cast(dict[str, object], found)
-                return {name: score_of(each, f"{AT}run: {name}") for name, each in by_seat.items()}
-            return {"": score_of(found, f"{AT}run={self.config.run}")}
+            return {"": parse(finished.text.rpartition("\n")[2], "the last line of stdout")}
+        if source in ("auto", "return") and not isinstance(result, str | None):
+            is_by_seat = isinstance(result, dict) and len(self.seats) > 1
+            by_seat = cast(dict[str, object], result)
+            if not is_by_seat or not {*by_seat} <= {*self.seats}:
+                by_seat = {"": result}
+            return {name: score_of(each, self.config.run) for name, each in by_seat.items()}
         if source not in ("auto", "function"):
             raise HarnessFailed(f"{AT}reward_from={source}: the agent gave no reward that way")
-        text = found if found is not None else finished.text.strip() if finished else ""
+        text = result if result is not None else finished.text if finished else ""
         folder = {"folder": str(finished.folder)} if finished else {}
-        return {"": await self._score(task, str(text or session.answer), folder)}
+        return {"": await self._score(task, text or session.answer, folder)}
 
     async def _score(self, task: Task, text: str, folder: dict[str, str]) -> Score:
         """Score an answer with the reward function, which is set up before its first use."""
@@ -278,12 +270,10 @@ def score_of(found: object, where: str) -> Score:
     Raises:
         HarnessFailed: It is neither, or a part has the name of a parameter of `Agent.reward`.
     """
-    found = found.tolist() if hasattr(found, "tolist") else found  # pyright: ignore
-    parts = cast(dict[str, Any], {**found} if isinstance(found, dict) else {"reward": found})
-    numbers = [value for value in parts.values() if isinstance(value, SupportsFloat)]
-    if len(numbers) < len(parts) or not parts or {*parts} & {*TAKEN}:
-        wanted = "a number, or a dict of numbers without the names self and value"
-        raise HarnessFailed(f"{where} gave {found!r:.60}, and must give {wanted}")
-    score = Score(float(parts.pop("reward", sum(map(float, numbers)))))
-    score.parts = {str(name): float(value) for name, value in parts.items()}
-    return score
+    given: dict[str, Any] = cast(Any, found) if isinstance(found, dict) else {"reward": found}
+    try:
+        parts = {name: float(value) for name, value in given.items()}
+        return Score(parts.pop("reward", fsum(parts.values())), **parts)
+    except (TypeError, ValueError) as error:
+        wanted = "a number, or a dict of numbers without the name value"
+        raise HarnessFailed(f"{where} gave {found!r:.60}, and must give {wanted}") from error

@@ -24,7 +24,6 @@ import msgspec
 
 from arealite.api.harness_config import HarnessConfig
 from arealite.api.task import Task
-from arealite.base import log
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import unknown
 from arealite.impl.env.harness import confined
@@ -33,8 +32,6 @@ from arealite.impl.sandbox.process import bubblewrap, spawn, stop
 
 if TYPE_CHECKING:
     from arealite.impl.gateway.session import Endpoint
-
-logger = log.get(__name__)
 
 KEPT = 1 << 16
 """Bytes at the end of a program's stdout and stderr that are kept."""
@@ -83,34 +80,30 @@ class Programs:
     """Starts the programs of all episodes."""
 
     def __init__(self, config: HarnessConfig) -> None:
-        """Check that the program and the sandbox are installed.
+        """Check that the program and bubblewrap are installed.
 
         Raises:
-            UserError: They are not, or the program would not be in the sandbox.
+            UserError: They are not.
         """
         self.config = config
         self._stack = AsyncExitStack()
-        program = config.command[0]
-        if "{" not in program and not shutil.which(program):
-            what = f"env.harness.command={program}: no such program"
-            raise UserError(f"{what}. Install it, or write its path.")
-        if config.sandbox and not shutil.which("bwrap"):
-            what = "env.harness.sandbox=true needs bubblewrap"
-            raise UserError(f"{what}. Run `apt install bubblewrap`, or set sandbox=false.")
+        needed = {config.command[0]: "write the path of the program"}
+        needed |= {"bwrap": "set sandbox=false"} if config.sandbox else {}
+        for program, other in needed.items():
+            if "{" not in program and not shutil.which(program):
+                what = f"env.harness: the program {program} is not installed"
+                raise UserError(f"{what}. Install it, or {other}.")
 
     async def setup(self, port: int) -> None:
         """Make the folder of all episodes, and the socket that leads to the gateway's port."""
-        self._root = Path(tempfile.mkdtemp(prefix="arealite-harness-"))
-        self._stack.callback(shutil.rmtree, self._root, ignore_errors=True)
-        self._port = port
+        root = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="arealite-harness-"))
+        self._root, self._port = Path(root), port
         if self.config.sandbox:
             server = await asyncio.start_unix_server(self._connect, self._root / "gateway.sock")
             self._stack.callback(server.close)
-            async with self._folder() as folder:
-                await self._check(folder)
 
     async def close(self) -> None:
-        """Remove the folder, unless it holds kept folders of episodes."""
+        """Remove the folder."""
         await self._stack.aclose()
 
     @asynccontextmanager
@@ -124,37 +117,14 @@ class Programs:
             HarnessFailed: The program cannot be started, or its exit code is not in `ok_codes`.
             UserError: A word of the command has an unknown placeholder.
         """
-        async with self._folder() as folder:
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self._root))
+        try:
             await asyncio.to_thread(self._write_task, folder, task, endpoint)
             inside = INSIDE if self.config.sandbox else str(folder)
             words = self._words(task, inside)
             yield await self._run(words, folder, self._environment(endpoint, inside))
-
-    @asynccontextmanager
-    async def _folder(self) -> AsyncGenerator[Path]:
-        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=self._root))
-        try:
-            yield folder
-        except EpisodeError as error:
-            if self.config.keep_failed:
-                kept = tempfile.mkdtemp(prefix="arealite-failed-")
-                os.rename(folder, kept)
-                logger.warning("folder of a failed episode", folder=kept, error=str(error))
-            raise
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-    async def _check(self, folder: Path) -> None:
-        """Check that the sandbox can run a program.
-
-        Raises:
-            UserError: It cannot.
-        """
-        try:
-            await self._run(["true"], folder, {"PATH": os.environ.get("PATH", "")})
-        except HarnessFailed as error:
-            what = f"env.harness.sandbox=true: this host cannot confine programs: {error}"
-            raise UserError(f"{what}. Allow user namespaces, or set sandbox=false.") from error
 
     def _write_task(self, folder: Path, task: Task, endpoint: Endpoint) -> None:
         """Write task.json. The ground truth is left out unless the program gives the reward: the

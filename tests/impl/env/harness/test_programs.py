@@ -227,16 +227,3 @@ async def test_confined_program_reaches_only_the_gateway(tmp_path: Path) -> None
     """
     assert (await play(**with_code(CONFINED, code))).headers[0].reward == 1.0
     server.close()
-
-
-@in_a_workers_loop
-async def test_folder_of_a_failed_program_is_kept_on_request(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made = with_code({"command": PROGRAM}, "1/0", keep_failed=True)
-    await failed("harness_failed", **made)
-    (kept,) = tmp_path.glob(  # noqa: ASYNC240
-        "arealite-failed-*/task.json"
-    )
-    assert json.loads(kept.read_text())["task_id"] == "train-0"
