@@ -20,44 +20,52 @@ class Tree:
     def __init__(self) -> None:
         self.recent: list[Turn] = []
         """The last turns that no turn extends: their tokens are compared."""
-        self.ends: dict[tuple[bytes, float], Turn] = {}
-        """All turns by the digest of their tokens, and their temperature."""
+        self.earlier: dict[tuple[bytes, float], Turn] = {}
+        """All other turns by the digest of their tokens, and their temperature."""
 
     def place(self, turn: Turn) -> None:
-        """Find the parent of a turn whose `added` is its whole prompt, and the prompt's digest."""
-        ids, temperature = turn.added, turn.temperature
-        turn.tokens, turn.start, turn.state, at = ids, len(ids), blake2b(), 0
+        """Find the parent of a turn, and compute its prompt's digest."""
+        ids, temperature, at = turn.tokens, turn.temperature, 0
         for tip in self.recent:
-            end = len(tip.tokens)
+            end = tip.end
             is_near = at < end <= len(ids) and ids[end - 1] == tip.tokens[-1]
             if is_near and tip.temperature == temperature and ids[:end] == tip.tokens:
-                turn.parent, turn.state, at = tip, tip.state.copy(), end
-        raw = array("i", ids[at:]).tobytes()
-        if turn.parent is None:  # a branch: compare digests where earlier turns end
-            ends = {other.end() for other in self.ends.values()}
-            for end in sorted([end for end in ends if end <= len(ids)]):
-                turn.state.update(raw[4 * at : 4 * end])
-                found, at = self.ends.get((turn.state.digest(), temperature)), end
-                turn.parent = found or turn.parent
-            raw = raw[4 * at :]
-        turn.state.update(raw)
+                turn.parent, at = tip, end
+        turn.start = len(ids)
+        turn.state = turn.parent.state.copy() if turn.parent else blake2b()
+        turn.added = array("i", ids[at:]).tobytes()
+        if turn.parent is None and self.earlier:
+            self._branch(turn)
+        else:
+            turn.state.update(turn.added)
         turn.prompt = turn.state.digest()
-        turn.added = ids[turn.parent.end() :] if turn.parent else ids
+
+    def _branch(self, turn: Turn) -> None:
+        """Find the parent of a turn by the digests of its prompt where earlier turns end."""
+        raw, at = turn.added, 0
+        for end in sorted({earlier.end for earlier in self.earlier.values()}):
+            if end > turn.start:
+                break
+            turn.state.update(raw[4 * at : 4 * end])
+            at, key = end, (turn.state.digest(), turn.temperature)
+            if (found := self.earlier.get(key)) is not None:
+                turn.parent, turn.added = found, raw[4 * end :]
+        turn.state.update(raw[4 * at :])
 
     def add(self, turn: Turn) -> None:
         """Add a placed turn whose response has arrived."""
-        each = arrays(turn.response)
-        turn.answer = blake2b(b"".join(each)).digest()
-        turn.state.update(each[0])
+        turn.sampled = arrays(turn.response)
+        turn.answer = blake2b(b"".join(turn.sampled)).digest()
+        turn.state.update(turn.sampled[0])
         turn.tokens = turn.tokens + turn.response.output_ids
-        self.ends[turn.state.digest(), turn.temperature] = turn
-        forgotten = [tip for tip in self.recent if tip is turn.parent] or self.recent[: 1 - RECENT]
-        for tip in forgotten:
-            self.recent.remove(tip)
-            tip.tokens, tip.state = [], None
+        turn.end = len(turn.tokens)
         self.recent.append(turn)
+        for tip in [tip for tip in self.recent if tip is turn.parent] or self.recent[:-RECENT]:
+            self.recent.remove(tip)
+            self.earlier[tip.state.digest(), tip.temperature] = tip
+            tip.tokens, tip.state = [], None
 
     def drop(self, turn: Turn) -> None:
         """Remove a turn: no later turn extends it."""
         self.recent = [tip for tip in self.recent if tip is not turn]
-        self.ends = {key: other for key, other in self.ends.items() if other is not turn}
+        self.earlier = {key: other for key, other in self.earlier.items() if other is not turn}

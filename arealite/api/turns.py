@@ -34,8 +34,8 @@ class Origin(msgspec.Struct, frozen=True):
 class Turn(msgspec.Struct, eq=False):
     """One generation of an agent, and its reward."""
 
-    added: list[int]
-    """Tokens of the prompt, without those of `parent`."""
+    tokens: list[int]
+    """The prompt; also the output when it has arrived. Empty when `Tree` needs it no more."""
     response: LLMResponse
     temperature: float
     reward: float = 0.0
@@ -52,23 +52,28 @@ class Turn(msgspec.Struct, eq=False):
     """Digest of the response when it arrived."""
     start: int = 0
     """Length of the prompt."""
-    tokens: list[int] = []
-    """Prompt and output, while `Tree.recent` has the turn."""
+    end: int = 0
+    """Length of prompt and output."""
+    added: bytes = b""
+    """int32: the prompt's tokens after those of `parent`."""
+    sampled: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+    """Ids (int32), logprobs (float32) and versions (int32) of the response."""
     state: Any = None
     """The digest of `tokens`, to be continued."""
 
-    def end(self) -> int:
-        """Return the length of prompt and output."""
-        return self.start + len(self.response.output_ids)
+    @property
+    def raw_prompt(self) -> bytes:
+        """The prompt as int32, of a turn that `Tree.place` has placed."""
+        parts, turn = [self.added], self.parent
+        while turn is not None:
+            parts += turn.sampled[0], turn.added
+            turn = turn.parent
+        return b"".join(reversed(parts))
 
     @property
     def input_ids(self) -> list[int]:
         """The prompt."""
-        parts, turn = [self.added], self.parent
-        while turn is not None:
-            parts += turn.response.output_ids, turn.added
-            turn = turn.parent
-        return [token for part in reversed(parts) for token in part]
+        return array("i", self.raw_prompt).tolist() if self.prompt else self.tokens
 
 
 class StoredTurn(msgspec.Struct, frozen=True):

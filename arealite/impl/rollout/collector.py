@@ -26,7 +26,7 @@ from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader, TurnReceipt, encode_segments
 from arealite.api.turn_tree import Tree
-from arealite.api.turns import Turn, arrays, encode_turn
+from arealite.api.turns import Turn, encode_turn
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
@@ -296,7 +296,7 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
     if not all([turn.answer for turn in turns]):  # made by hand
         tree = Tree()
         for turn in turns:
-            turn.added, turn.parent = turn.input_ids, None
+            turn.tokens, turn.parent = turn.input_ids, None
             tree.place(turn)
             tree.add(turn)
     rows, kept = dict[Turn, list[tuple[Turn, TurnReceipt]]](), {*turns}
@@ -306,8 +306,8 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
             parent = parent.parent
         row = rows.pop(parent, []) if parent else []
         reason = "" if row else _branch(turn, is_first=turn is turns[0])
-        taken = min(origin.taken, turn.start) if origin else parent.end() if parent else 0
-        length = len(turn.response.output_ids)
+        taken = min(origin.taken, turn.start) if origin else parent.end if parent else 0
+        length = turn.end - turn.start
         receipt = TurnReceipt(turn.start, length, taken, reason, turn.prompt, turn.answer)
         row.append((turn, receipt))
         rows[turn] = row
@@ -323,14 +323,17 @@ def _branch(turn: Turn, *, is_first: bool) -> str:
 
 def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:
     """Return the segment of turns that extend each other; the last turn has the tokens of all."""
-    (*_, (last, _)), size = row, row[-1][0].end()
-    mask, logprobs, versions = bytearray(size), bytearray(4 * size), bytearray(b"\xff" * 4 * size)
-    rewards = array("f", bytes(4 * size))
+    last, at = row[-1][0], 0
+    masks, logprobs, versions = list[bytes](), list[bytes](), list[bytes]()
+    rewards = array("f", bytes(4 * last.end))
     for turn, _ in row:
-        begin, end = turn.start, turn.end()
-        mask[begin:end] = b"" * (end - begin)
-        _, logprobs[4 * begin : 4 * end], versions[4 * begin : 4 * end] = arrays(turn.response)
-        rewards[end - 1] += turn.reward
-    ids = array("i", last.input_ids + last.response.output_ids).tobytes()
-    told = ids, bytes(mask), bytes(logprobs), bytes(versions), rewards.tobytes(), last.temperature
-    return Segment(*told, turns=[receipt for _, receipt in row])
+        before = turn.start - at
+        masks += bytes(before), b"\x01" * (turn.end - turn.start)
+        logprobs += bytes(4 * before), turn.sampled[1]
+        versions += b"\xff" * (4 * before), turn.sampled[2]
+        at = turn.end
+        rewards[at - 1] += turn.reward
+    mask, logprobs, versions = map(b"".join, (masks, logprobs, versions))
+    tokens, receipts = last.raw_prompt + last.sampled[0], [receipt for _, receipt in row]
+    told = tokens, mask, logprobs, versions, rewards.tobytes(), last.temperature
+    return Segment(*told, turns=receipts)

@@ -1,4 +1,4 @@
-"""Compares a payload with its header: lengths, versions, rewards and checksum.
+"""Compares a payload with its header and its receipts: lengths, versions, rewards and hashes.
 
 The datapipe calls `find_mismatch` before it stores a payload, a trainer rank before it trains one,
 and the audit for every stored payload. The arrays are numpy views: no data is copied.
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
+from arealite.api.turns import blake2b
 
 TOKEN_BYTES = 17
 """Size of a token in a payload: id 4, mask 1, logprob 4, version 4 and reward 4."""
@@ -62,7 +63,40 @@ def find_mismatch(
             return "logprobs"
     if not segments or [len(s.loss_mask) for s in segments] != header.segment_lengths:
         return "length"
-    return _first_flaw(header, segments, vocab_size)
+    return _first_flaw(header, segments, vocab_size) or _wrong_receipts(header, segments)
+
+
+def _wrong_receipts(header: TrajectoryHeader, segments: list[Segment]) -> str:
+    """Return the first difference between segments and their receipts; "" if they agree."""
+    receipts = sum([len(s.turns) for s in segments])
+    if not receipts:
+        return ""  # an older AReaLite wrote the payload
+    if receipts != header.turns:
+        return "receipt: number"
+    return next((what for s in segments if (what := _wrong_receipt(s))), "")
+
+
+def _wrong_receipt(s: Segment) -> str:
+    """Return the first difference between a segment and its receipts; "" if they agree.
+
+    They agree if each trained token is an answer's, as it arrived, after the prompt that was sent.
+    """
+    state, at, last = blake2b(), 0, 0
+    for turn in s.turns:
+        begin, end = turn.start, turn.start + turn.length
+        if not (last <= begin and end <= len(s.loss_mask) and turn.taken <= begin):
+            return "receipt: range"
+        state.update(s.tokens[4 * at : 4 * begin])
+        if state.digest() != turn.prompt:
+            return f"receipt: prompt of {begin} tokens"
+        answer = [each[4 * begin : 4 * end] for each in (s.tokens, s.logprobs, s.versions)]
+        if blake2b(b"".join(answer)).digest() != turn.answer:
+            return f"receipt: answer after {begin} tokens"
+        if s.loss_mask.count(1, begin, end) != turn.length:
+            return "receipt: mask"
+        at, last = begin, end
+    trained = sum([turn.length for turn in s.turns])
+    return "" if trained == s.loss_mask.count(1) else "receipt: mask"
 
 
 def _first_flaw(header: TrajectoryHeader, segments: list[Segment], vocab_size: int) -> str:
