@@ -1,8 +1,8 @@
 """Records what a client sends to a gateway, as a small corpus; and replays a corpus.
 
 A corpus is JSON lines. The first line describes it. Each further line is one request: its path, its
-body, the ids in its answer, and the model's reply. A list of the body that begins as the last one
-of its path has {"kept": count, "new": items} instead.
+body, the ids in its answer, and the model's reply. Fields that are as in the body before are left
+out. The list of messages is {"kept": items of the body before, "new": further items}.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,17 @@ LONGEST = 400
 TOOLS = 3
 """Tools of a body in a corpus."""
 ID = re.compile(rb'"(?:id|call_id)": ?"([^"]{6,})"')
+OTHERS = ("rs_", "fc_", "msg_", "chatcmpl-", "resp_")
+"""Beginnings of the ids of parts of an answer: not every chat family has every part."""
 UNSTABLE = re.compile(
     r"/tmp/[^\s\"'<>]+|\d{4}-\d\d-\d\d|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 )
 
 
 def ids_of(body: bytes) -> list[str]:
-    """Return the ids in an answer, streamed or not: each once, in order."""
-    return [*dict.fromkeys(found.decode() for found in ID.findall(body))]
+    """Return the ids of an answer, streamed or not, and of its calls: each once, in order."""
+    found = [*dict.fromkeys(found.decode() for found in ID.findall(body))]
+    return found[:1] + [each for each in found[1:] if not each.startswith(OTHERS)]
 
 
 def small(value: Any) -> Any:
@@ -74,21 +78,19 @@ class Recorder:
 
     def write(self, path: Path, about: dict[str, Any], replies: list[Any]) -> None:
         """Write the corpus."""
-        lines, last = [about], dict[str, list[Any]]()
+        lines, before = [about], dict[str, Any]()
         for index, request in enumerate(self.requests):
             body = small(request["body"])
-            if "tools" in body:
-                body["tools"] = body["tools"][:TOOLS]
+            body |= {"tools": body["tools"][:TOOLS]} if "tools" in body else {}
+            packed = {key: value for key, value in body.items() if before.get(key) != value}
             for name in LISTS:
-                if isinstance(items := body.get(name), list):
-                    kept = 0
-                    before = last.get(request["path"], [])
-                    while kept < min(len(before), len(items)) and before[kept] == items[kept]:
-                        kept += 1
-                    last[request["path"]] = items
-                    body[name] = {"kept": kept, "new": items[kept:]}
+                if isinstance(items := packed.get(name), list):
+                    pairs = zip(before.get(name, []), items, strict=False)
+                    kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                    packed[name] = {"kept": kept, "new": items[kept:]}
+            before = body
             reply = replies[index] if index < len(replies) else None
-            lines.append(request | {"body": body, "reply": reply})
+            lines.append(request | {"body": packed, "reply": reply})
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         path.write_text(text, encoding="utf-8")
 
@@ -113,12 +115,13 @@ async def recording(target: str) -> AsyncIterator[Recorder]:
 def read_corpus(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the description and the requests of a corpus, with whole bodies."""
     about, *requests = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    last: dict[str, list[Any]] = {}
+    before: dict[str, Any] = {}
     for request in requests:
+        body = before | request["body"]
         for name in LISTS:
-            if isinstance(packed := request["body"].get(name), dict):
-                items = last.get(request["path"], [])[: packed["kept"]] + packed["new"]
-                request["body"][name] = last[request["path"]] = items
+            if isinstance(packed := body.get(name), dict):
+                body[name] = before.get(name, [])[: packed["kept"]] + packed["new"]
+        request["body"] = before = body
     return about, requests
 
 
