@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -62,18 +62,20 @@ class Recorder:
         body = await request.read()
         names = ("Host", "Content-Length", "Accept-Encoding", "Connection")
         headers = {k: v for k, v in request.headers.items() if k.title() not in names}
-        url, answered = f"{self.target}{request.path_qs}", b""
+        url, answered = f"{self.target}{request.path_qs}", bytearray()
+        made: dict[str, Any] = {"path": request.path}
         async with self.http.request(request.method, url, data=body, headers=headers) as answer:
+            if request.method == "POST" and answer.status == 200:
+                made |= {"body": json.loads(body), "ids": answered}
+                self.requests.append(made)
             kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
             response = web.StreamResponse(status=answer.status, headers=kind)
             await response.prepare(request)
             async for data in answer.content.iter_any():
                 answered += data
                 await response.write(data)
-            await response.write_eof()
-        if request.method == "POST" and answer.status == 200:
-            made = {"path": request.path, "body": json.loads(body), "ids": ids_of(answered)}
-            self.requests.append(made)
+            with suppress(ConnectionError):  # some clients leave after the last event
+                await response.write_eof()
         return response
 
     def write(self, path: Path, about: dict[str, Any], replies: list[Any]) -> None:
@@ -90,7 +92,8 @@ class Recorder:
                     packed[name] = {"kept": kept, "new": items[kept:]}
             before = body
             reply = replies[index] if index < len(replies) else None
-            lines.append(request | {"body": packed, "reply": reply})
+            made = {"body": packed, "ids": ids_of(request["ids"]), "reply": reply}
+            lines.append(request | made)
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         path.write_text(text, encoding="utf-8")
 
