@@ -1,0 +1,215 @@
+"""The reply to one request: its prompt, its generations and the bytes of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from arealite.api.gateway_config import GatewayConfig
+from arealite.api.llm import LLMResponse, SamplingConfig
+from arealite.base import log
+from arealite.base.errors import ContextOverflow
+from arealite.impl.gateway.conversation import Prompt
+from arealite.impl.gateway.exchange import Answer, Api, ApiError, ChatRequest, Delta
+from arealite.impl.gateway.families import Family
+from arealite.impl.gateway.parser import Parser
+from arealite.impl.gateway.rendering import Renderer
+
+if TYPE_CHECKING:
+    from arealite.impl.gateway.session import SessionSeat
+
+logger = log.get(__name__)
+
+MAX_PARTS = 2**17
+"""Largest number of brackets and braces of a body. Each list or object of it costs CPU time."""
+
+
+@dataclass
+class Shared:
+    """What all sessions of a gateway use."""
+
+    config: GatewayConfig
+    renderer: Renderer
+    family: Family
+    url: str
+    context: int | None = None
+    """Context length of the servers; None: not known yet."""
+    warned: set[str] = field(default_factory=set[str])
+
+
+class Reply:
+    """The reply to a request, and to all requests that repeat it."""
+
+    def __init__(self, seat: SessionSeat, name: str, is_stream: bool) -> None:
+        self.seat, self.name, self.is_stream = seat, name, is_stream
+        self.id = secrets.token_hex(12)
+        """Id of the first answer."""
+        self.chunks: list[bytes] = []
+        """The body, or the events of the stream so far."""
+        self.text = ""
+        """Text of the first answer."""
+        self.responses: list[LLMResponse] = []
+        self.error: ApiError | None = None
+        self.is_done = self.is_delivered = False
+        self._deltas = asyncio.Queue[Delta | None]()
+        self._changed = asyncio.Event()
+
+    async def changed(self) -> None:
+        """Wait for the next chunk or the end."""
+        await self._changed.wait()
+
+    def finish(self, error: ApiError | None = None) -> None:
+        """End the reply."""
+        self.is_done, self.error = True, error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
+    async def run(self, api: Api, request: ChatRequest) -> None:
+        """Generate the answers of the request, and encode them.
+
+        An error before the first delta comes before the first event, so that it has a status.
+        """
+        session, model = self.seat.session, self.seat.shared.config.model
+        if not self.is_stream:
+            answers = await self._answers(api, request)
+            self.chunks.append(api.encode(request, answers, model))
+            self.finish()
+            return
+        answering = session.spawn(self._answers(api, request))
+        answering.add_done_callback(lambda _: self._deltas.put_nowait(None))
+        if (first := await self._deltas.get()) is not None:
+            deltas = self._until_done(first, answering)
+            async for event in api.events(request, deltas, model, id=self.id):
+                self.chunks.append(event)
+                self._wake()
+        await answering
+        self.finish()
+
+    async def _until_done(
+        self, first: Delta, answering: asyncio.Task[list[Answer]]
+    ) -> AsyncIterator[Delta]:
+        """Yield deltas until the generation ends; raise its error."""
+        delta: Delta | None = first
+        while delta is not None:
+            yield delta
+            delta = await self._deltas.get()
+        await answering
+
+    async def _answers(self, api: Api, request: ChatRequest) -> list[Answer]:
+        """Generate `request.n` answers to one prompt."""
+        prompt = await self.seat.conversation.ask(api, request)
+        reason, stats = prompt.origin.reason, self.seat.session.stats
+        if reason not in ("", "first"):
+            stats[f"branches_{reason}"] += 1
+        sampling = choose_sampling(self.seat, request, len(prompt.ids))
+        made = [self._answer(request, prompt, sampling, index) for index in range(request.n)]
+        if request.n == 1:
+            answers = [await made[0]]
+        else:  # all must end, so that the turns of all are known
+            await asyncio.wait(tasks := [*map(self.seat.session.spawn, made)])
+            answers = [task.result() for task in tasks]
+        self.text = answers[0].text
+        return answers
+
+    async def _answer(
+        self, request: ChatRequest, prompt: Prompt, sampling: SamplingConfig, index: int
+    ) -> Answer:
+        """Generate and parse one answer."""
+        seat, length, fed = self.seat, len(prompt.ids), 0
+        agent, shared, opening = seat.agent, seat.shared, prompt.opening
+        parser = Parser(shared.family, agent.tokenizer, request, opening=opening, index=index)
+
+        def push(deltas: list[Delta]) -> None:
+            for delta in deltas if self.is_stream else ():
+                self._deltas.put_nowait(delta)
+
+        def feed(ids: list[int]) -> None:
+            nonlocal fed
+            fed += len(ids)
+            push(parser.feed(ids))
+
+        options: Any = {"origin": prompt.origin, "on_tokens": feed if self.is_stream else None}
+        try:
+            response = await agent.generate(prompt.ids, sampling=sampling, **options)
+        except ContextOverflow as error:
+            if error.room < 1:
+                raise
+            shared.context, sampling = length + error.room, limited(sampling, error.room)
+            response = await agent.generate(prompt.ids, sampling=sampling, **options)
+        self.responses.append(response)
+        feed(response.output_ids[fed:])
+        name, taken = secrets.token_hex(12) if index else self.id, prompt.origin.taken
+        tokens = {"prompt_tokens": length, "cached_tokens": taken}
+        deltas, answer = parser.finish(response, id=name, **tokens)
+        seat.conversation.add(prompt, answer)
+        seat.session.stats["malformed_calls"] += answer.malformed
+        push(deltas)
+        return answer
+
+
+def decode(api: Api, body: bytes) -> ChatRequest:
+    """Decode a request.
+
+    Raises:
+        ApiError: The body is invalid.
+    """
+    if len(body) > MAX_PARTS and (parts := body.count(b"{") + body.count(b"[")) > MAX_PARTS:
+        raise ApiError(413, f"the body has {parts} brackets and braces; the limit is {MAX_PARTS}")
+    return checked(api.decode, body)
+
+
+def checked(decode: Callable[[bytes], Any], body: bytes) -> Any:
+    """Return the decoded body.
+
+    Raises:
+        ApiError: The body is invalid.
+    """
+    try:
+        return decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise ApiError(400, f"the body is invalid: {error}", "invalid_request") from error
+
+
+def choose_sampling(seat: SessionSeat, request: ChatRequest, prompt: int) -> SamplingConfig:
+    """Return the sampling options of a request with a prompt of `prompt` tokens.
+
+    Raises:
+        ApiError: The context has no room left, or the trainer cannot use the temperature.
+    """
+    run, shared = seat.agent.seat.sampling, seat.shared
+    asked = {"temperature": request.temperature, "top_p": request.top_p}
+    wanted = {k: v for k, v in asked.items() if v not in (None, getattr(run, k))}
+    changes: dict[str, Any] = {"stop": [*run.stop, *request.stop]} if request.stop else {}
+    if wanted and shared.config.sampling == "request":
+        if wanted.get("temperature", 1) <= 0:
+            text = "temperature must be above 0, and top_p must be in (0, 1], for training"
+            raise ApiError(400, f"{text}; got {wanted}", "unsupported_value")
+        changes |= wanted
+    elif wanted:
+        seat.session.stats["sampling_ignored"] += 1
+        if wanted.keys() - shared.warned:
+            shared.warned |= wanted.keys()
+            fix = "gateway.sampling=request uses them"
+            logger.warning("sampling options of an agent are ignored", **wanted, hint=fix)
+    room = run.max_new_tokens if request.max_tokens is None else request.max_tokens
+    room = room if shared.context is None else min(room, shared.context - prompt)
+    if room < 1:
+        text = f"the prompt of {prompt} tokens leaves no room for an answer"
+        raise ApiError(400, f"{text} (context: {shared.context})", "context_length_exceeded")
+    return limited(replace(run, **changes) if changes else run, room)
+
+
+def limited(sampling: SamplingConfig, room: int) -> SamplingConfig:
+    """Return sampling options with at most `room` new tokens."""
+    if room >= sampling.max_new_tokens:
+        return sampling
+    least = min(room, sampling.min_new_tokens)
+    return replace(sampling, max_new_tokens=room, min_new_tokens=least)
