@@ -1,12 +1,14 @@
-"""Model families: how their answers contain thoughts and tool calls."""
+"""Model families: how their answers contain thoughts and tool calls. Their data: families.toml."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -60,27 +62,30 @@ class Family:
     """How the models of a family write thoughts and tool calls."""
 
     name: str
-    think: tuple[str, str] = ("", "")
+    markers: Sequence[str] = ()
+    """Texts that all chat templates of the family contain."""
+    think: Sequence[str] = ("", "")
     """Markers around a thought at the start of an answer."""
-    openers: tuple[str, ...] = ()
+    openers: Sequence[str] = ()
     """Markers that begin a call."""
-    first: tuple[str, ...] = ()
+    first: Sequence[str] = ()
     """Texts that begin a call only at the start of an answer or after a call."""
-    noise: tuple[str, ...] = ()
+    noise: Sequence[str] = ()
     """Markers without a meaning of their own."""
-    has_channels: bool = False
-    """Whether every message has a header, also without tools."""
-    read: Callable[[Family, str, int, Tools], Part] | None = None
-    """Reads the part at a marker; None: `read_json`."""
+    reader: str = "json"
+    """Key of READERS. With "channel", every message has a header, also without tools."""
     head: str = ""
     """Pattern of a call up to its JSON or tags. It may have the groups `name` and `id`."""
     close: str = ""
     """Marker that ends a call; "" without one."""
     key: str = "arguments"
     """Key of the arguments in the JSON of a call."""
-    tags: tuple[str, str, str] = ("", "", "")
-    """Patterns of calls with tags: end of the call, and an argument with `key` and `value`; before
-    them, the text that begins an argument."""
+    tail: str = ""
+    """Pattern of the end of a call with tags."""
+    tag: str = ""
+    """Text that begins an argument."""
+    argument: str = ""
+    """Pattern of an argument after `tag`, with the groups `key` and `value`."""
     named: str = ""
     """Text that begins a call of the tool {name}."""
     sampled_id: str = ""
@@ -96,7 +101,8 @@ class Family:
         for part in parts:
             made.update(part)
         name = made.hexdigest()
-        return name[:9] if self.name == "mistral" else f"call_{name}"  # Mistral's needs nine
+        is_short = self.name.startswith("mistral")  # their templates need nine letters and digits
+        return name[:9] if is_short else f"call_{name}"
 
     def parse(self, text: str, at: int, tools: Tools) -> Part:
         """Read the part at the marker at an index.
@@ -105,7 +111,7 @@ class Family:
             CallError: A call is malformed or not complete.
         """
         try:
-            part = (self.read or read_json)(self, text, at, tools)
+            part = READERS[self.reader](self, text, at, tools)
             for call in part.calls:
                 _decode_object(call.arguments)
         except INVALID as error:
@@ -154,12 +160,11 @@ def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
 
 def read_tags(family: Family, text: str, at: int, tools: Tools) -> Part:
     """Read a call whose arguments are tags with unquoted values."""
-    tag, tail, argument = family.tags
-    if (end := re.compile(tail).search(text, at)) is None:
+    if (end := re.compile(family.tail).search(text, at)) is None:
         raise CallError(f"the call does not end with {family.close}")
     head = re.compile(family.head).match(text, at, end.start())
-    before, *tags = text[head.end() if head else at : end.start()].split(tag)
-    pairs = [re.fullmatch(argument, each, re.DOTALL) for each in tags]
+    before, *tags = text[head.end() if head else at : end.start()].split(family.tag)
+    pairs = [re.fullmatch(family.argument, each, re.DOTALL) for each in tags]
     if not head or before.strip() or not all(pairs):
         raise CallError(f"a call must have the form {family.named}…{family.close}", at)
     functions = (tool.get("function") for tool in tools)
@@ -218,119 +223,13 @@ _decode_calls = msgspec.json.Decoder(Annotated[list[_Object], msgspec.Meta(min_l
 
 # ------------------------------------------------------------ families
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-THINK = ("<think>", "</think>")
-DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
-HERMES = Family(
-    name="qwen2_5",
-    openers=(OPEN,),
-    head=rf"{OPEN}\s*",
-    close=CLOSE,
-    named=f'{OPEN}\n{{"name": "{{name}}", "arguments": ',
+READERS = {"json": read_json, "tags": read_tags, "channel": read_channel}
+DATA: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("families.toml").read_text(encoding="utf-8")
 )
-LISTED = (
-    Family(name="text"),
-    HERMES,
-    replace(HERMES, name="qwen3", think=THINK),
-    Family(
-        name="qwen3_coder",
-        think=THINK,
-        openers=(OPEN,),
-        read=read_tags,
-        head=rf"{OPEN}\s*<function=(?P<name>[^>\s]+)>",
-        close=CLOSE,
-        tags=(
-            "<parameter=",
-            rf"</function>\s*{CLOSE}",
-            r"(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>\s*",
-        ),
-        named=f"{OPEN}\n<function={{name}}>\n",
-    ),
-    Family(
-        name="llama3_1",
-        openers=("<|python_tag|>",),
-        first=("{",),
-        head=r"(?:<\|python_tag\|>)?\s*",
-        key="parameters",
-        named='{"name": "{name}", "parameters": ',
-    ),
-    Family(
-        name="mistral",
-        think=("[THINK]", "[/THINK]"),
-        openers=("[TOOL_CALLS]",),
-        head=r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(\[CALL_ID\](?P<id>\w*))?(\[ARGS\])?\s*)?",
-        named='[TOOL_CALLS] [{"name": "{name}", "arguments": ',
-        sampled_id="[A-Za-z0-9]{9}",
-    ),
-    Family(
-        name="glm4_5",
-        think=THINK,
-        openers=(OPEN,),
-        read=read_tags,
-        head=rf"{OPEN}\s*(?P<name>[^\s<]+)",
-        close=CLOSE,
-        tags=(
-            "<arg_key>",
-            CLOSE,
-            r"(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*",
-        ),
-        named=f"{OPEN}{{name}}\n",
-    ),
-    Family(
-        name="deepseek_v3",
-        think=THINK,
-        openers=("<｜tool▁call▁begin｜>",),
-        noise=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        head=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\s<]+)"
-        r"(?:<｜tool▁sep｜>|\s*```(?:json)?)\s*",
-        close="<｜tool▁call▁end｜>",
-        named=f"{DEEPSEEK}function<｜tool▁sep｜>{{name}}\n```json\n",
-    ),
-    Family(
-        name="kimi_k2",
-        think=THINK,
-        openers=("<|tool_call_begin|>",),
-        noise=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        head=r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?)\s*"
-        r"<\|tool_call_argument_begin\|>\s*",
-        close="<|tool_call_end|>",
-        named="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:",
-        sampled_id=r"functions\.[^\s<]+:\d+",
-    ),
-    Family(
-        name="gpt_oss",
-        think=("", "<|end|>"),
-        openers=("<|start|>", "<|channel|>"),
-        first=("to=",),
-        noise=("<|end|>", "<|return|>", "<|call|>"),
-        has_channels=True,
-        read=read_channel,
-        head=r"(?:<\|start\|>assistant)?"  # the recipient stands before or after the channel
-        r"(?:(?=(?:[^<]*<\|channel\|>)?[^<]*?to=(?:functions\.)?(?P<name>[^\s<]+))|)"
-        r"[^<]*<\|channel\|>(?P<channel>\w*+)[^<]*+(?:<\|constrain\|>[^<]*)?<\|message\|>\s*",
-        named=" to=functions.{name}<|channel|>commentary json<|message|>",
-    ),
-    Family(
-        name="granite",
-        think=THINK,
-        openers=("<|tool_call|>",),
-        head=r"<\|tool_call\|>\s*",
-        named='<|tool_call|>[{"name": "{name}", "arguments": ',
-    ),
-)
-FAMILIES: dict[str, Family] = {family.name: family for family in LISTED}
-MARKERS = {
-    "<|channel|>": "gpt_oss",
-    "<arg_key>": "glm4_5",
-    "<function=": "qwen3_coder",
-    "<｜tool▁calls▁begin｜>": "deepseek_v3",
-    "<|tool_calls_section_begin|>": "kimi_k2",
-    "[TOOL_CALLS]": "mistral",
-    "<|tool_call|>": "granite",
-    OPEN: "qwen2_5",
-    "ipython": "llama3_1",
-}
-"""Markers of chat templates, and their families. The first marker in a template counts."""
+FAMILIES = {name: Family(name=name, **options) for name, options in DATA["families"].items()}
+HERMES, THINK = FAMILIES["qwen2_5"], FAMILIES["qwen3"].think
+FOREIGN = re.compile("|".join(f"(?P<{k}>{v})" for k, v in DATA["foreign"].items()), re.MULTILINE)
 
 
 def family_of(tokenizer: Any, name: str = "auto") -> Family:
@@ -339,34 +238,14 @@ def family_of(tokenizer: Any, name: str = "auto") -> Family:
     Raises:
         UserError: The name is unknown.
     """
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    found = (family for marker, family in MARKERS.items() if marker in template)
-    family = FAMILIES.get(next(found, "text") if name == "auto" else name)
-    if family is None:
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if name != "auto":
         raise UserError(f"gateway.parser={name}: {unknown('family', name, ['auto', *FAMILIES])}")
-    if name == "auto" and THINK[0] in template and not any(family.think):
-        family = FAMILIES["qwen3"] if family is HERMES else replace(family, think=THINK)
-    if family.name == "mistral" and "[ARGS]" in template:
-        return replace(family, named="[TOOL_CALLS]{name}[ARGS]")
-    if family.name == "deepseek_v3" and "```" not in template:
-        return replace(family, named=f"{DEEPSEEK}{{name}}<｜tool▁sep｜>")
-    return family
-
-
-FOREIGN = re.compile(
-    r"^[ \t]*(?:(?P<mistral>\[TOOL_CALLS\]\s*[\[\w])|(?P<hermes><tool_call>\s*\{)"
-    r"|(?P<llama_json><\|python_tag\|>\s*\{)|(?P<python_tag><\|python_tag\|>)"
-    r"|(?P<qwen3_coder><tool_call>\s*<function=\w)|(?P<function_tags><function[= ]\w)"
-    r"|(?P<glm4_5><tool_call>[\w.-]+\s*<arg_key>)|(?P<granite><\|tool_call\|>\s*\[)"
-    r"|(?P<kimi_k2><\|tool_calls_section_begin\|><)"
-    r"|(?P<gpt_oss>(?:<\|start\|>assistant)?<\|channel\|>[^\n]*to=functions\.)"
-    r"|(?P<deepseek_v3><｜tool▁calls?▁begin｜>))|\A\s*+(?:(?:```(?:json|tool_call)?\s*+)?(?:\[\s*+)?\{"
-    r'\s*(?:"type"\s*:\s*"function"\s*,\s*"function"\s*:\s*\{\s*)?"name"\s*:\s*"(?P<json>[^"]+)"'
-    r"|(?:```(?:python)?)?\s*+\[?(?P<pythonic>[\w.]+)\([^\n]*\)\s*\]?\s*(?:```\s*)?\Z)",
-    re.MULTILINE,
-)
-"""The start of a call in the formats of several models: a marker at the start of a line or, in
-formats without a marker, a tool's name at the start of the answer."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    family = next(each for each in FAMILIES.values() if all(m in template for m in each.markers))
+    is_whole = any(family.think) or THINK[0] not in template
+    return family if is_whole else replace(family, think=THINK)
 
 
 def foreign(text: str, known: Sequence[str]) -> str:
@@ -381,6 +260,6 @@ def foreign(text: str, known: Sequence[str]) -> str:
     """
     for found in FOREIGN.finditer(text):
         name = found.lastgroup or ""
-        if name not in ("json", "pythonic") or found[name] in known:
+        if name not in ("json", "pythonic") or found[f"{name}_tool"] in known:
             return name
     return ""

@@ -43,7 +43,8 @@ class Scanner:
         self.size = 0
         """Number of characters in `new`."""
         self.pieces: list[Piece] = []
-        is_read = has_calls or family.has_channels
+        self.has_channels = family.reader == "channel"
+        is_read = has_calls or self.has_channels
         self.openers = family.openers if is_read else ()
         self.first = [*(family.first if is_read else ()), *filter(None, family.think[:1])]
         self.words = [*self.openers, *(family.noise if is_read else ())]
@@ -81,7 +82,7 @@ class Scanner:
         return self._until(self.marker, self.words, is_end)
 
     def _thought(self, is_end: bool) -> bool:
-        if self.family.has_channels:
+        if self.has_channels:
             return self._until(self.marker, self.words, is_end)
         close = self.family.think[1]
         return self._until(re.compile(re.escape(close)), (close,), is_end)

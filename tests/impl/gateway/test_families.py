@@ -119,10 +119,25 @@ def test_family_of_a_template_without_calls_is_text() -> None:
     assert family_of(Tokenizer()).name == "text"
     Tokenizer.chat_template = "<think>"
     family = family_of(Tokenizer())
-    assert (family.name, family.think) == ("text", ("<think>", "</think>"))
+    assert (family.name, family.think) == ("text", ["<think>", "</think>"])
     assert family_of(Tokenizer(), "granite").name == "granite"
-    Tokenizer.chat_template = "[TOOL_CALLS][ARGS]"
-    assert family_of(Tokenizer()).opening("add") == "[TOOL_CALLS]add[ARGS]"
+
+
+def test_newer_templates_of_a_family_have_other_openings() -> None:
+    class Tokenizer:
+        chat_template = "[TOOL_CALLS][ARGS]"
+
+    family = family_of(Tokenizer())
+    assert family.opening("add") == "[TOOL_CALLS]add[ARGS]"
+    assert len(family.call_id(b"a")) == 9
+    assert read('[TOOL_CALLS]add[CALL_ID]abcdefgh1[ARGS]{"a": 1}', family)[1] == [
+        made("add", {"a": 1})
+    ]
+    Tokenizer.chat_template = "<｜tool▁calls▁begin｜>"
+    family = family_of(Tokenizer())
+    text = family.opening("add") + '{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    assert read(text, family) == ("", [made("add", {"a": 1})])
+    assert "function" not in text
 
 
 def test_unknown_family_is_refused() -> None:
