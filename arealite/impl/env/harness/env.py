@@ -64,9 +64,8 @@ class HarnessEnv(Env):
         check_constraints(config, AT)
         if len(config.ways) != 1:
             given = " and ".join(config.ways) or "none"
-            raise UserError(
-                f"env.harness: set exactly one of run, command and pull. It sets {given}."
-            )
+            what = f"env.harness sets {given} of run, command and pull"
+            raise UserError(f"{what}. Set exactly one of them.")
         self.seats = tuple(config.seats)
         self.scorer = make_reward(config.reward)
         self._is_scoring = False

@@ -117,7 +117,7 @@ async def test_cancelled_episode_ends_its_session() -> None:
     ("options", "words"),
     [
         ({}, "sets none of run, command and pull. Set exactly one"),
-        ({"run": "number", "command": ["true"]}, "sets run and command of run"),
+        ({"run": "number", "command": ["true"]}, "sets run and command of run, command"),
         ({"run": "nmber"}, "Unknown function 'nmber'"),
         ({"run": "one_parameter"}, "Write def solve(task, endpoint)."),
         ({"run": "nowhere.py:solve"}, "env.harness.run=nowhere.py:solve: no module of that name"),
