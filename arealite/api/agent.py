@@ -96,7 +96,9 @@ class Agent(ABC):
             request_id = f"{seat.episode_id}/{seat.name}/{turn.index}"
             what = request_id, seat.group_id, input_ids, sampling, None, seat.min_version
             store = partial(record.store_partial, turn)
-            turn.response = await self.client.generate(LLMRequest(*what, resumed, store, on_tokens))
+            known = turn.parent.end if turn.parent else 0
+            request = LLMRequest(*what, resumed, store, on_tokens, known)
+            turn.response = await self.client.generate(request)
             record.seconds_generating += time.perf_counter() - begin
         record.add(turn)
         return turn.response

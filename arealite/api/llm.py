@@ -71,6 +71,9 @@ class LLMRequest(msgspec.Struct, frozen=True):
     on_tokens: Callable[[list[int]], None] | None = None
     """Called with each new piece of sampled ids, in order, each token exactly once; makes the
     client stream. The tokens of `resumed` are not new."""
+    known: int = 0
+    """Number of the first tokens that are prompt and output of an earlier request. The client does
+    not check them again, which would take most of its time for a long prompt."""
 
 
 class LLMResponse(msgspec.Struct, frozen=True):

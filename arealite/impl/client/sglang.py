@@ -162,7 +162,8 @@ class SGLangClient(LLMClient):
         stream = None if request.on_tokens is None else wire.Stream(request)
         if stream is not None:
             params["stream_interval"] = wire.STREAM_INTERVAL
-        ids = request.input_ids + generation.output_ids
+        out = generation.output_ids
+        ids = request.input_ids + out if out else request.input_ids
         body = wire.encode_body(wire.Body(rid, ids, params, stream=stream is not None))
         generation.sent += 1
         try:

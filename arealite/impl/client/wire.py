@@ -93,8 +93,9 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
     ids = request.input_ids
     if not ids:
         raise GenerationRefused(f"{request.request_id}: the prompt is empty")
-    if vocab and (max(ids) >= vocab or min(ids) < 0):
-        what = f"token ids span {min(ids)} … {max(ids)}, the model has {vocab}"
+    new = ids[request.known :]
+    if vocab and new and (max(new) >= vocab or min(new) < 0):
+        what = f"token ids span {min(new)} … {max(new)}, the model has {vocab}"
         why = "the tokenizer does not belong to the model"
         raise GenerationRefused(f"{request.request_id}: {what}; {why}.")
     if context and len(ids) + request.sampling.max_new_tokens > context:
