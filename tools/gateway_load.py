@@ -6,6 +6,7 @@ Reads jobs as JSON lines from stdin, and writes a line of figures for each.
 from __future__ import annotations
 
 import asyncio
+import random
 import statistics
 import sys
 import time
@@ -33,6 +34,8 @@ class Job(msgspec.Struct):
     """Characters of the conversation before the first turn."""
     user: int = 50
     """Characters of each turn's message."""
+    pause_s: float = 0.0
+    """Mean time between an answer and the next request: the agent's tools, and a model's speed."""
     stream: bool = False
     timeout_s: float = 60.0
     ids: list[int] = []
@@ -99,9 +102,12 @@ def body_of(job: Job, messages: list[bytes]) -> bytes:
 
 async def lane(job: Job, number: int, result: Result, firsts: list[float]) -> None:
     """Send the requests of one client."""
+    draw = random.Random(number).uniform
     client, text = Client(job.url, job.keys[number]), "what is next? " * 20
     messages = [message("user", f"{number} " + "lorem ipsum " * (job.history // 12))]
     for turn in range(job.turns):
+        if job.pause_s:
+            await asyncio.sleep(draw(0, 2 * job.pause_s))
         if turn:
             messages.append(message("user", f"{turn} {text}"[: job.user]))
         body, begin = body_of(job, messages), time.perf_counter()
