@@ -266,6 +266,20 @@ def test_length_ends_each_api_in_its_own_words() -> None:
     assert [item["type"] for item in whole[RESPONSES]["output"]] == ["reasoning", "message"]
 
 
+def test_usage_counts_tokens_in_the_words_of_each_api() -> None:
+    answer = Answer("a1", "", "X", (), "stop", "", 11, 4, ANSWER.response)
+    bodies = {path: APIS[path].encode(request(path)[1], [answer], "policy") for path in BODIES}
+    usage = {path: json.loads(body)["usage"] for path, body in bodies.items()}
+    for path in (CHAT, COMPLETIONS):
+        assert usage[path].pop("prompt_tokens_details") == {"cached_tokens": 4}
+        assert usage[path] == {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
+    assert usage[RESPONSES]["input_tokens_details"]["cached_tokens"] == 4
+    assert (usage[RESPONSES]["input_tokens"], usage[RESPONSES]["total_tokens"]) == (11, 13)
+    # Anthropic's input_tokens are those that were not cached.
+    assert (usage[ANTHROPIC]["input_tokens"], usage[ANTHROPIC]["output_tokens"]) == (7, 2)
+    assert usage[ANTHROPIC]["cache_read_input_tokens"] == 4
+
+
 def test_stop_string_of_the_run_is_a_normal_end_for_anthropic_clients() -> None:
     api, made = request(ANTHROPIC)
     for stop, reason in (("STOP", "stop_sequence"), ("of the run", "end_turn")):

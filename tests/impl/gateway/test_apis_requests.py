@@ -260,6 +260,27 @@ def test_values_without_effect_are_accepted(path: str) -> None:
     assert decode(path, **nothing).n == 1
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_deep_json_is_refused(path: str) -> None:
+    body = json.dumps({**BODIES[path], "new": "HERE"}).encode()
+    with pytest.raises(ApiError) as caught:
+        APIS[path].decode(body.replace(b'"HERE"', DEEP))
+    assert caught.value.status == 400
+    if path != COMPLETIONS:
+        tools = b'{"name": "f", "parameters": {"deep": %b}}' % DEEP
+        with pytest.raises(ApiError):
+            APIS[path].decode(
+                json.dumps({**BODIES[path], "tools": ["X"]}).encode().replace(b'"X"', tools)
+            )
+        with pytest.raises(ApiError):
+            list(APIS[path].messages(b'{"role": "user", "content": "x", "new": %b}' % DEEP))
+
+
+def test_call_without_a_named_function_is_refused() -> None:
+    messages = [{"role": "assistant", "tool_calls": [{"id": "c9", "type": "custom"}]}]
+    assert "c9" in refusal(CHAT, messages=messages)
+
+
 def test_arguments_may_be_empty_or_an_object() -> None:
     for arguments, expected in (("", {}), ({"city": "x"}, {"city": "x"})):
         call = {"id": "c1", "function": {"name": "weather", "arguments": arguments}}
