@@ -78,6 +78,7 @@ def fold_choices(events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in events:
         for choice in event.pop("choices"):
             whole = choices[choice["index"]]
+            assert whole.get("finish_reason") is None, "an event after the end"
             for name, value in choice.pop("delta", {}).items():
                 if name == "tool_calls":
                     calls = whole["message"].setdefault(name, [])

@@ -47,10 +47,10 @@ class Messages(JsonApi):
             raise ApiError(400, "context_management: remove all edits but clear_thinking")
         if decode(ITEM, bytes(fields.messages[-1])).role == "assistant":
             raise ApiError(400, "the last message must not be the assistant's: send the user's")
-        choice, system = fields.tool_choice, {"role": "system", "content": fields.system}
+        choice = fields.tool_choice
         return self.request(
             fields,
-            [*map(dumps, [system] if fields.system else []), *map(bytes, fields.messages)],
+            [*shared.message("system", fields.system), *map(bytes, fields.messages)],
             is_parallel=not (isinstance(choice, Tool) and choice.disable_parallel_tool_use),
         )
 
@@ -63,14 +63,12 @@ class Messages(JsonApi):
     async def events(
         self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
     ) -> AsyncIterator[bytes]:
-        nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
-        nothing |= {"usage": {"input_tokens": 0, "output_tokens": 0}}
+        message = {**_head(id, request, model), "content": [], "stop_reason": None}
+        message |= {"stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
         async for step, block, delta in steps(deltas):
             event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
             if step == "begin":
-                yield sse(
-                    {"type": "message_start", "message": {**_head(id, request, model), **nothing}}
-                )
+                yield sse({"type": "message_start", "message": message})
             elif step == "start":
                 yield sse({**event, "content_block": _block(block, "")})
             elif step == "delta":
@@ -83,8 +81,7 @@ class Messages(JsonApi):
                     yield sse({**event, "type": "content_block_delta", "delta": signed})
                 yield sse(event)
             elif delta.answer:
-                usage = _usage(delta.answer)
-                stop = _stop(request, delta.answer)
+                usage, stop = _usage(delta.answer), _stop(request, delta.answer)
                 yield sse({"type": "message_delta", "delta": stop, "usage": usage})
                 yield sse({"type": "message_stop"})
 

@@ -25,21 +25,31 @@ class Block:
         return "".join(self.parts)
 
 
-def blocks_of(answer: Answer) -> Iterator[Block]:
-    """Yield the blocks of a whole answer."""
-    texts = [("thought", answer.thought), ("text", answer.text)]
-    made = [Block(kind, 0, None, [text]) for kind, text in texts if text]
-    made += [Block("call", 0, call, [call.arguments]) for call in answer.calls]
-    for index, block in enumerate(made):
-        block.index = index
-        yield block
+def blocks_of(answer: Answer, *, has_message: bool = False) -> Iterator[Block]:
+    """Yield the blocks of a whole answer.
+
+    Args:
+        answer: The answer.
+        has_message: An answer without text and calls gets an empty text.
+    """
+    made = [("thought", None, answer.thought)] if answer.thought else []
+    if answer.text or (has_message and not answer.calls):
+        made.append(("text", None, answer.text))
+    made += [("call", call, call.arguments) for call in answer.calls]
+    for index, (kind, call, text) in enumerate(made):
+        yield Block(kind, index, call, [text])
 
 
 Step = Literal["begin", "start", "delta", "stop", "end"]
 
 
-async def steps(deltas: AsyncIterator[Delta]) -> AsyncIterator[tuple[Step, Block, Delta]]:
-    """Yield the steps of an answer: its begin and end, and start, deltas and stop of each block."""
+async def steps(
+    deltas: AsyncIterator[Delta], *, has_message: bool = False
+) -> AsyncIterator[tuple[Step, Block, Delta]]:
+    """Yield the steps of an answer: its begin and end, and start, deltas and stop of each block.
+
+    `has_message` is as in `blocks_of`.
+    """
     block = None
     async for delta in deltas:
         if block is None:
@@ -55,4 +65,8 @@ async def steps(deltas: AsyncIterator[Delta]) -> AsyncIterator[tuple[Step, Block
             block.parts.append(text)
             yield "delta", block, delta
         if delta.answer:
+            if has_message and not delta.answer.text and not delta.answer.calls:
+                block.kind = "text"
+                yield "start", block, delta
+                yield "stop", block, delta
             yield "end", block, delta

@@ -52,9 +52,8 @@ class ChatCompletions(JsonApi):
         answers, calls = list[Answer](), Counter[int]()
         async for delta in deltas:
             unfinished = {"index": delta.index, "logprobs": None, "finish_reason": None}
-            end = self._end(request, delta.answer) if delta.answer else {}
-            for piece in self._pieces(delta, calls):
-                yield sse({**start, "choices": [{**unfinished, **piece, **end}]})
+            for piece in self._pieces(request, delta, calls):
+                yield sse({**start, "choices": [{**unfinished, **piece}]})
             answers += [delta.answer] if delta.answer else []
         if (request.options.stream_options or {}).get("include_usage"):
             yield sse({**start, "choices": [], "usage": _usage(answers)})
@@ -70,8 +69,10 @@ class ChatCompletions(JsonApi):
             message["tool_calls"] = [*map(_call, answer.calls)]
         return {"message": message}
 
-    def _pieces(self, delta: Delta, calls: Counter[int]) -> Iterator[dict[str, Any]]:
-        """Yield such fields for each event of a delta; `calls` counts tool calls by answer."""
+    def _pieces(
+        self, request: ChatRequest, delta: Delta, calls: Counter[int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the fields of a choice for each event of a delta; `calls` counts its calls."""
         index = delta.index
         if index not in calls:
             calls[index] = 0
@@ -80,11 +81,10 @@ class ChatCompletions(JsonApi):
             yield {"delta": {"tool_calls": [{"index": calls[index], **_call(delta.call)}]}}
             calls[index] += 1
         elif delta.text:
-            yield {
-                "delta": {"content" if delta.kind == "text" else "reasoning_content": delta.text}
-            }
+            name = "content" if delta.kind == "text" else "reasoning_content"
+            yield {"delta": {name: delta.text}}
         elif delta.answer:
-            yield {"delta": {}}
+            yield {"delta": {}, **self._end(request, delta.answer)}
 
     def _end(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         """Return the fields of a choice that are known at its end."""

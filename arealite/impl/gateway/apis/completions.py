@@ -43,9 +43,12 @@ class Completions(ChatCompletions):
     def _whole(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
-    def _pieces(self, delta: Delta, calls: Counter[int]) -> Iterator[dict[str, Any]]:
+    def _pieces(
+        self, request: ChatRequest, delta: Delta, calls: Counter[int]
+    ) -> Iterator[dict[str, Any]]:
         if delta.kind in ("text", "end"):
-            yield {"text": delta.text}
+            end = self._end(request, delta.answer) if delta.answer else {}
+            yield {"text": delta.text, **end}
 
     def _logprobs(self, texts: list[str], values: list[float]) -> dict[str, Any]:
         offsets = [0, *accumulate(map(len, texts))][: len(texts)]

@@ -15,12 +15,8 @@ from arealite.impl.gateway.apis.blocks import Block, Step, blocks_of, steps
 from arealite.impl.gateway.apis.shared import TEXT_FORMAT, Body, Count, JsonApi, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "thought": ("reasoning_text", {"content_index": 0}),
-    "text": ("output_text", {"content_index": 0, "logprobs": []}),
-    "call": ("function_call_arguments", {}),
-}
-"""Name and fields of the events of a block, by its kind."""
+KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+"""Name of the events of a block, by its kind."""
 ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "top_p")
 """Fields of a request that its response has, too."""
 
@@ -49,22 +45,17 @@ class Responses(JsonApi):
             raise ApiError(400, f"text.format is not supported: remove it. {shared.WHY}")
         if "message.output_text.logprobs" in (fields.include or ()):
             raise ApiError(400, "include: use /v1/chat/completions for logprobs")
-        system = [{"role": "system", "content": fields.instructions}]
-        user = [{"role": "user", "content": fields.input}]
-        new = user if isinstance(fields.input, str) else fields.input
-        items = [bytes(item) if isinstance(item, Raw) else dumps(item) for item in new]
+        text, rest = (fields.input, []) if isinstance(fields.input, str) else ("", fields.input)
+        new = [*shared.message("user", text), *map(bytes, rest)]
         return self.request(
             fields,
-            [*map(dumps, system if fields.instructions else ()), *items],
+            [*shared.message("system", fields.instructions), *new],
             previous=(fields.previous_response_id or "").removeprefix("resp_"),
         )
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         answer = answers[0]
-        blocks = [*blocks_of(answer)]
-        if _lacks_message(answer):
-            blocks.append(Block("text", len(blocks)))
-        items = [_item(request, answer.id, block) for block in blocks]
+        items = [_item(request, answer.id, block) for block in blocks_of(answer, has_message=True)]
         return dumps({**_begin(request, answer.id, model), "output": items, **_end(answer)})
 
     async def events(
@@ -76,33 +67,24 @@ class Responses(JsonApi):
             number = {"type": f"response.{kind}", "sequence_number": next(numbers)}
             return sse({**number, **fields})
 
-        async for step, block, delta in steps(deltas):
-            todo: list[Step] = [step]
+        async for step, block, delta in steps(deltas, has_message=True):
             if step == "begin":
-                todo = []
-                for kind in ("created", "in_progress"):
-                    yield event(kind, {"response": response})
+                yield event("created", {"response": response})
+                yield event("in_progress", {"response": response})
             elif step == "end" and delta.answer:
-                block.kind, response = "text", response | _end(delta.answer)
-                todo = ["start", "stop"] if _lacks_message(delta.answer) else []
-            for each in todo:
-                item = item if each == "delta" else _item(request, id, block)
-                for kind, fields in _events(each, block, item):
-                    yield event(kind, fields)
-                response["output"] += [item] if each == "stop" else []
-            if step == "end":
+                response |= _end(delta.answer)
                 yield event(response["status"], {"response": response})
+            else:
+                item = item if step == "delta" else _item(request, id, block)
+                for kind, fields in _events(step, block, item):
+                    yield event(kind, fields)
+                response["output"] += [item] if step == "stop" else []
 
     def failed(self, error: ApiError) -> bytes:
         about = {"code": error.code or "server_error", "message": error.message}
         response = {"id": f"resp_{uuid4().hex}", "object": "response", "status": "failed"}
         response |= {"error": about, "output": []}
         return sse({"type": "response.failed", "sequence_number": 0, "response": response})
-
-
-def _lacks_message(answer: Answer) -> bool:
-    """Return whether the answer is a thought alone. Clients expect a message or a call."""
-    return not answer.text and not answer.calls
 
 
 def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
@@ -113,7 +95,7 @@ def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
         item = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": name}
         item |= {"namespace": space} if space else {}
         return {**item, "arguments": block.text, "status": "completed"}
-    number, part = block.index or "", {"type": KINDS[block.kind][0], "text": block.text}
+    number, part = block.index or "", {"type": KINDS[block.kind], "text": block.text}
     if block.kind == "thought":
         item = {"type": "reasoning", "id": f"rs_{id}{number}", "summary": []}
     else:
@@ -124,9 +106,10 @@ def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
 
 def _events(step: Step, block: Block, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kind and fields of the events of one step of a block."""
-    name, fields = KINDS[block.kind]
-    index: dict[str, Any] = {"output_index": block.index}
-    place = {**index, "item_id": item["id"], **fields}
+    name, index = KINDS[block.kind], {"output_index": block.index}
+    place: dict[str, Any] = {**index, "item_id": item["id"]}
+    place |= {} if block.call else {"content_index": 0}
+    place |= {"logprobs": []} if block.kind == "text" else {}
     if step == "delta":
         yield f"{name}.delta", {**place, "delta": block.parts[-1]}
         return
@@ -156,18 +139,11 @@ def _begin(request: ChatRequest, id: str, model: str) -> dict[str, Any]:
 
 def _end(answer: Answer) -> dict[str, Any]:
     """Return the fields of a response that are known at its end."""
-    is_cut, tokens = answer.stop_reason == "length", shared.sampled(answer)
-    return {
-        "status": "incomplete" if is_cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "usage": {
-            "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": answer.cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answer.prompt_tokens + tokens,
-        },
-    }
+    prompt, tokens = answer.prompt_tokens, shared.sampled(answer)
+    cached = {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0}
+    usage = {"input_tokens": prompt, "input_tokens_details": cached, "output_tokens": tokens}
+    usage |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + tokens}
+    if answer.stop_reason == "length":
+        details = {"reason": "max_output_tokens"}
+        return {"status": "incomplete", "incomplete_details": details, "usage": usage}
+    return {"status": "completed", "incomplete_details": None, "usage": usage}

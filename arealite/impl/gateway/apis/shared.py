@@ -78,9 +78,7 @@ class JsonApi(Api):
     def __init__(self) -> None:
         self._refused = f"{REFUSED} {self.refused}".split()
         fields = [(name, Any, None) for name in self._refused]
-        body = msgspec.defstruct(
-            "Body", fields, bases=(self.request_type,), kw_only=True, frozen=True
-        )
+        body = msgspec.defstruct("Body", fields, bases=(self.request_type,), frozen=True)
         self._decoder = msgspec.json.Decoder(body)
 
     def body(self, data: bytes) -> Any:
@@ -174,6 +172,11 @@ def read_choice(choice: str | Tool | None, tools: Sequence[dict[str, Any]]) -> s
         fix = "Use auto, none, required, or the name of a function in tools"
         raise ApiError(400, f"tool_choice '{chosen.lstrip('=')}' is not possible. {fix}")
     return chosen
+
+
+def message(role: str, content: object) -> list[bytes]:
+    """Return a message as an item of the history; [] without content."""
+    return [dumps({"role": role, "content": content})] if content else []
 
 
 def sampled(*answers: Answer) -> int:
