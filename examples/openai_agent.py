@@ -2,8 +2,7 @@
 
     python3 examples/openai_agent.py model.path=/models/Qwen2.5-1.5B-Instruct
 
-`solve` plays one episode and returns its reward. The endpoint has the base URL and the API key of
-the episode. docs/tutorials/unmodified_agent.md explains it. On a laptop:
+`solve` plays one episode and returns its reward (docs/tutorials/unmodified_agent.md). On a laptop:
 
     python3 examples/openai_agent.py
 
@@ -14,12 +13,16 @@ import json
 import re
 from functools import cache
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAioHttpClient
 
 TEXT = {"type": "string", "description": "numbers with + - *"}
 PARAMETERS = {"type": "object", "properties": {"expression": TEXT}, "required": ["expression"]}
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": PARAMETERS}}
-connect = cache(AsyncOpenAI)  # the episodes share connections
+
+
+@cache
+def connect(url: str) -> AsyncOpenAI:  # once a worker; aiohttp is fast with many connections
+    return AsyncOpenAI(base_url=url, api_key="unused", http_client=DefaultAioHttpClient())
 
 
 def calculate(arguments: str) -> str:
@@ -29,13 +32,11 @@ def calculate(arguments: str) -> str:
 
 
 async def solve(task, endpoint):
-    shared = connect(base_url=endpoint.base_url, api_key="unused")
-    client = shared.with_options(api_key=endpoint.api_key)
+    client = connect(endpoint.base_url).with_options(api_key=endpoint.api_key)
     messages, calls = [{"role": "user", "content": task.prompt}], 0
     for _ in range(3):
-        answer = await client.chat.completions.create(
-            model=endpoint.model, messages=messages, tools=[TOOL]
-        )
+        options = {"model": endpoint.model, "tools": [TOOL]}
+        answer = await client.chat.completions.create(messages=messages, **options)
         messages.append(message := answer.choices[0].message)
         for call in message.tool_calls or []:
             content = calculate(call.function.arguments)
