@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,8 +56,8 @@ class Start(NamedTuple):
     """The beginning of a prompt."""
 
     base: Sample | None
-    kept: tuple[list[int], list[int]]
-    """Tokens that are taken from the tree: a prompt and an answer."""
+    kept: list[int]
+    """Tokens that are taken from the tree, in a list of its own."""
     rest: str
     """Text to tokenise."""
     text: str
@@ -125,7 +126,9 @@ class Conversation:
         item = Item(key_of(message), self._acceptable(message, prompt, output, stop))
         turns = prompt.base.turns + 1 if prompt.base else 1
         child = node.children[item.key] = self._child(node, self._exact(item))
-        sample = Sample(prompt, output, stop, item.message, child, prompt.text, turns)
+        start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
+        new, length = prompt.ids[start:] + output, len(prompt.ids) + len(output)
+        sample = Sample(own, new, length, stop, item.message, child, prompt.text, turns)
         child.samples.append(sample)
         self._samples[answer.id] = sample
 
@@ -262,12 +265,12 @@ class Conversation:
         opener = renderer.opening(start.text)
         empty = f"\n{renderer.family.think[1]}\n\n" if forced and opener else ""
         opening, rest = opener + empty + forced, start.rest + empty + forced
-        taken, last = sum(map(len, start.kept)), start.kept[1] or start.kept[0]
-        ids = renderer.encode(rest, last) if taken else first(renderer.tokenizer, rest)
-        end, count = renderer.encode(opening, ()), len(ids)
-        is_split = ids[count - len(end) :] == end
+        ids, taken = start.kept, len(start.kept)
+        new = renderer.encode(rest, ids) if taken else first(renderer.tokenizer, rest)
+        end, count = renderer.encode(opening, ()), len(new)
+        is_split = new[count - len(end) :] == end
         header = taken + count - len(end) if is_split else None
-        ids = start.kept[0] + (start.kept[1] + ids) if taken else ids
+        ids += new
         origin, text = Origin(taken, count, reason), start.text.removesuffix(opener)
         return Prompt(ids, origin, opening, node, start.base, text, header)
 
@@ -330,17 +333,18 @@ class Conversation:
             if found == good:
                 break
             good, has_header = found, False
-        text, prompt = text[at:], chain[good].prompt
+        text, sample = text[at:], chain[good]
+        prompt = sample.prompt
         start = self._after(chain[good - 1], text) if good else _anew(text)
         if not has_header or prompt.header is None or not text.startswith(prompt.text):
             return start
-        kept, rest = (prompt.ids[: prompt.header], []), text[len(prompt.text) :]
+        kept, rest = sample.ids[: prompt.header], text[len(prompt.text) :]
         return start._replace(kept=kept, rest=rest)
 
     def _after(self, base: Sample, text: str) -> Start:
         turn = self.renderer.ending(base.node.kinds & TOOLS, base.message).turn
         rest = self.renderer.remaining(text, base.stop, turn)
-        return Start(base, (base.prompt.ids, base.output), rest, text)
+        return Start(base, base.ids, rest, text)
 
     def _whole(self, node: Node, answers: Sequence[Sample], tools: Sequence[Any]) -> str:
         """Render a conversation with stand-ins for some answers."""
@@ -372,7 +376,7 @@ class Conversation:
 
 
 def _anew(text: str) -> Start:
-    return Start(None, ([], []), text, text)
+    return Start(None, [], text, text)
 
 
 async def _run(size: int, function: Callable[..., Prompt], *args: object) -> Prompt:

@@ -84,8 +84,11 @@ class Sample:
     """A sampled answer."""
 
     prompt: Prompt
-    output: list[int]
-    """The sampled tokens."""
+    """Without its ids."""
+    new: list[int]
+    """Tokens of prompt and answer after those of `prompt.base`."""
+    length: int
+    """Number of tokens of prompt and answer."""
     stop: str
     """Text of the special token that ended the answer; "" if there is none."""
     message: ChatMessage
@@ -96,6 +99,17 @@ class Sample:
     turns: int
     """Number of answers in prompt and answer."""
     is_continued: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        """A new list of the tokens of prompt and answer.
+
+        A list for each answer would take quadratic memory in the number of turns.
+        """
+        ids = list[int]()
+        for each in self.chain():
+            ids += each.new
+        return ids
 
     def chain(self) -> list[Sample]:
         """Return the answers whose tokens the prompt of this one has, and this one."""
