@@ -33,6 +33,7 @@ from arealite.impl.gateway.tree import (
     renamed_ids,
 )
 from arealite.system.data.chats import tokenize
+from arealite.system.data.forms import tool_calls
 
 LONG = 2000
 """Texts with more characters are rendered and tokenised in a thread."""
@@ -137,7 +138,8 @@ class Conversation:
     ) -> ChatMessage:
         """Return an answer in a form that the template accepts, at worst as its whole text."""
         kinds = prompt.node.kinds & TOOLS if prompt.node else 0
-        for tried in (message, {**message, "reasoning_content": ""}):
+        bare = {**message, "reasoning_content": ""}
+        for tried in (message, bare, {**bare, "tool_calls": tool_calls(message)[:1]}):
             with suppress(ApiError):
                 self.renderer.ending(kinds, tried)
                 return self.renderer.prepare(tried)

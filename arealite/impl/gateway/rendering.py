@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -70,7 +71,8 @@ class Renderer:
         schema = {"type": "object", "properties": {}, "required": []}
         tool = {"name": self._number("F", 0), "description": "", "parameters": schema}
         self._tools = [{"type": "function", "function": tool}]
-        self._is_json_text = "tool_calls" in source and self._refuses_objects()
+        self._is_json_text = False
+        self._is_json_text = "tool_calls" in source and self._needs_json()
 
     def encode(self, text: str, before: Sequence[int]) -> list[int]:
         """Tokenise text that follows the tokens `before`."""
@@ -83,9 +85,11 @@ class Renderer:
 
     def prepare(self, message: ChatMessage) -> ChatMessage:
         """Return a message in the form that the template needs."""
-        made = {**message, "content": message.get("content") or ""}
-        if message.get("reasoning_content"):
-            made["thinking"] = message["reasoning_content"]
+        made = {key: each for key, each in message.items() if each} | {
+            "content": message.get("content") or ""
+        }
+        if thought := message.get("reasoning_content"):
+            made["thinking"] = thought
         if message["role"] == "developer" and not self.has_developer:
             made["role"] = "system"
         if self._is_json_text and (calls := tool_calls(message)):
@@ -116,15 +120,16 @@ class Renderer:
         source = self.tokenizer.get_chat_template(tools=[{}] if has_tools else None)
         return chat_template_utils._compile_jinja_template(source)  # pyright: ignore
 
-    def _refuses_objects(self) -> bool:
+    def _needs_json(self) -> bool:
         """Return whether the template needs the arguments of calls as JSON text."""
-        self._is_json_text = False
-        answer = self.stand_in({"tool_calls": [_call(self._id)], "content": ""}, 0)
-        try:
-            text = self.render([*self._past(0), answer], (), is_prompt=False)
-        except ApiError:
-            return True
-        return f"'{self._number('A', 0)}'" in text  # Python's form of a dictionary
+        mark = self._number("A", 0)
+        for self._is_json_text in (False, True):
+            answer = self.stand_in({"tool_calls": [_call(self._id)], "content": ""}, 0)
+            with suppress(ApiError):
+                text = self.render([*self._past(0), answer], (), is_prompt=False)
+                if mark in text and repr({"a": mark}) not in text:
+                    return self._is_json_text
+        return False
 
     # ------------------------------------------------------------ stand-ins
 
@@ -162,7 +167,7 @@ class Renderer:
         """Return how the template ends an answer of this form.
 
         Raises:
-            ApiError: 400: the template refuses such answers.
+            ApiError: 400: the template refuses such answers, or leaves out their calls.
         """
         calls, has_thought = tool_calls(message), bool(message.get("reasoning_content"))
         found = self._ending(kinds, bool(message["content"]), has_thought, len(calls))
@@ -176,7 +181,9 @@ class Renderer:
         past, tools = self._past(kinds), self._tools if kinds & TOOLS else ()
         marks = self._marks.findall(self.render(past, tools))
         text = self.render([*past, answer], tools, is_prompt=False)
-        tail = text.partition(self._number("A", 0))[2]
+        _, mark, tail = text.partition(self._number("A", 0))
+        if not mark:
+            raise ApiError(400, "The model's chat template does not render such messages.")
         if not calls:
             return Ending(marks, "", tail)
         found = self._turn_end.search(tail)
