@@ -84,7 +84,7 @@ class HarnessEnv(Env):
         return arithmetic(config.arithmetic, split=split, seed=seed)
 
     async def setup(self) -> None:
-        """Start the gateway, and check the sandbox."""
+        """Start the gateway, and prepare the folder of programs."""
         if self.config.pull:
             self.gateway.lease = self._lease
         await self.gateway.start()
@@ -103,7 +103,7 @@ class HarnessEnv(Env):
             what = "the agent of env.type=harness needs the model of a run"
             raise UserError(f"{what}. Use `arealite train`, `eval` or `collect`.")
         session, scores = self.gateway.open(task, agents), dict[str, Score]()
-        acted = dict[str, Agent]()
+        acted, stats = dict[str, Agent](), session.stats
         try:
             async with self._play(task, session) as (result, finished):
                 await session.close()  # first: it drops turns that the agent did not receive
@@ -112,7 +112,11 @@ class HarnessEnv(Env):
                     raise HarnessFailed("the agent made no request to its endpoint's base_url")
                 begin = time.perf_counter()
                 scores = await self._scores(task, session, result, finished)
-                next(iter(acted.values())).record.seconds_scoring += time.perf_counter() - begin
+                first = next(iter(acted.values())).record
+                first.seconds_scoring += time.perf_counter() - begin
+                first.reward_parts["malformed_calls"] = float(stats["malformed_calls"])
+                branches = [count for name, count in stats.items() if name.startswith("branches_")]
+                first.reward_parts["branches"] = float(sum(branches))
         except HarnessFailed:
             if session.error is None:
                 raise

@@ -15,6 +15,7 @@ from arealite.api.harness_config import HarnessConfig
 from arealite.api.llm import LLMRequest
 from arealite.api.reward import RewardConfig
 from arealite.api.rollout_messages import Episode
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.impl.rollout.collector import Collector
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease, tokenizer
@@ -22,6 +23,8 @@ from tests.fakes.experiment import experiment, lease, tokenizer
 AGENTS = Path(__file__).with_name("agents.py")
 EXACT = RewardConfig(type="exact_match")
 EOS = 2
+COUNTED = ("malformed_calls", "branches")
+"""Parts that the environment itself reports."""
 
 
 def answer(text: str) -> Any:
@@ -63,6 +66,11 @@ async def play(script: Any = None, *, truth: Any = "2", columns: Any = None, **o
     work = structs.replace(work, task=structs.replace(work.task, columns=columns or {}))
     async with collecting(script, **o) as made:
         return (await made.run(work, 0))[0]
+
+
+def rewarded(header: TrajectoryHeader) -> tuple[float, dict[str, float]]:
+    """Return the reward and the agent's own parts."""
+    return header.reward, {n: v for n, v in header.reward_parts.items() if n not in COUNTED}
 
 
 async def failed(kind: str, *args: Any, **options: Any) -> str:

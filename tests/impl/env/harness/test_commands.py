@@ -23,7 +23,7 @@ def test_eval_rewards_samples_by_the_agent(tmp_path: Path, monkeypatch, capsys) 
     assert command(f"{HARNESS}.run={AGENTS}:row", "n=2", env="harness") == 0, command.out
     file = tmp_path / "runs/arealite/trial/eval/eval.json"
     (row,) = json.loads(file.read_text())["results"]
-    assert (row["samples"], row["reward"]["mean"], row["parts"]) == (4, 2.0, {"right": 1.0})
+    assert (row["samples"], row["reward"]["mean"], row["parts"]["right"]) == (4, 2.0, 1.0)
 
 
 def test_collect_writes_the_tokens_of_the_agents_turns(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -14,7 +14,7 @@ from arealite.impl.env.harness.env import HarnessEnv
 from arealite.impl.rollout.collector import Collector
 from tests.fakes.client import ScriptedClient
 from tests.fakes.experiment import lease, tokenizer
-from tests.impl.env.harness.harnesses import answer, collecting, configured, failed, play
+from tests.impl.env.harness.harnesses import answer, collecting, configured, failed, play, rewarded
 
 
 async def test_reward_of_a_function_belongs_to_its_sampled_turn() -> None:
@@ -45,7 +45,7 @@ async def test_result_is_a_number_or_parts_or_an_answer_to_score(
     result: Any, reward: float, parts: dict[str, float]
 ) -> None:
     (header,) = (await play(run="row", columns={"result": result})).headers
-    assert (header.reward, header.reward_parts) == (reward, parts)
+    assert rewarded(header) == (reward, parts)
 
 
 @pytest.mark.parametrize("result", [(1.0, {}), {"right": "yes"}, {"value": 1.0}, [1.0]])
@@ -81,7 +81,7 @@ async def test_error_of_the_servers_is_not_the_agents() -> None:
 
 async def test_seats_get_their_own_rewards() -> None:
     episode = await play(run="duel", seats=["x", "o"])
-    rewards = {header.seat: (header.reward, header.reward_parts) for header in episode.headers}
+    rewards = {header.seat: rewarded(header) for header in episode.headers}
     assert rewards == {"x": (1.0, {}), "o": (-1.0, {"lost": 1.0})}
 
 
@@ -92,7 +92,7 @@ async def test_seat_that_did_not_ask_has_no_trajectory() -> None:
 
 async def test_posted_reward_wins_over_the_reward_function() -> None:
     (header,) = (await play(answer("3"), run="posting")).headers
-    assert (header.reward, header.reward_parts) == (0.25, {"style": 2.0})
+    assert rewarded(header) == (0.25, {"style": 2.0})
 
 
 @pytest.mark.parametrize(

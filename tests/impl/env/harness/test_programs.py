@@ -21,7 +21,7 @@ import uvloop
 from arealite.base.errors import UserError
 from arealite.impl.env.harness.env import HarnessEnv
 from tests.fakes.experiment import lease
-from tests.impl.env.harness.harnesses import AGENTS, answer, collecting, failed, play
+from tests.impl.env.harness.harnesses import AGENTS, answer, collecting, failed, play, rewarded
 from tests.impl.sandbox.sandboxes import cell
 from tests.waiting import eventually, has_exited, until
 
@@ -98,7 +98,7 @@ async def test_reward_is_read_from_a_file(
     options: dict[str, Any], text: str, reward: float, parts: dict[str, float]
 ) -> None:
     (header,) = (await play(**with_code(options, REWARD.format(text)))).headers
-    assert (header.reward, header.reward_parts) == (reward, parts)
+    assert rewarded(header) == (reward, parts)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_reward_function_gets_the_output_and_the_folder(tmp_path: Path) ->
     code = "open('made.txt', 'w').write('four')"
     made = with_code({"command": PROGRAM}, code, reward=reward)
     (header,) = (await play(**made)).headers
-    assert (header.reward, header.reward_parts) == (4.0, {"made": 4.0})
+    assert rewarded(header) == (4.0, {"made": 4.0})
 
 
 @in_a_workers_loop
