@@ -29,7 +29,7 @@ from arealite.base.config import check_constraints
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_function
 from arealite.impl.env.adapters.blocking import Threads
-from arealite.impl.env.harness.programs import Finished, HarnessFailed, Programs
+from arealite.impl.env.harness.programs import AT, Finished, HarnessFailed, Programs
 from arealite.impl.env.tools import arithmetic
 from arealite.impl.env_server.wire import read_token
 from arealite.impl.gateway.gateway import Gateway
@@ -38,7 +38,6 @@ from arealite.impl.rollout.failures import root_error
 
 logger = log.get(__name__)
 
-AT = "env.harness."
 THREADS = 256
 """Concurrent calls of a function that is not async, in one worker."""
 

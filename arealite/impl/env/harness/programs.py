@@ -33,6 +33,7 @@ from arealite.impl.sandbox.process import bubblewrap, spawn, stop
 if TYPE_CHECKING:
     from arealite.impl.gateway.session import Endpoint
 
+AT = "env.harness."
 KEPT = 1 << 16
 """Bytes at the end of a program's stdout and stderr that are kept."""
 SHOWN_LINES = 8
@@ -67,13 +68,15 @@ class Finished:
 
     def read(self, name: str) -> str | None:
         """Return the text of a file in the folder; None if there is no such regular file."""
-        with suppress(OSError):
-            # A program could leave a pipe, which blocks, or a link to another file.
+        try:  # a program could leave a pipe, which blocks, or a link to another file
             file = os.open(self.folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-            with open(file, "rb") as opened:
-                if stat.S_ISREG(os.fstat(file).st_mode):
-                    return opened.read(MAX_FILE).decode(errors="replace")
-        return None
+        except OSError:
+            return None
+        try:
+            is_file = stat.S_ISREG(os.fstat(file).st_mode)
+            return os.read(file, MAX_FILE).decode(errors="replace") if is_file else None
+        finally:
+            os.close(file)
 
 
 class Programs:
@@ -144,7 +147,7 @@ class Programs:
             if name not in known and name[0] != "{":
                 why = unknown("placeholder", name, [*known])
                 raise UserError(
-                    f"env.harness.command: {why} For the text itself, write {{{{{name}}}}}."
+                    f"{AT}command: {why} {{{{{name}}}}} stands for the text {{{name}}}."
                 )
             return str(known.get(name, name))
 
@@ -152,12 +155,10 @@ class Programs:
 
     def _environment(self, endpoint: Endpoint, folder: str) -> dict[str, str]:
         """Return the environment of a program: few variables of the worker, and its endpoint."""
+        session = f"{endpoint.base_url}/rl/sessions/current"
         own = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        own |= {
-            "HOME": folder,
-            "TASK": f"{folder}/task.json",
-            "AREALITE_TASK": f"{folder}/task.json",
-        }
+        own["HOME"], own["TASK"] = folder, f"{folder}/task.json"
+        own["AREALITE_TASK"], own["AREALITE_SESSION"] = own["TASK"], session
         for api, url in (("OPENAI", endpoint.base_url), ("ANTHROPIC", endpoint.anthropic_base_url)):
             own |= {f"{api}_BASE_URL": url, f"{api}_API_KEY": endpoint.api_key}
             own[f"{api}_MODEL"] = endpoint.model

@@ -137,6 +137,19 @@ async def test_reward_function_gets_the_output_and_the_folder(tmp_path: Path) ->
 
 
 @in_a_workers_loop
+async def test_program_posts_its_reward_and_gets_the_ground_truth(options: dict[str, Any]) -> None:
+    code = """\
+        key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        task = json.load(open(os.environ["TASK"]))
+        data = json.dumps({"reward": float(task["ground_truth"])}).encode()
+        url = os.environ["AREALITE_SESSION"] + "/reward"
+        urllib.request.urlopen(urllib.request.Request(url, data, key)).read()
+    """
+    (header,) = (await play(**with_code(options, code, reward_from="posted"))).headers
+    assert header.reward == 2.0
+
+
+@in_a_workers_loop
 async def test_failing_program_is_reported_with_its_last_lines(options: dict[str, Any]) -> None:
     made = with_code(options, "raise ValueError('bad plan')")
     detail = await failed("harness_failed", **made)
