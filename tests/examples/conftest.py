@@ -24,7 +24,7 @@ from tools import lesson
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 600.0
 """Time limit for work of 15 s on an idle machine; see tests/waiting.py."""
-STEPS = {"calculator": 200}
+STEPS = {"calculator": 200, "foreign_agent": 200}
 """Warm-up steps, by default 60: enough for some right answers, which learning needs."""
 Example = Callable[..., Finished]
 

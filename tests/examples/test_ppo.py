@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,16 @@ def test_tool_use_calls_tools(example: Example) -> None:
     for line in trained(example("tool_use", of="calculator")):
         assert line["reward/parts/tool_calls"] > 0
         assert line["episode/turns_mean"] > 1, "a call is answered, and the answer read"
+
+
+@pytest.mark.parametrize("name", ["openai_agent", "messages_agent", "langgraph_agent"])
+def test_foreign_agents_call_their_tool(example: Example, name: str) -> None:
+    if name == "langgraph_agent" and find_spec("langgraph") is None:
+        pytest.skip("langgraph is not installed: make test-agents")
+    for line in trained(example(name, of="foreign_agent")):
+        assert line["reward/parts/tool_calls"] > 0
+        assert line["episode/turns_mean"] > 1, "a call is answered, and the answer read"
+        assert line["reward/parts/branches"] == 0, "each conversation is one segment"
 
 
 def test_several_environments_train_both_parts(example: Example) -> None:
