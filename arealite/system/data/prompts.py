@@ -66,6 +66,8 @@ def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
     """
     has_template = has_chat_template(config.model.path)
     collector = config.trainer.ppo.collector
+    if all(part.env.type == "harness" for part in collector.parts.values()):
+        return ""  # its agent writes the prompts
     seats = [agent for part in collector.parts.values() for agent in part.seats.values()]
     for agent in (collector.agent, *seats):
         key = f"trainer.ppo.collector.agent.{agent.type}.use_chat_template"
