@@ -36,7 +36,7 @@ class Record(msgspec.Struct):
     """Unfinished generations at their last interruption, by index."""
     tree: Tree = msgspec.field(default_factory=Tree)
     recorded: list[StoredTurn] = []
-    """Generations of an earlier attempt, whose worker crashed; `begin` reuses each once."""
+    """Generations of an earlier attempt, by index, whose worker crashed; each is reused once."""
     next_index: int = 0
     resumed_tokens: int = 0
     """Tokens taken from `recorded` instead of a server."""
@@ -50,7 +50,8 @@ class Record(msgspec.Struct):
     """Filled by environments that wait for a reward function."""
 
     def __post_init__(self) -> None:
-        self.next_index = 1 + max([stored.index for stored in self.recorded], default=-1)
+        if self.recorded:
+            self.next_index = 1 + self.recorded[-1].index
 
     def begin(
         self, input_ids: list[int], sampling: SamplingConfig, origin: Origin | None = None

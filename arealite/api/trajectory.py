@@ -118,6 +118,18 @@ def encode_segments(segments: list[Segment]) -> bytes:
     return _encoder.encode(segments)
 
 
+class _Receipts(msgspec.Struct):
+    turns: list[TurnReceipt] = []
+
+
+_receipts = msgspec.msgpack.Decoder(list[_Receipts])
+
+
+def decode_receipts(payload: bytes) -> list[TurnReceipt]:
+    """Return the receipts of all segments, without their tokens; [] of an older AReaLite."""
+    return [turn for segment in _receipts.decode(payload) for turn in segment.turns]
+
+
 def decode_segments(payload: bytes | memoryview) -> list[Segment]:
     """Unpack a payload frame.
 

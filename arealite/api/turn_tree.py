@@ -8,33 +8,33 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
+
 from arealite.api.turns import Turn, arrays, blake2b
 
 RECENT = 32
 """Number of unextended turns of a seat whose tokens are kept in memory as one list."""
 
 
-class Tree:
+class Tree(msgspec.Struct):
     """The turns of one seat: each extends the longest earlier turn that its prompt begins with."""
 
-    def __init__(self) -> None:
-        self.recent: list[Turn] = []
-        """The last turns that no turn extends: their tokens are compared."""
-        self.earlier: dict[tuple[bytes, float], Turn] = {}
-        """All other turns by the digest of their tokens, and their temperature."""
+    recent: list[Turn] = []
+    """The last turns that no turn extends: their tokens are compared."""
+    earlier: dict[tuple[bytes, float], Turn] = {}
+    """All other turns by the digest of their tokens, and their temperature."""
 
     def place(self, turn: Turn) -> None:
         """Find the parent of a turn, and compute its prompt's digest."""
-        ids, temperature, at = turn.tokens, turn.temperature, 0
+        ids, parent, at = turn.tokens, None, 0
+        turn.start = size = len(ids)
         for tip in self.recent:
-            end = tip.end
-            is_near = at < end <= len(ids) and ids[end - 1] == tip.tokens[-1]
-            if is_near and tip.temperature == temperature and ids[:end] == tip.tokens:
-                turn.parent, at = tip, end
-        turn.start = len(ids)
-        turn.state = turn.parent.state.copy() if turn.parent else blake2b()
-        turn.added = array("i", ids[at:]).tobytes()
-        if turn.parent is None and self.earlier:
+            is_near = at < tip.end <= size and ids[tip.end - 1] == tip.tokens[-1]
+            if is_near and ids[: tip.end] == tip.tokens and tip.temperature == turn.temperature:
+                parent, at = tip, tip.end
+        turn.parent, turn.state = parent, parent.state.copy() if parent else blake2b()
+        turn.added = array("i", ids[at:] if at else ids).tobytes()
+        if parent is None and self.earlier:
             self._branch(turn)
         else:
             turn.state.update(turn.added)
@@ -54,16 +54,23 @@ class Tree:
 
     def add(self, turn: Turn) -> None:
         """Add a placed turn whose response has arrived."""
-        turn.sampled = arrays(turn.response)
-        turn.answer = blake2b(b"".join(turn.sampled)).digest()
-        turn.state.update(turn.sampled[0])
+        turn.sampled = sampled = arrays(turn.response)
+        turn.answer = blake2b(b"".join(sampled)).digest()
+        turn.state.update(sampled[0])
         turn.tokens = turn.tokens + turn.response.output_ids
         turn.end = len(turn.tokens)
-        self.recent.append(turn)
-        for tip in [tip for tip in self.recent if tip is turn.parent] or self.recent[:-RECENT]:
-            self.recent.remove(tip)
-            self.earlier[tip.state.digest(), tip.temperature] = tip
-            tip.tokens, tip.state = [], None
+        recent = self.recent
+        recent.append(turn)
+        if turn.parent in recent:
+            self._forget(turn.parent)
+        elif len(recent) > RECENT:
+            self._forget(recent[0])
+
+    def _forget(self, turn: Turn) -> None:
+        """Drop the tokens of a turn; keep their digest."""
+        self.recent.remove(turn)
+        self.earlier[turn.state.digest(), turn.temperature] = turn
+        turn.tokens, turn.state = [], None
 
     def drop(self, turn: Turn) -> None:
         """Remove a turn: no later turn extends it."""

@@ -299,17 +299,17 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
             turn.tokens, turn.parent = turn.input_ids, None
             tree.place(turn)
             tree.add(turn)
-    rows, kept = dict[Turn, list[tuple[Turn, TurnReceipt]]](), {*turns}
+    rows: dict[Turn, list[tuple[Turn, TurnReceipt]]] = {}
+    kept = {*turns}
     for turn in turns:
         parent, origin = turn.parent, turn.origin
         while parent is not None and parent not in kept:  # its answer was dropped
             parent = parent.parent
         row = rows.pop(parent, []) if parent else []
         reason = "" if row else _branch(turn, is_first=turn is turns[0])
-        taken = min(origin.taken, turn.start) if origin else parent.end if parent else 0
-        length = turn.end - turn.start
-        receipt = TurnReceipt(turn.start, length, taken, reason, turn.prompt, turn.answer)
-        row.append((turn, receipt))
+        start, length = turn.start, turn.end - turn.start
+        taken = min(origin.taken, start) if origin else parent.end if parent else 0
+        row.append((turn, TurnReceipt(start, length, taken, reason, turn.prompt, turn.answer)))
         rows[turn] = row
     return [_segment(row) for row in rows.values()]
 
@@ -324,7 +324,9 @@ def _branch(turn: Turn, *, is_first: bool) -> str:
 def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:
     """Return the segment of turns that extend each other; the last turn has the tokens of all."""
     last, at = row[-1][0], 0
-    masks, logprobs, versions = list[bytes](), list[bytes](), list[bytes]()
+    masks: list[bytes] = []  # list[bytes]() takes 0.3 µs more
+    logprobs: list[bytes] = []
+    versions: list[bytes] = []
     rewards = array("f", bytes(4 * last.end))
     for turn, _ in row:
         before = turn.start - at
@@ -333,7 +335,7 @@ def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:
         versions += b"\xff" * (4 * before), turn.sampled[2]
         at = turn.end
         rewards[at - 1] += turn.reward
-    mask, logprobs, versions = map(b"".join, (masks, logprobs, versions))
+    mask, logprob, version = map(b"".join, (masks, logprobs, versions))
     tokens, receipts = last.raw_prompt + last.sampled[0], [receipt for _, receipt in row]
-    told = tokens, mask, logprobs, versions, rewards.tobytes(), last.temperature
+    told = tokens, mask, logprob, version, rewards.tobytes(), last.temperature
     return Segment(*told, turns=receipts)

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from arealite.api.trajectory import decode_receipts
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
@@ -273,6 +274,8 @@ class Audit:
                 what = "payloads differ from their checksum"
             elif not is_unusable and (different := find_mismatch(h, payload)):
                 what = f"payloads differ from their header ({different})"
+            else:
+                self._count_turns(payload, tally)
             tally[f"tokens {state}"] += row[5]
             tally["newest"] = max(tally["newest"], h.newest_version + 1)
             if step is not None and state in IN_STATE["trained"]:
@@ -284,6 +287,16 @@ class Audit:
             what = f"trajectories that cannot be read ({error})"
         if what:
             self.problems["broken"][what].append(name)
+
+    @staticmethod
+    def _count_turns(payload: bytes, tally: Counter[str]) -> None:
+        """Count the turns of a payload, the origin of their prompts' tokens, and branches."""
+        for turn in decode_receipts(payload):
+            tally["turns"] += 1
+            tally["taken"] += turn.taken
+            tally["rendered"] += turn.start - turn.taken
+            if turn.reason not in ("", "first"):
+                tally[f"branch {turn.reason}"] += 1
 
     def _check_file(self, saved: int) -> None:
         """Compare the tables with `heads` and the newest checkpoint; if full, check the file."""
@@ -320,10 +333,21 @@ class Audit:
             interrupted=now["interrupted"],
             weight_versions=max(each["newest"] for each in self.found),
             max_staleness=max(each["staleness"] for each in self.found),
+            turns=self._turns(),
             notes=[*self._notes()],
             mark=mark,
             **found,
         )
+
+    def _turns(self) -> str:
+        """Return the line of the certified turns; "" without any."""
+        now, found = self.now, Counter(self._named("branch "))
+        if not now["turns"]:
+            return ""
+        reasons = ", ".join([f"{reason} {count}" for reason, count in found.most_common()])
+        branches = f"{found.total()} branches" + (f" ({reasons})" if reasons else "")
+        tokens = f"{now['taken']} tokens taken, {now['rendered']} rendered anew"
+        return f"{now['turns']} turns certified: {tokens}, {branches}"
 
     def _notes(self) -> Iterator[str]:
         if self.dropped:

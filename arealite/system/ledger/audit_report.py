@@ -61,6 +61,9 @@ class AuditReport:
     """Records that were used twice."""
     broken: list[str] = field(default_factory=list[str])
     """Other problems: trained tokens too old, rows that differ from their checksums, damage."""
+    turns: str = ""
+    """Summary of the receipts: each trained token was sampled under that prefix, by that version;
+    "" without receipts."""
     notes: list[str] = field(default_factory=list[str])
     """Records that this audit did not check, with the reason; not a problem."""
     mark: str = field(default="", repr=False)
@@ -90,6 +93,7 @@ class AuditReport:
             problems: list[str] = getattr(self, name)
             lines.append(f"{name:<28}{len(problems):>12}")
             lines += [f"  {problem}" for problem in problems]
+        lines += [self.turns] if self.turns else []
         lines += self.notes
         verdict = "balanced: nothing lost, nothing repeated" if self.ok else "OUT OF BALANCE"
         return "\n".join([*lines, verdict])
