@@ -274,7 +274,7 @@ class Audit:
                 what = "payloads differ from their checksum"
             elif not is_unusable and (different := find_mismatch(h, payload)):
                 what = f"payloads differ from their header ({different})"
-            else:
+            elif not is_unusable:
                 self._count_turns(payload, tally)
             tally[f"tokens {state}"] += row[5]
             tally["newest"] = max(tally["newest"], h.newest_version + 1)
