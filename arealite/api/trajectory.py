@@ -125,9 +125,9 @@ class _Receipts(msgspec.Struct):
 _receipts = msgspec.msgpack.Decoder(list[_Receipts])
 
 
-def decode_receipts(payload: bytes) -> list[TurnReceipt]:
-    """Return the receipts of all segments, without their tokens; [] of an older AReaLite."""
-    return [turn for segment in _receipts.decode(payload) for turn in segment.turns]
+def decode_receipts(payload: bytes) -> list[list[TurnReceipt]]:
+    """Return the receipts of each segment, without its tokens."""
+    return [segment.turns for segment in _receipts.decode(payload)]
 
 
 def decode_segments(payload: bytes | memoryview) -> list[Segment]:

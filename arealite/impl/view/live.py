@@ -66,7 +66,7 @@ class LiveRun:
             return msgspec.json.encode({"state": state, "version": self._version, "about": about})
         if version != self._version:
             return b""
-        return self._pack(version, int(name[1:]))["txw".index(name[0])]
+        return self._pack(version, int(name[1:]))["txrw".index(name[0])]
 
     def _renew(self, shot: Snapshot) -> None:
         """Read the run's data if there is a new step. Before step 1, the data are small."""
@@ -82,7 +82,7 @@ class LiveRun:
         now = time.monotonic()
         self._due = now + max(PERIOD_S, (now - began) / SHARE)
 
-    def _read_chunk(self, version: str, number: int) -> tuple[bytes, bytes, bytes]:
+    def _read_chunk(self, version: str, number: int) -> tuple[bytes, ...]:
         chunks = report_rows.Chunks(self._paths)
         packed = chunks.pack(self._chunks[number])
         return *packed, msgspec.json.encode(report.words(chunks, self._vocabulary))

@@ -76,7 +76,7 @@ def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
     file.write(page(about["name"], about))
     chunks = report_rows.Chunks(paths)
     for number, chunk in enumerate(report_rows.cut(rows)):
-        for name, packed in zip("tx", chunks.pack(chunk), strict=True):
+        for name, packed in zip("txr", chunks.pack(chunk), strict=True):
             file.write(block(f"{name}{number}", packed))
     vocabulary = Vocabulary.find(model_folders(paths))
     file.write(block("end", words(chunks, vocabulary)))

@@ -77,6 +77,21 @@ function scaleOf(mode, known, step) {
     chip("\u00a0".repeat(20), `linear-gradient(to right, ${stops})`), `${format(top)} ${high}`] };
 }
 
+/** Return where a segment begins to differ from another segment, and why; "" for the first one. */
+function originOf({ ids, segments, turns }, index, begin) {
+  const reason = turns[index]?.[0]?.[2];
+  if (!reason || reason === "first") return "";
+  let best = 0, from = 0, other = 0;
+  segments.forEach((length, number) => {
+    const most = Math.min(length, segments[index]);
+    let same = 0;
+    while (number !== index && same < most && ids[other + same] === ids[begin + same]) same++;
+    if (same > best) [best, from] = [same, number + 1];
+    other += length;
+  });
+  return from ? `: ${reason}, leaves segment ${from} after ${plural(best, "token")}` : `: ${reason}`;
+}
+
 class Detail {
   constructor(onPick) {
     Object.assign(this, { onPick, calls: 0, host: find("#detail") });
@@ -151,13 +166,14 @@ class Detail {
     let begin = 0, turn = 0, left = this.shown;
     known.segments.forEach((length, index) => {
       const title = `Segment ${index + 1} of ${known.segments.length}`;
-      if (known.segments.length > 1) made.push(make("h4", {}, title));
+      const receipts = new Map((known.turns[index] ?? []).map((receipt) => [begin + receipt[0], receipt]));
+      if (known.segments.length > 1 && left > 0) made.push(make("h4", {}, title + originOf(known, index, begin)));
       for (const block of left > 0 ? blocksOf(known, begin, begin + length) : []) {
         if (left <= 0) break;
         if (block.isSampled) turn++;
         block.end = Math.min(block.end, block.begin + left);
         left -= block.end - block.begin;
-        made.push(this.block(block, turn));
+        made.push(this.block(block, turn, receipts.get(block.begin + block.lead)));
       }
       begin += length;
     });
@@ -170,7 +186,7 @@ class Detail {
     return made;
   }
 
-  block({ begin, end, lead, isSampled, role }, turn) {
+  block({ begin, end, lead, isSampled, role }, turn, receipt) {
     const { known } = this, words = make("div", { className: "words" });
     for (let at = begin; at < end; at++) {
       const text = known.pieces[at], reward = known.rewards[at];
@@ -188,7 +204,8 @@ class Detail {
     const shown = !isSampled && text.includes("<tool_response>") ? "tool" : role;
     return make("section", { className: isSampled ? "block policy" : "block", dataset: { role: shown } },
       make("h5", {}, isSampled ? `policy, turn ${turn}` : shown,
-        make("small", {}, plural(end - begin, "token")), isSampled ? callsIn(text) : []), words);
+        make("small", {}, plural(end - begin, "token") + (receipt
+          ? `; prompt: ${count(receipt[1])} taken, ${count(receipt[0] - receipt[1])} rendered` : "")), isSampled ? callsIn(text) : []), words);
   }
 
   paint() {

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from arealite.api.trajectory import TrajectoryHeader, decode_segments
+from arealite.api.trajectory import TrajectoryHeader, decode_receipts, decode_segments
 from arealite.base.names import RunPaths
 from arealite.system.ledger import token_stats
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
@@ -118,8 +118,9 @@ class Chunks:
         folder = paths.token_stats
         self._stats = lru_cache(maxsize=1)(lambda s, r: token_stats.read(folder, s, ranks=r))
 
-    def pack(self, rows: Sequence[Row]) -> tuple[bytes, bytes]:
-        """Return two blocks of a chunk as byte planes: its token ids (u4 [T]), and TOKEN [T].
+    def pack(self, rows: Sequence[Row]) -> tuple[bytes, bytes, bytes]:
+        """Return the blocks of a chunk: as byte planes, its token ids (u4 [T]) and TOKEN [T]; as
+        JSON, the turns of each segment of each row.
 
         Search reads the first block only.
         """
@@ -132,7 +133,8 @@ class Chunks:
             known.append(self._known(row, arrays))
         tokens = np.concatenate(ids)
         self.ids |= set(np.unique(tokens).tolist())
-        return planes(tokens), planes(np.concatenate(known))
+        trees = msgspec.json.encode([_turns(payload) for payload in payloads])
+        return planes(tokens), planes(np.concatenate(known)), trees
 
     def _arrays(self, header: TrajectoryHeader, payload: bytes) -> dict[str, np.ndarray]:
         """Return FIELDS over all segments; zeros if the payload contradicts the header."""
@@ -163,6 +165,16 @@ class Chunks:
         fits = {len(array) for array in pair} == {int(mask.sum())}
         known["advantage"][mask], known["difference"][mask] = pair if fits else (np.nan, np.nan)
         return known
+
+
+def _turns(payload: bytes) -> list[list[tuple[int, int, str]]]:
+    """Return (start, tokens taken, reason) of the turns of each segment; [] if it was dropped."""
+    with suppress(msgspec.MsgspecError):
+        return [
+            [(turn.start, turn.taken, turn.reason) for turn in turns]
+            for turns in decode_receipts(payload)
+        ]
+    return []
 
 
 def planes(values: np.ndarray) -> bytes:

@@ -21,8 +21,8 @@ class Tokens {
     Object.assign(this, { table, version, texts, words: {}, places: [] }); // places: each row's chunk and its begin there
     let row = 0;
     table.chunks.forEach((rows, chunk) => {
-      for (let begin = 0, end = row + rows; row < end; begin += table.num_tokens[row++]) {
-        this.places.push({ chunk, begin });
+      for (let begin = 0, at = 0; at < rows; begin += table.num_tokens[row++]) {
+        this.places.push({ chunk, begin, at: at++ });
       }
     });
   }
@@ -45,9 +45,9 @@ class Tokens {
 
   /** Return everything that is known of a row's tokens: arrays of one entry per token. */
   async of(row) {
-    const { chunk, begin } = this.places[row], end = begin + this.table.num_tokens[row];
-    const [all, planes, { raw, special }] = await Promise.all(
-      [this.ids(chunk), inflate(`x${chunk}`, this.version), this.vocabulary(chunk)]);
+    const { chunk, begin, at } = this.places[row], end = begin + this.table.num_tokens[row];
+    const [all, planes, trees, { raw, special }] = await Promise.all([this.ids(chunk),
+      inflate(`x${chunk}`, this.version), readJson(`r${chunk}`, this.version), this.vocabulary(chunk)]);
     const known = (Kind, first) => column(Kind, planes, all.length, first).subarray(begin, end);
     const ids = all.subarray(begin, end), oldest = this.table.oldest_version[row];
     const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
@@ -60,6 +60,7 @@ class Tokens {
       logprobs: known(Float16Array, 3), advantages: known(Float16Array, 5),
       differences: known(Float16Array, 7), rewards: known(Float32Array, 9),
       segments: this.table.segment_lengths[row],
+      turns: trees[at], // by segment: [start, tokens taken, reason] of each turn
     };
   }
 

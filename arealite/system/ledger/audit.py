@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ class Audit:
     @staticmethod
     def _count_turns(payload: bytes, tally: Counter[str]) -> None:
         """Count the turns of a payload, the origin of their prompts' tokens, and branches."""
-        for turn in decode_receipts(payload):
+        for turn in chain(*decode_receipts(payload)):
             tally["turns"] += 1
             tally["taken"] += turn.taken
             tally["rendered"] += turn.start - turn.taken
