@@ -40,7 +40,7 @@ AGENTS_VENV ?= .venv-agents
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-areal clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -62,7 +62,7 @@ help:
 	@echo "make check        check format, lint, types, import layers, sizes, language, the reference"
 	@echo "make constraints  write constraints.txt from the installed versions"
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
-	@echo "make bench        run every benchmark except bench-sglang and bench-areal; each prints a table and writes out/bench/<name>.json"
+	@echo "make bench        run every benchmark except bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(call venv,$(VENV))
@@ -212,6 +212,9 @@ $(AREAL_VENV)/.run: Makefile
 
 bench-areal: $(VENV)/.dev $(AREAL_VENV)/.run
 	$(PY) tools/bench_areal.py --areal-python $(AREAL_VENV)/bin/python
+
+bench-gateway: $(VENV)/.dev sglang
+	$(PY) tools/bench_gateway.py
 
 bench-sglang: $(VENV)/.dev sglang
 	$(PY) tools/bench_sglang.py

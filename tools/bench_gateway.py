@@ -131,17 +131,24 @@ class Played(msgspec.Struct):
     tokens: int
 
 
+@contextmanager
+def clients() -> Iterator[subprocess.Popen[bytes]]:
+    """Run the process of the clients."""
+    command = [sys.executable, "-m", "tools.gateway_load"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as load:
+        assert load.stdin is not None
+        yield load
+        load.stdin.close()
+
+
 @asynccontextmanager
 async def running() -> AsyncIterator[Bench]:
     """Run a gateway and the process of the clients."""
-    command = [sys.executable, "-m", "tools.gateway_load"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     gateway = Gateway(GatewayConfig(), args=ExperimentConfig())
     await gateway.start()
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as load:
+    with clients() as load:
         yield Bench(gateway, load)
-        assert load.stdin is not None
-        load.stdin.close()
     await gateway.close()
 
 

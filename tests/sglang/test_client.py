@@ -83,6 +83,29 @@ async def test_update_interrupts_generations_and_loses_no_token(
     assert response.logprobs == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.sglang_short
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+async def test_each_token_is_streamed_once_across_an_update(
+    sglang_server: SharedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    told: list[list[int]] = [[] for _ in range(8)]
+    async with rollout(tmp_path, monkeypatch, sglang_server) as run:
+        requests = [
+            LLMRequest(f"s{n}", "g", [5, 6, 7 + n], scenes.EXACT, on_tokens=ids.extend)
+            for n, ids in enumerate(told)
+        ]
+        answers = asyncio.gather(*map(run.client.generate, requests))
+        await eventually(lambda: all(told), "the first tokens")
+        await update(sglang_server, mode, 1)
+        responses = await answers
+        resubmissions = run.client.stats()["resubmissions"]
+    assert [response.output_ids for response in responses] == told
+    assert all(len(response.output_ids) == TOKENS for response in responses)
+    assert {tuple(sorted({*response.versions})) for response in responses} == {(0, 1)}
+    assert all(response.versions == sorted(response.versions) for response in responses)
+    assert (resubmissions > 0) == (mode == "abort")
+
+
 async def test_stopped_server_gets_no_requests_until_it_continues(
     sglang_server: SharedServer,
     second: SharedServer,
