@@ -135,8 +135,8 @@ class Played(msgspec.Struct):
 def clients() -> Iterator[subprocess.Popen[bytes]]:
     """Run the process of the clients."""
     command = [sys.executable, "-m", "tools.gateway_load"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as load:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen[bytes](command, cwd=ROOT, **pipes) as load:
         assert load.stdin is not None
         yield load
         load.stdin.close()
@@ -172,7 +172,7 @@ async def client_of(address: str, model: str = "") -> AsyncIterator[SGLangClient
 def instant() -> Iterator[str]:
     """Run a server that answers at once; yield its address."""
     command = [sys.executable, "-m", "tests.fakes.instant", "--tokens", str(ANSWER)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         assert process.stdin is not None
         assert process.stdout is not None

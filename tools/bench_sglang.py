@@ -35,8 +35,9 @@ import uvloop  # noqa: E402
 
 from arealite.base import log  # noqa: E402
 from arealite.impl.client import wire  # noqa: E402
+from arealite.impl.client.connections import KEEPALIVE_S  # noqa: E402
 from arealite.impl.client.routing import Server  # noqa: E402
-from arealite.impl.client.sglang import KEEPALIVE_S, SGLangClient  # noqa: E402
+from arealite.impl.client.sglang import SGLangClient  # noqa: E402
 from arealite.impl.weights import group  # noqa: E402
 from arealite.system.names.registry import Entry  # noqa: E402
 from tests.models import tiny_model  # noqa: E402

@@ -23,12 +23,11 @@ from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
 from arealite.impl.gateway.gateway import Gateway
-from arealite.impl.gateway.session import Endpoint
 
 HELD_OUT = 10
 """Each tenth task is an evaluation task."""
-KEY_VARIABLE = "AREALITE_NO_KEY"
-"""Not set: each session has its own key. See `VerifiersEnv._connect`."""
+TAKEN = ("self", "value")
+"""Parameters of `Agent.reward`, which no part of a reward can have as its name."""
 
 
 class VerifiersFailed(EpisodeError):
@@ -45,10 +44,9 @@ class VerifiersEnv(Env):
     def __init__(self, args: TrialConfig, config: VerifiersConfig) -> None:
         super().__init__(args, config)
         self.seats = tuple(config.seats)
-        self._stack = AsyncExitStack()
-        self._threads = Threads(1)
+        self._stack, self._threads = AsyncExitStack(), Threads(1)
         self._tasks: list[Any] = []
-        self._endpoints: dict[str, Endpoint] = {}
+        self._endpoints: dict[str, Any] = {}
         """The session's endpoint of each running agent, by the id of its trace."""
 
     @classmethod
@@ -73,8 +71,6 @@ class VerifiersEnv(Env):
         await self._gateway.start()
         await self._stack.enter_async_context(env.serving())
         env._interception.acquire = self._connect(env._interception.acquire)
-        url = f"{self._gateway.url}/v1"
-        self._client = library().EvalClientConfig(base_url=url, api_key_var=KEY_VARIABLE)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Run the environment for one episode; each seat gets the rewards of its agent.
@@ -83,13 +79,15 @@ class VerifiersEnv(Env):
             VerifiersFailed: The episode failed, or no agent made a request.
         """
         own = await self._threads.call(self._task, task)
-        session, ids = self._gateway.open(task, agents), list[str]()
+        session, ids, vf = self._gateway.open(task, agents), list[str](), library()
 
         def begin(trace: Any) -> None:
             ids.append(trace.id)
             self._endpoints[trace.id] = session.endpoint
 
-        model = library().ModelContext(model=session.endpoint.model, client=self._client)
+        # Equal for all sessions, which share a client of verifiers; `_connect` sets the key.
+        client = vf.EvalClientConfig(base_url=session.endpoint.base_url, api_key_var="")
+        model = vf.ModelContext(model=session.endpoint.model, client=client)
         try:
             episode = await self._env.run_episode(own, model, on_trace=begin)
         finally:
@@ -98,39 +96,39 @@ class VerifiersEnv(Env):
                 del self._endpoints[trace_id]
         if session.error is not None:
             raise session.error
-        if not episode.ok or not any(agent.record.turns for agent in agents.values()):
+        acted = {name: agent for name, agent in agents.items() if agent.record.turns}
+        if not episode.ok or not acted:
             errors = [e for each in (*episode.traces, episode) for e in each.errors]
-            why = f"{errors[0].type}: {errors[0].message}" if errors else "no agent made a request"
+            why = f"{errors[0].type}: {errors[0].message}" if errors else "it made no request"
             raise VerifiersFailed(f"{self.config.id}: {why}")
-        for name, agent in agents.items():
-            parts = Counter[str]()
-            for trace in episode.traces:
-                if name == (trace.agent.name if trace.agent.name in agents else self.seats[0]):
-                    parts.update({n: r.value for n, r in trace.rewards.items() if r is not None})
-            if agent.record.turns:
-                agent.reward(
-                    sum(parts.values()), **{n.replace(".", "_"): v for n, v in parts.items()}
-                )
+        parts = {name: Counter[str]() for name in agents}
+        for trace in episode.traces:
+            found = {name: each.value for name, each in trace.rewards.items() if each is not None}
+            found = {f"{n}_" if n in TAKEN else n: value for n, value in found.items()}
+            parts.get(trace.agent.name, parts[self.seats[0]]).update(found)
+        for name, agent in acted.items():
+            agent.reward(sum(parts[name].values()), **parts[name])
 
     async def close(self) -> None:
         """Stop the environment's tools and proxy, and the gateway."""
         await self._stack.aclose()
 
     def _task(self, row: Task) -> Any:
-        """Return the environment's task of a row. This call blocks."""
-        number = row.extra_info.get("number")
-        while isinstance(number, int) and len(self._tasks) <= number:
-            if (task := next(self._source, None)) is None:
-                break
+        """Return the environment's task of a row. This call blocks.
+
+        Raises:
+            UserError: The row is no task of the environment.
+        """
+        number, key = row.extra_info.get("number", -1), row.extra_info.get("key")
+        while len(self._tasks) <= number and (task := next(self._source, None)) is not None:
             self._tasks.append(task)
-        found = self._tasks[number : number + 1] if isinstance(number, int) else []
-        if not found or found[0].key != row.extra_info.get("key"):
+        if not 0 <= number < len(self._tasks) or self._tasks[number].key != key:
             what = f"{row.task_id} is no task of verifiers.id={self.config.id}, or it has changed"
             raise UserError(f"{what}. Set dataset.train=generated.")
-        return found[0]
+        return self._tasks[number]
 
     def _connect(self, acquire: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Let each agent without an endpoint of its own use the key of its seat.
+        """Let each agent without a model of its own use the key of its seat.
 
         All agents share one HTTP client: a client for each key would cost 20 ms and 1 MB.
         """
@@ -138,8 +136,8 @@ class VerifiersEnv(Env):
         @asynccontextmanager
         async def connected(session: Any) -> AsyncGenerator[Any]:
             async with acquire(session) as slot:
-                endpoint = self._endpoints.get(session.trace.id)
-                if endpoint is not None and session.ctx.client == self._client:
+                endpoint, own = self._endpoints.get(session.trace.id), session.ctx.client
+                if endpoint is not None and own.base_url == endpoint.base_url:
                     session.client = copy(session.client)
                     seat = endpoint.seats.get(session.trace.agent.name, endpoint)
                     session.client.api_key = seat.api_key
@@ -148,32 +146,29 @@ class VerifiersEnv(Env):
         return connected
 
 
-def library() -> Any:
-    """Return the module verifiers.v1.
+def library(module: str = "verifiers.v1") -> Any:
+    """Return a module of verifiers.
 
     Raises:
         UserError: verifiers is not installed.
     """
-    import_optional("verifiers", extra_requirement("verifiers"))
-    return import_optional("verifiers.v1", extra_requirement("verifiers"))
+    return import_optional(module, extra_requirement("verifiers"))
 
 
 def load(config: VerifiersConfig) -> Any:
     """Return the environment.
 
     Raises:
-        UserError: It is not installed, or its options are wrong.
+        UserError: verifiers or the environment is not installed, or its options are wrong.
     """
-    library()
-    loaders = import_optional("verifiers.v1.utils.loaders", extra_requirement("verifiers"))
-    options = dict(config.options)
+    library("verifiers")
+    loaders, options = library("verifiers.v1.utils.loaders"), dict(config.options)
     options["taskset"] = {**options.get("taskset", {}), "id": config.id}
     for seat in config.seats:
         options[seat] = {"runtime": {"type": "subprocess"}, **options.get(seat, {})}
     try:
-        if not config.id:
-            raise UserError("env.verifiers.id is not set. Set it to an installed environment.")
         return loaders.load_environment(loaders.resolve_env_config(options))
     except (ImportError, ValueError, TypeError, AttributeError) as error:
-        what = f"env.verifiers.id={config.id} with {config.options}: {' '.join(str(error).split())}"
-        raise UserError(f"{what}. Install the environment, or correct its options.") from error
+        what = f"env.verifiers.id={config.id!r} with {config.options}: "
+        fix = "Install the environment, or correct its options."
+        raise UserError(f"{what}{' '.join(str(error).split())}. {fix}") from error

@@ -199,11 +199,11 @@ def test_rows_are_seeded_and_splits_share_no_task(package: None) -> None:
 
 
 def test_missing_environment_is_a_user_error(package: None) -> None:
-    with pytest.raises(UserError, match=r"verifiers\.id=not_there .*not found"):
+    with pytest.raises(UserError, match=r"verifiers\.id='not_there' .*not found"):
         first_rows(make(id="not_there"), 1)
     with pytest.raises(UserError, match=r"with .*agnet.* Extra inputs are not permitted"):
         first_rows(make(id="arealite_sums", options={"agnet": {}}), 1)
-    with pytest.raises(UserError, match=r"verifiers\.id is not set"):
+    with pytest.raises(UserError, match=r"verifiers\.id='' .*needs a seed taskset"):
         first_rows(make(), 1)
 
 
