@@ -271,9 +271,10 @@ class Gateway:
                 session = await self.lease()
         except TimeoutError:
             raise ApiError(429, "no task is waiting; retry later", "no_task", RETRY) from None
-        own = {"session_id": session.id, "task": session.task}
+        keys = {name: seat.key for name, seat in session.seats.items()}
+        own = {"session_id": session.id, "task": session.task, "seats": keys}
         try:
-            await _write(request, response := _json(own | vars(session.endpoint)))
+            await _write(request, response := _json(vars(session.endpoint) | own))
         except (ConnectionError, asyncio.CancelledError):
             text = "its agent disconnected before it received the key"
             session.fail(EpisodeError(f"{session.task.task_id}: {text}"))

@@ -145,7 +145,7 @@ async def test_agent_takes_a_task_reports_its_reward_and_ends(served: Served) ->
     status, leased = await lease(served, wait_s=5)
     key, at = leased["api_key"], f"{SESSIONS}/{leased['session_id']}"
     assert (status, leased["task"]["prompt"]) == (200, "1+1=")
-    assert [*leased["seats"]] == ["agent", "helper"]
+    assert ([*leased["seats"]], leased["seats"]["agent"]) == (["agent", "helper"], key)
     assert leased["base_url"] == f"{served.gateway.url}/v1"
     assert (await served.send(key, chat()))[0] == 200
     trace = json.loads((await served.send(key, b"", f"{at}/trace", "GET"))[1])
