@@ -49,7 +49,8 @@ class CallError(Exception):
 
     Args:
         why: The reason.
-        at: Index after which the call's close marker is searched; None: more text may help.
+        at: Index after which the call's close marker is searched; None: a close marker in the text
+            so far may belong to an argument.
     """
 
     def __init__(self, why: str, at: int | None = None) -> None:
@@ -141,12 +142,11 @@ def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
     try:
         end = after = _decoder.raw_decode(text, begin)[1]
     except (ValueError, RecursionError) as error:
-        wrong = getattr(error, "pos", begin)
-        is_open = str(error).startswith("Unterminated") or wrong > len(text) - 10
-        raise CallError(f"not JSON: {error}", None if is_open else wrong) from error
+        is_open = str(error).startswith("Unterminated")  # a close marker may be inside a string
+        wrong = None if is_open else getattr(error, "pos", begin)
+        raise CallError(f"not JSON: {error}", wrong) from error
     if close and not text.startswith(close, after := skip(text, end, r"\s`")):
-        is_open = close.startswith(text[after : after + len(close)])
-        raise CallError(f"the call does not end with {close}", None if is_open else end)
+        raise CallError(f"the call does not end with {close}", end)
     body, raw, calls = text[begin:end], text[at : after + len(close)], list[RawCall]()
     if name := (named := head.groupdict()).get("name"):
         calls.append(RawCall(name, body, "", raw, named.get("id") or ""))

@@ -72,7 +72,6 @@ class Scanner:
                 self.mode, self.at = "part", begin
                 if word == self.family.think[0]:
                     self.mode, self.at = "thought", begin + len(word)
-                    self.first.remove(word)
                 return True
             if not is_end and word.startswith(self.rest[begin : begin + len(word)]):
                 self.mode = "start"

@@ -10,7 +10,7 @@ import pytest
 
 from arealite.api.llm import LLMResponse
 from arealite.impl.gateway.exchange import Answer, ChatRequest, Delta
-from arealite.impl.gateway.families import family_of
+from arealite.impl.gateway.families import FAMILIES, READERS, Family, Part, Tools, family_of
 from arealite.impl.gateway.parser import Parser
 from tests.fakes.chat_families import FAMILIES as CHATS
 from tests.fakes.chat_families import scattered, tokenizer_of
@@ -225,6 +225,29 @@ def test_malformed_call_is_text_and_counted(name: str) -> None:
         assert answer.stop_reason == "stop"
 
 
+@pytest.mark.parametrize("name", [n for n in CHATS if FAMILIES[n].close and n != "glm4_5"])
+def test_close_marker_in_an_argument_does_not_end_the_call(name: str) -> None:
+    close, rng = FAMILIES[name].close, random.Random(9)
+    told = [("search", {"text": f"a {close}\n{close} b", "any": close})]
+    text = answer_of(name, message(name, calls=told * 2))
+    broken = text.replace(": {", ': {"text": "\\x", ', 1)
+    for attempt in range(10):
+        answer = parse(name, ended(name, scattered(name, text, rng)), rng if attempt else None)
+        assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == told * 2
+    if name == "qwen3":
+        answer = parse(name, ended(name, canonical(name, broken)), rng)
+        assert (len(answer.calls), answer.malformed) == (1, 1)
+
+
+def test_arguments_without_types_are_converted_by_the_schema() -> None:
+    form = "<tool_call>\n<function=search>{}</function>\n</tool_call>"
+    values = {"is_new": "True", "count": "7", "text": "7", "ratio": "x", "any": "5", "else": "[1]"}
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in values.items())
+    (call,) = parse("qwen3_coder", canonical("qwen3_coder", form.format(tags))).calls
+    wanted = {"is_new": True, "count": 7, "text": "7", "ratio": "x", "any": 5, "else": [1]}
+    assert json.loads(call.arguments) == wanted
+
+
 def test_unknown_tool_is_a_call_and_ids_depend_on_the_history() -> None:
     text = '<tool_call>{"name": "rm", "arguments": {"a":  [1,2]}}</tool_call>' * 2
     first, second = parse("qwen2_5", canonical("qwen2_5", text)).calls
@@ -374,3 +397,18 @@ def test_long_answer_takes_linear_time(name: str) -> None:
     for start in starts[1:3]:
         for unit in ("a", " ", '"'):
             parse(name, canonical(name, start + unit * 20_000), random.Random(1))
+
+
+def test_long_call_is_read_again_only_after_it_has_grown(monkeypatch) -> None:
+    text, sizes = FAMILIES["qwen3"].opening("search") + '{"text": "' + "ab " * 40_000, list[int]()
+    read = READERS["json"]
+
+    def counting(family: Family, text: str, at: int, tools: Tools) -> Part:
+        sizes.append(len(text) - at)
+        return read(family, text, at, tools)
+
+    monkeypatch.setitem(READERS, "json", counting)
+    ids = ended("qwen3", canonical("qwen3", text + '"}}\n</tool_call>'))
+    (call,) = parse("qwen3", ids, random.Random(1)).calls
+    assert len(call.arguments) > 100_000
+    assert sum(sizes) < 20 * len(text)
