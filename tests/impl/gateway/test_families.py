@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -196,3 +197,8 @@ def test_call_in_another_format_is_detected(text: str, name: str, configured: st
 )
 def test_text_that_mentions_a_format_is_not_a_call(text: str) -> None:
     assert foreign(text, KNOWN) == ""
+
+
+def test_every_family_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "model_families.md").read_text(encoding="utf-8")
+    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
