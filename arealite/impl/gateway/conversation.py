@@ -78,6 +78,7 @@ class Conversation:
         self._memo_bytes = 0
         self._samples: dict[str, Sample] = {}
         """By id of the answer."""
+        self._newest: Sample | None = None
         self._completions: list[Completion] = []
         self._latest: Place | None = None
         """The latest request. The next one usually repeats it."""
@@ -130,6 +131,9 @@ class Conversation:
         start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
         new, length = prompt.ids[start:] + output, len(prompt.ids) + len(output)
         sample = Sample(own, new, length, stop, item.message, child, prompt.text, turns)
+        if self._newest is not None:
+            self._newest.prompt_ids = []
+        self._newest, sample.prompt_ids = sample, prompt.ids if output else []
         child.samples.append(sample)
         self._samples[answer.id] = sample
 

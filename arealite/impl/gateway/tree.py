@@ -99,6 +99,8 @@ class Sample:
     turns: int
     """Number of answers in prompt and answer."""
     is_continued: bool = False
+    prompt_ids: list[int] = field(default_factory=list[int])
+    """Tokens of the prompt; only of the latest answer of a conversation, which is mostly next."""
 
     @property
     def ids(self) -> list[int]:
@@ -106,6 +108,8 @@ class Sample:
 
         A list for each answer would take quadratic memory in the number of turns.
         """
+        if prompt := self.prompt_ids:  # read once: `ask` may run in a thread
+            return prompt + self.new[len(prompt) - self.length :]
         ids = list[int]()
         for each in self.chain():
             ids += each.new
