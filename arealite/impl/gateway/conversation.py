@@ -255,6 +255,8 @@ class Conversation:
             kinds |= ANSWERS | (CALLS if calls else 0)
             kinds |= THOUGHTS if message.get("reasoning_content") else 0
         size = node.characters + len(text) + sum([len(arguments) for _, arguments in calls])
+        if item.is_system and node.depth and not self.renderer.has_late_system:
+            kinds, message = node.kinds, {**message, "role": "user"}
         message = self.renderer.prepare(message)
         made = Node(node, item.key, message, kinds, size, node.depth + 1)
         node.children[item.key] = made

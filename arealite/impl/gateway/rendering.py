@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -82,6 +82,16 @@ class Renderer:
         """Return the end of a prompt that belongs to the answer: a thought's opener, or ""."""
         found = self._opener.search(text, max(0, len(text) - 40))
         return found[0] if found else ""
+
+    @cached_property
+    def has_late_system(self) -> bool:
+        """Whether the template renders a system message that is not the first message."""
+        user: ChatMessage = {"role": "user", "content": "q"}
+        mark = self._number("S", 0)
+        try:
+            return mark in self.render([user, {"role": "system", "content": mark}, user], ())
+        except ApiError:
+            return False
 
     def prepare(self, message: ChatMessage) -> ChatMessage:
         """Return a message in the form that the template needs."""
