@@ -11,7 +11,7 @@ import hmac
 import math
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -379,9 +379,12 @@ async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamRes
             except TimeoutError:
                 data = api.keep_alive
         await _write(request, response, data)
+        reply.written = max(reply.written, sent)
+    reply.settle()
     if reply.error is not None:
         if not response.prepared:
             raise reply.error
         await _write(request, response, api.failed(reply.error))
-    await _write(request, response)
+    with suppress(ConnectionError):
+        await _write(request, response)
     return response

@@ -55,6 +55,8 @@ class Reply:
         """Text of the first answer."""
         self.responses: list[LLMResponse] = []
         self.error: ApiError | None = None
+        self.written = 0
+        """Events that a client has received."""
         self.is_done = self.is_delivered = False
         self._deltas = asyncio.Queue[Delta | None]()
         self._changed = asyncio.Event()
@@ -66,7 +68,16 @@ class Reply:
     def finish(self, error: ApiError | None = None) -> None:
         """End the reply."""
         self.is_done, self.error = True, error
+        self.settle()
         self._wake()
+
+    def settle(self) -> None:
+        """Mark a stream as delivered if a client has received all its events.
+
+        Many clients leave after the last event, before the end of the stream is written.
+        """
+        if self.is_done and self.is_stream and self.written == len(self.chunks):
+            self.seat.deliver(self)
 
     def _wake(self) -> None:
         self._changed.set()

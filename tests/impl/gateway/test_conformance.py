@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 
@@ -9,8 +10,11 @@ import aiohttp
 import pytest
 
 from arealite.api.llm import LLMRequest
+from arealite.impl.gateway.exchange import ApiError
+from arealite.impl.gateway.reply import Reply
 from tests.fakes.chat_families import FAMILIES
-from tests.fakes.family_answers import ONE_CALL, Plan, Reply, words
+from tests.fakes.family_answers import ONE_CALL, Plan, words
+from tests.fakes.family_answers import Reply as Said
 from tests.fakes.gateway_sessions import GatewaySessions
 from tests.fakes.simple_clients import CLIENTS
 
@@ -33,18 +37,18 @@ def tool(name: str, arguments: str) -> str:
 def plan(family: str, turns: int) -> Plan:
     """Return a plan: `turns` answers to each question, the last one without calls."""
 
-    def reply(request: LLMRequest, prompt: str, rng: random.Random) -> Reply:
+    def reply(request: LLMRequest, prompt: str, rng: random.Random) -> Said:
         index = int(request.request_id.rpartition("/")[2])
         said, thought = words(rng, rng.randrange(1, 20)), words(rng, rng.randrange(1, 10))
         if index % turns == turns - 1:
-            return Reply(said, thought)
+            return Said(said, thought)
         calls = [
             ("add", {"a": rng.randrange(100), "b": rng.randrange(100)}),
             ("weather", {"city": f"Zürich {words(rng, 2)}"}),
         ]
         count = 1 if family in ONE_CALL else rng.randrange(1, 3)
         said = said if rng.random() < 0.6 and family != "llama3_1" else ""
-        return Reply(said, thought, rng.sample(calls, count))
+        return Said(said, thought, rng.sample(calls, count))
 
     return reply
 
@@ -68,3 +72,35 @@ async def test_all_sampled_tokens_are_trained_once_under_their_own_prefix(
     assert (verdict.wrong, verdict.lost, verdict.doubled) == (0, 0, 0), verdict.details
     assert verdict.tokens == verdict.trained > 500
     assert sessions.client.version > 5  # weights were published in the middle of answers
+
+
+async def test_client_that_leaves_at_the_last_event_has_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """openai-agents, camel-ai and codex close the connection before the stream's end is written."""
+    left, finish, finishing = asyncio.Event(), Reply.finish, list[asyncio.Task[None]]()
+
+    def finish_later(reply: Reply, *error: ApiError) -> None:
+        async def wait() -> None:
+            await left.wait()
+            finish(reply, *error)
+
+        finishing.append(session.spawn(wait()))
+
+    monkeypatch.setattr(Reply, "finish", finish_later)
+    async with GatewaySessions("qwen2_5", plan("qwen2_5", turns=1)) as sessions:
+        session = sessions.open()
+        host, port = sessions.gateway.url.removeprefix("http://").split(":")
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True})
+        head = f"Authorization: Bearer {session.endpoint.api_key}\r\nContent-Length: {len(body)}"
+        reader, writer = await asyncio.open_connection(host, int(port))
+        line = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost"
+        writer.write(f"{line}\r\n{head}\r\n\r\n{body}".encode())
+        await reader.readuntil(b"data: [DONE]\n\n")
+        (served,) = [task for task in asyncio.all_tasks() if "RequestHandler.start" in repr(task)]
+        writer.transport.abort()
+        left.set()
+        await asyncio.wait([served, *finishing])
+        rows = await sessions.close(session)
+    assert (rows, session.stats["undelivered_turns"]) == (1, 0)
+    assert session.answer
