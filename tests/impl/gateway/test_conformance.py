@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from arealite.api.llm import LLMRequest
+from arealite.impl.gateway import gateway
 from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.reply import Reply
 from tests.fakes.chat_families import FAMILIES
@@ -88,6 +89,7 @@ async def test_client_that_leaves_at_the_last_event_has_its_turn(
         finishing.append(session.spawn(wait()))
 
     monkeypatch.setattr(Reply, "finish", finish_later)
+    monkeypatch.setattr(gateway, "KEEP_ALIVE_S", 0.01)  # writing it ends a broken connection
     async with GatewaySessions("qwen2_5", plan("qwen2_5", turns=1)) as sessions:
         session = sessions.open()
         host, port = sessions.gateway.url.removeprefix("http://").split(":")
@@ -99,8 +101,9 @@ async def test_client_that_leaves_at_the_last_event_has_its_turn(
         await reader.readuntil(b"data: [DONE]\n\n")
         (served,) = [task for task in asyncio.all_tasks() if "RequestHandler.start" in repr(task)]
         writer.transport.abort()
+        await asyncio.wait([served])
         left.set()
-        await asyncio.wait([served, *finishing])
+        await asyncio.wait(finishing)
         rows = await sessions.close(session)
     assert (rows, session.stats["undelivered_turns"]) == (1, 0)
     assert session.answer
