@@ -109,6 +109,9 @@ class Renderer:
     def render(self, messages: Sequence[ChatMessage], tools: Any, *, is_prompt: bool = True) -> str:
         """Render prepared messages.
 
+        If the template refuses a system message after the first message, or neighbours with one
+        role, the system message is the user's, and the neighbours are one message.
+
         Args:
             messages: The conversation.
             tools: OpenAI function schemas.
@@ -121,6 +124,8 @@ class Renderer:
         try:
             return self._compiled(bool(tools)).render(messages=messages, **options)
         except Exception as error:  # a template can raise anything
+            if (changed := _alternating(messages)) != list(messages):
+                return self.render(changed, tools, is_prompt=is_prompt)
             what = f"the model's chat template refuses the messages: {error}"
             raise ApiError(400, f"{what}. Remove or change what it does not support.") from error
 
@@ -274,6 +279,20 @@ class Renderer:
 
 def _call(call_id: object, name: object = "f") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {"a": "b"}}}
+
+
+def _alternating(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return messages with instructions at the start only, and no two of one role in a row."""
+    made = list[ChatMessage]()
+    for each in messages:
+        is_late = each["role"] == "system" and made and made[-1]["role"] != "system"
+        message = {**each, "role": "user"} if is_late else each
+        if made and message["role"] == made[-1]["role"] in ("system", "user"):
+            text = f"{made[-1]['content']}\n\n{message['content']}"
+            made[-1] = {**made[-1], "content": text}
+        else:
+            made.append(message)
+    return made
 
 
 def _with_json(function: dict[str, Any]) -> dict[str, Any]:

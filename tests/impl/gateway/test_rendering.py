@@ -70,6 +70,17 @@ async def test_calls_that_the_template_leaves_out_stay_as_sampled() -> None:
         earlier, new = full(prompt, said), results(said, "r")
 
 
+async def test_late_instructions_are_the_users_where_the_template_needs_it() -> None:
+    client = Client(tokenizer_of("mistral"), tools=[])
+    system: ChatMessage = {"role": "system", "content": "one"}
+    late: ChatMessage = {"role": "developer", "content": "three"}
+    first = await client.ask(system, {**system, "content": "two"}, user("q"), late)
+    assert client.text(first.ids) == "<s>[INST] one\n\ntwo\n\nq\n\nthree[/INST]"
+    said = client.say(first, calls=[("add", {})])
+    second = await client.ask(*results(said, "r"))
+    assert second.ids[: second.origin.taken] == full(first, said)
+
+
 def test_text_after_an_answer_does_not_depend_on_the_answers_text() -> None:
     tokenizer = tokenizer_of("qwen3")
     renderer = Renderer(tokenizer, family_of(tokenizer))
