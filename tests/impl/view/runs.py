@@ -13,12 +13,15 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 
+from arealite.api.episode import Origin, Record
+from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.rollout_messages import Failure
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
 from arealite.base import config as base_config
 from arealite.base.names import RunPaths
+from arealite.impl.rollout.collector import make_segments
 from arealite.impl.view.report_text import ALPHABET
 from arealite.system.ledger import token_stats
 from arealite.system.ledger.group import Group
@@ -169,3 +172,25 @@ def page_data(file: Path) -> dict[str, Any]:
         r'<script type="application/octet-stream" id="(\w+)">([^<]*)<', file.read_text()
     )
     return {name: zlib.decompress(b64decode(packed)) for name, packed in blocks}
+
+
+def branched_session() -> list[Segment]:
+    """Return a session of four turns in two segments: the third is a branch."""
+    record = Record()
+    for prompt, origin in [
+        ([1, 2], Origin(0, 2, "first")),
+        ([1, 2, 7, 8, 3], Origin(4, 1)),
+        ([1, 2, 4], Origin(2, 1, "edited")),
+        ([1, 2, 7, 8, 3, 7, 8, 5], Origin(7, 1)),
+    ]:
+        turn = record.begin(prompt, SamplingConfig(), origin)
+        turn.response = LLMResponse([7, 8], [-0.5, -0.25], [0, 1], "stop")
+        record.add(turn)
+    return make_segments(record.turns)
+
+
+def branched_header(segments: list[Segment], member: int) -> TrajectoryHeader:
+    """Return the header of a `branched_session`."""
+    lengths = [len(segment.loss_mask) for segment in segments]
+    ids = (f"g0/{member}/agent", "g0", member, "agent", "train-0")
+    return TrajectoryHeader(*ids, 0.0, {}, lengths, 8, 0, 1, 4, False, 0, 0.1, {})

@@ -118,7 +118,7 @@ def test_file_contains_no_plain_text_of_a_trajectory(paths: RunPaths) -> None:
     write_report(paths, paths.report, most=100)
     text = paths.report.read_text()
     scripts = text.count("<script")
-    assert text.count("</script>") == scripts == 5
+    assert text.count("</script>") == scripts == 6
     assert "script-src 'sha256-" in text
     assert "unsafe" not in text
 

@@ -20,7 +20,15 @@ from arealite.system.ledger import token_stats
 from arealite.system.ledger.token_stats import TokenStats
 from tests.impl.browser.sites import needs_chromium
 from tests.impl.trainer.trajectories import header, segment
-from tests.impl.view.runs import add_failure, make_run, make_tokenizer, many, metrics
+from tests.impl.view.runs import (
+    add_failure,
+    branched_header,
+    branched_session,
+    make_run,
+    make_tokenizer,
+    many,
+    metrics,
+)
 
 pytestmark = [pytest.mark.processes, needs_chromium]
 
@@ -427,6 +435,26 @@ def test_runs_without_a_ledger_or_a_model(paths: RunPaths, tmp_path: Path, opene
         page.locator("#grid [data-row]").nth(2).click()
         page.wait_for_selector("#detail[data-row='2']")
         assert "10 11 12 13" in page.inner_text("#detail .block.policy")
+
+
+def test_branches_and_origins_of_a_session_are_shown(tmp_path: Path, opened: Open) -> None:
+    root, segments = tmp_path / "run", branched_session()
+    make_tokenizer(root / "model", [f" w{number}." for number in range(9)])
+    paths = make_run(root, [(0, branched_header(segments, 0), segments)])
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        page.locator("#grid [data-row]").first.click()
+        page.wait_for_selector("#detail[data-row='0']")
+        assert texts(page, "#detail h4") == [
+            "Segment 1 of 2: edited, leaves segment 2 after 2 tokens",
+            "Segment 2 of 2",
+        ]
+        assert texts(page, "#detail .policy h5 small") == [
+            "2 tokens; prompt: 2 taken, 1 rendered",
+            "2 tokens; prompt: 0 taken, 2 rendered",
+            "2 tokens; prompt: 4 taken, 1 rendered",
+            "2 tokens; prompt: 7 taken, 1 rendered",
+        ]
 
 
 def test_page_cuts_chunks_as_the_table_defines(

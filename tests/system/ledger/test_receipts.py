@@ -9,43 +9,19 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from arealite.api.episode import Origin, Record
-from arealite.api.llm import LLMResponse, SamplingConfig
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
-from arealite.impl.rollout.collector import make_segments
+from arealite.api.trajectory import Segment, encode_segments
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.audit_report import AuditReport
 from arealite.system.ledger.payloads import find_mismatch
-from tests.impl.view.runs import make_run
+from tests.impl.view.runs import branched_header, branched_session, make_run
 
 Tamper = Callable[[list[Segment]], list[Segment]]
 
 
-def session() -> list[Segment]:
-    """Return a session of four turns in two segments: the third is a branch."""
-    record = Record()
-    for prompt, origin in [
-        ([1, 2], Origin(0, 2, "first")),
-        ([1, 2, 7, 8, 3], Origin(4, 1)),
-        ([1, 2, 4], Origin(2, 1, "edited")),
-        ([1, 2, 7, 8, 3, 7, 8, 5], Origin(7, 1)),
-    ]:
-        turn = record.begin(prompt, SamplingConfig(), origin)
-        turn.response = LLMResponse([7, 8], [-0.5, -0.25], [0, 1], "stop")
-        record.add(turn)
-    return make_segments(record.turns)
-
-
-def header(segments: list[Segment], member: int) -> TrajectoryHeader:
-    lengths = [len(segment.loss_mask) for segment in segments]
-    ids = (f"g0/{member}/agent", "g0", member, "agent", "train-0")
-    return TrajectoryHeader(*ids, 0.0, {}, lengths, 8, 0, 1, 4, False, 0, 0.1, {})
-
-
 def audited(root: Path, segments: list[Segment]) -> AuditReport:
     """Write a ledger whose first trajectory is intact, with right checksums; audit it."""
-    members = [session(), segments]
-    rows = [(0, header(each, member), each) for member, each in enumerate(members)]
+    members = [branched_session(), segments]
+    rows = [(0, branched_header(each, member), each) for member, each in enumerate(members)]
     return audit(make_run(root, rows).ledger)
 
 
@@ -102,12 +78,12 @@ TAMPERED: dict[str, tuple[Tamper, str]] = {
 @pytest.mark.parametrize("name", TAMPERED)
 def test_audit_finds_a_wrong_receipt_by_its_trajectory(name: str, tmp_path: Path) -> None:
     tamper, what = TAMPERED[name]
-    report = audited(tmp_path, tamper(session()))
+    report = audited(tmp_path, tamper(branched_session()))
     assert report.broken == [f"1 payloads differ from their header ({what}): g0/1/agent"]
 
 
 def test_audit_counts_turns_tokens_and_branches(tmp_path: Path) -> None:
-    report = audited(tmp_path, session())
+    report = audited(tmp_path, branched_session())
     assert report.ok, report.table()
     line = "8 turns certified: 26 tokens taken, 10 rendered anew, 2 branches (edited 2)"
     assert report.turns == line
@@ -115,14 +91,14 @@ def test_audit_counts_turns_tokens_and_branches(tmp_path: Path) -> None:
 
 
 def test_payload_of_an_older_version_passes_without_receipts(tmp_path: Path) -> None:
-    report = audited(tmp_path, [replace(segment, turns=[]) for segment in session()])
+    report = audited(tmp_path, [replace(segment, turns=[]) for segment in branched_session()])
     assert report.ok, report.table()
     assert report.turns.startswith("4 turns certified")
 
 
 def test_sampled_token_without_a_receipt_is_found() -> None:
-    (branch, line) = session()
+    (branch, line) = branched_session()
     short = replace(line, turns=line.turns[:-1])
     segments = [branch, short]
-    made = replace(header(segments, 0), turns=3)
+    made = replace(branched_header(segments, 0), turns=3)
     assert find_mismatch(made, encode_segments(segments)) == "receipt: mask"
