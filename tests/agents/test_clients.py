@@ -51,6 +51,8 @@ class Client:
     questions: int = 2
     linear: tuple[str, ...] = ("whole_1", "whole_2", "streamed_1", "streamed_2")
     """The ways and numbers of questions for which the client only appends to its history."""
+    venv: str = ""
+    """A folder of the clients' virtual environment with one for this client."""
     turns: int = 5
     """Answers to a question; the last one ends it."""
 
@@ -63,6 +65,7 @@ CLIENTS = {
     "langgraph": Client("langgraph_agent"),
     "smolagents": Client("smolagents_agent", "final_answer", linear=()),
     "camel-ai": Client("camel_agent", linear=("whole_1",)),
+    "verifiers": Client("verifiers_agent", streams=(False,), venv="verifiers"),
     "mini-swe-agent": Client("mini_swe_agent", "bash", (False,), 1),
     "claude-code": Client("claude_code", "claude", (True,)),
     "codex": Client("codex", "codex", (True,)),
@@ -125,9 +128,11 @@ def results() -> Iterator[dict[str, Any]]:
 
 
 async def run(
-    module: str, jobs: list[dict[str, Any]], home: Path, at_once: int = 4
+    module: str, jobs: list[dict[str, Any]], home: Path, *, at_once: int = 4, venv: str = ""
 ) -> list[dict[str, str]]:
     """Play all jobs in one process of the client; return their ends."""
+    python = Path(os.environ.get("AGENTS_PYTHON", sys.executable))
+    python = python.parents[1] / venv / "bin" / python.name
     environment = {
         "HOME": str(home),
         "PYTHONPATH": str(Path.cwd()),
@@ -139,7 +144,7 @@ async def run(
     names = ("CLAUDE_PROGRAM", "CODEX_PROGRAM")
     kept |= {name: os.environ[name] for name in names if name in os.environ}
     process = await asyncio.create_subprocess_exec(
-        os.environ.get("AGENTS_PYTHON", sys.executable),
+        str(python),
         str(HERE / "run_client.py"),
         module,
         str(at_once),
@@ -194,7 +199,7 @@ async def test_client_has_exact_tokens_in_each_family(
                     folder = tmp_path / f"{len(jobs)}"
                     jobs.append(job(session, folder, stream=stream, questions=questions))
                     opened.append((sessions, session, stream, questions))
-        ends = await run(client.module, jobs, tmp_path)
+        ends = await run(client.module, jobs, tmp_path, venv=client.venv)
         failed = [end["error"] for end in ends if "error" in end]
         assert not failed, failed[0]
         total = Verdict()
@@ -243,7 +248,7 @@ async def test_cut_connections_lose_and_double_no_turn(
                     )
                     for number, session in enumerate(opened)
                 ]
-                ends = await run("retrying", jobs, tmp_path, at_once)
+                ends = await run("retrying", jobs, tmp_path, at_once=at_once)
             failed = [end["error"] for end in ends if "error" in end]
             assert not failed, failed[0]
             rows = [await sessions.close(session) for session in opened]
@@ -274,7 +279,7 @@ async def test_client_is_recorded(name: str, tmp_path: Path) -> None:
                     questions=client.questions,
                     url=recorder.url,
                 )
-                (end,) = await run(client.module, [made], tmp_path)
+                (end,) = await run(client.module, [made], tmp_path, venv=client.venv)
                 assert "error" not in end, end["error"]
             rows = await sessions.close(session)
         write(recorder, client, stream, rows=rows, family=family, replies=replies)
