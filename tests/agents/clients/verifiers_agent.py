@@ -40,7 +40,7 @@ class QuestionTaskset(vf.Taskset[QuestionTask, vf.TasksetConfig]):
 class PlayConfig(vf.HarnessConfig):
     """The questions, and whether to stream."""
 
-    questions: list[str] = []
+    questions: list[str] = []  # noqa: RUF012  (pydantic copies it)
     is_stream: bool = False
 
 
