@@ -1,4 +1,15 @@
-"""`arealite collect`: sample a model, and write its trajectories as rows of a file."""
+"""Sample a model on training tasks, and write its trajectories as rows of a file.
+
+    arealite collect model.path=M dataset.train=tasks.jsonl n=8 best_of=1 min_reward=1 \\
+        out=good.parquet launcher.llm_servers=1
+    arealite collect --model M --environment math -n 100 -o good.jsonl --filter-reward 0.5
+
+{words}
+
+sft can train on the file: dataset.train=good.parquet. Each row is a segment:
+tokens, loss_mask, logprobs, versions, reward, and the observation that followed
+(next_state). Agents, environments, servers and all other keys are those of
+train.py. After an interruption, the same command resumes."""
 
 from __future__ import annotations
 
@@ -23,19 +34,7 @@ from arealite.system.data.row_files import SUFFIXES, Row, write_rows
 from arealite.system.data.samples import Samples
 
 WORDS = (*sampling.words("train"), Word("--filter-reward", "R", "min_reward={}"))
-DESCRIPTION = f"""\
-Sample a model on training tasks, and write its trajectories as rows of a file.
-
-    arealite collect model.path=M dataset.train=tasks.jsonl n=8 best_of=1 min_reward=1 \\
-        out=good.parquet launcher.llm_servers=1
-    arealite collect --model M --environment math -n 100 -o good.jsonl --filter-reward 0.5
-
-{describe(WORDS)}
-
-sft can train on the file: dataset.train=good.parquet. Each row is a segment:
-tokens, loss_mask, logprobs, versions, reward, and the observation that followed
-(next_state). Agents, environments, servers and all other keys are those of
-train.py. After an interruption, the same command resumes."""
+DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 Key = tuple[int, int, str]
 """(task, sample, seat)."""
 

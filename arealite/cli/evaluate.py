@@ -1,4 +1,14 @@
-"""`arealite eval`: sample a model on held-out tasks; print rewards, pass@k and failures."""
+"""Sample a model on held-out tasks: rewards and pass@k by source, with intervals.
+
+    arealite eval model.path=M dataset.eval=tasks.jsonl n=8 launcher.llm_servers=1
+    arealite eval --model M --environment math --num-episodes 20 --output math.json
+
+{words}
+
+Agents, environments, servers and all other keys are those of train.py. Without
+launcher.llm_servers, the command uses the live servers of the same experiment
+and trial. trainer.ppo.eval.sampling sets the sampling. After an interruption,
+the same command resumes."""
 
 from __future__ import annotations
 
@@ -24,18 +34,7 @@ from arealite.impl.view.terminal import Terminal
 from arealite.system.data.samples import Samples
 
 WORDS = sampling.words("eval")
-DESCRIPTION = f"""\
-Sample a model on held-out tasks: rewards and pass@k by source, with intervals.
-
-    arealite eval model.path=M dataset.eval=tasks.jsonl n=8 launcher.llm_servers=1
-    arealite eval --model M --environment math --num-episodes 20 --output math.json
-
-{describe(WORDS)}
-
-Agents, environments, servers and all other keys are those of train.py. Without
-launcher.llm_servers, the command uses the live servers of the same experiment
-and trial. trainer.ppo.eval.sampling sets the sampling. After an interruption,
-the same command resumes."""
+DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 INTERVALS = "95 %; pass@k: Wilson over tasks; reward: normal over tasks"
 Score = dict[str, Any]
 

@@ -1,6 +1,8 @@
-"""`arealite play ENV`: a person plays seats of an environment, and other agents the rest.
-
-The person gets the same observations, choices and rewards as an agent.
+"""Play an environment in this terminal. You play its first seat, or those of
+--seat. Each line that you type is an answer. The end of the input (Ctrl-D) ends
+the game. Options are those of the environment (opening_moves=2,
+runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or of `arealite train`
+(imports=[my_env]). `arealite envs` lists the environments.
 """
 
 from __future__ import annotations
@@ -34,13 +36,6 @@ from arealite.system.data.dataset import load_tasks
 from arealite.system.data.tasks import generate, reads_columns
 
 COLLECTOR = "trainer.ppo.collector."
-DESCRIPTION = """\
-Play an environment in this terminal. You play its first seat, or those of
---seat. Each line that you type is an answer. The end of the input (Ctrl-D) ends
-the game. Options are those of the environment (opening_moves=2,
-runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or of `arealite train`
-(imports=[my_env]). `arealite envs` lists the environments.
-"""
 CALL = 'to call a tool: <tool_call>{"name": …, "arguments": {…}}</tool_call>'
 
 
@@ -87,7 +82,10 @@ class Lines:
 
 
 class Player(Agent):
-    """The agent of a seat that a person plays, or that another agent plays in the person's view."""
+    """The agent of a seat that a person plays, or that another agent plays in the person's view.
+
+    A person gets the same observations, choices and rewards as an agent.
+    """
 
     trainable = False
     lines: Lines
@@ -141,7 +139,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="arealite play",
-        description=fold(DESCRIPTION),
+        description=fold(str(__doc__)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

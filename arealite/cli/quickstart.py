@@ -1,4 +1,6 @@
-"""`arealite quickstart`: make a tiny model and its task, and train it on this machine."""
+"""Make a tiny model and its task, sorting six digits. Then train the model with
+server, workers and trainer on this machine: three minutes on two cores.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,6 @@ from arealite.api.config import run_paths
 from arealite.cli import configs, train
 from arealite.impl.demo.sorting import make_kit
 
-DESCRIPTION = """\
-Make a tiny model and its task, sorting six digits. Then train the model with
-server, workers and trainer on this machine: three minutes on two cores.
-"""
 NEXT = """
 try next:
   arealite report {run}
@@ -25,7 +23,7 @@ model and data for your own runs: {kit}; the trained model: {export}"""
 
 def main(argv: Sequence[str]) -> int:
     """Make model and data and train; return the exit code of the training."""
-    parser = argparse.ArgumentParser(prog="arealite quickstart", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="arealite quickstart", description=str(__doc__))
     parser.add_argument("--seed", type=int, default=1, help="seed of model, data and training")
     parser.add_argument("--kit", type=Path, help="only write model and data to this folder")
     parser.add_argument("words", nargs="*", metavar="key=value", help="options of arealite train")

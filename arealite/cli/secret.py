@@ -1,4 +1,6 @@
-"""`arealite secret`: print the path of a trial's secret or its token, or replace the secret."""
+"""Print the path of a trial's secret: arealite secret trial_name=a
+--token prints the bearer token of its servers: curl -H 'Authorization: Bearer TOKEN'
+--rotate creates a new secret; stop all processes of the trial first."""
 
 from __future__ import annotations
 
@@ -11,10 +13,6 @@ from arealite.system.names.registry import NameRegistry
 from arealite.system.names.secret import FILE, read_secret, rotate_secret
 
 ROTATE, TOKEN = "--rotate", "--token"
-DESCRIPTION = """\
-Print the path of a trial's secret: arealite secret trial_name=a
---token prints the bearer token of its servers: curl -H 'Authorization: Bearer TOKEN'
---rotate creates a new secret; stop all processes of the trial first."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: The trial has no secret, or a live process uses it.
     """
     words = [word for word in argv if word not in (ROTATE, TOKEN)]
-    config = configs.parse(ServerConfig, words, command="arealite secret", description=DESCRIPTION)
+    config = configs.parse(ServerConfig, words, command="arealite secret", description=str(__doc__))
     names = NameRegistry.of(config)
     found = read_secret(names.root)
     if found is None:

@@ -1,5 +1,9 @@
-"""`arealite serve`: serve environments in OpenEnv's wire format, to rollout workers and OpenEnv's
-clients."""
+"""Serve environments in OpenEnv's wire format: /ws, /reset, /step, /health, …
+Several environments are at /env/NAME/ws, and a reset with `env` selects one.
+
+    arealite serve --environments code,math,debate --port 50051
+
+{words}"""
 
 from __future__ import annotations
 
@@ -21,17 +25,11 @@ WORDS = (
     Word("--environments", "A,B,C", "environments=[{}]"),
     Word("--port", "N", "server.port={}"),
 )
-DESCRIPTION = f"""\
-Serve environments in OpenEnv's wire format: /ws, /reset, /step, /health, …
-Several environments are at /env/NAME/ws, and a reset with `env` selects one.
-
-    arealite serve --environments code,math,debate --port 50051
-
-{describe(WORDS)}"""
+DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve rollout workers and clients of OpenEnv until SIGINT or SIGTERM."""
     layers = options.parse(
         translate(argv, WORDS)[0],
         command="arealite serve",
