@@ -6,42 +6,17 @@ Level 1 asks for one expression. Levels 2 to 5 ask for a function with as many s
 from __future__ import annotations
 
 import random
+import tomllib
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from arealite.api.task import Row
 
-ONE_LINERS = {
-    "x plus {a}": ("x+{a}", lambda x, a, b: x + a),
-    "x minus {a}": ("x-{a}", lambda x, a, b: x - a),
-    "{a} minus x": ("{a}-x", lambda x, a, b: a - x),
-    "x times {a}": ("x*{a}", lambda x, a, b: x * a),
-    "x times {a} plus {b}": ("x*{a}+{b}", lambda x, a, b: x * a + b),
-    "x times {a} minus {b}": ("x*{a}-{b}", lambda x, a, b: x * a - b),
-    "the rest of x by {a}": ("x%{a}", lambda x, a, b: x % a),
-    "the larger of x and {a}": ("max(x,{a})", lambda x, a, b: max(x, a)),
-    "the smaller of x and {a}": ("min(x,{a})", lambda x, a, b: min(x, a)),
-    "the square of x plus {a}": ("x*x+{a}", lambda x, a, b: x * x + a),
-}
-"""By description: the expression, and a function that computes its value."""
-STEPS = {
-    "add {a} to each number": "[x + {a} for x in values]",
-    "multiply each number by {a}": "[x * {a} for x in values]",
-    "keep only the numbers that {a} divides": "[x for x in values if x % {a} == 0]",
-    "keep only the numbers above {b}": "[x for x in values if x > {b}]",
-    "sort the numbers in ascending order": "sorted(values)",
-    "reverse their order": "values[::-1]",
-    "remove repetitions, and keep the first of equal numbers": "list(dict.fromkeys(values))",
-    "replace negative numbers by 0": "[max(x, 0) for x in values]",
-}
-ENDS = {
-    "return the numbers": "values",
-    "return their sum": "sum(values)",
-    "return how many numbers are left": "len(values)",
-    "return the largest number, or 0 if none is left": "max(values, default=0)",
-}
-"""Programs by description: a Python expression of `values`, a list of integers."""
+_FILE = Path(__file__).with_suffix(".toml")
+PROGRAMS: dict[str, dict[str, str]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+"""Python expressions by description, in groups."""
 HELD_OUT = 8
 """One in HELD_OUT tasks is left out of the split train and used by all other splits. Level 1 alone
 has too few tasks for that."""
@@ -61,7 +36,8 @@ def generate(rng: random.Random, levels: Sequence[int], split: str) -> Iterator[
 
 def steps(rng: random.Random, level: int) -> dict[str, Any]:
     """Return a row that asks for a function of `level` steps; its cases have 3 or more results."""
-    chosen = [*rng.sample([*STEPS.items()], level - 1), rng.choice([*ENDS.items()])]
+    inner, ends = [*PROGRAMS["steps"].items()], [*PROGRAMS["ends"].items()]
+    chosen = [*rng.sample(inner, level - 1), rng.choice(ends)]
     numbers = [{"a": rng.randint(2, 5), "b": rng.randint(-5, 5)} for _ in chosen]
     asks = [ask.format(**n) for (ask, _), n in zip(chosen, numbers, strict=True)]
     code = [source.format(**n) for (_, source), n in zip(chosen, numbers, strict=True)]
@@ -88,13 +64,12 @@ def evaluate(code: Sequence[str], values: object) -> object:
 
 def one_line(rng: random.Random) -> dict[str, Any]:
     """Return a random row whose answer is an expression."""
-    ask = rng.choice([*ONE_LINERS])
-    source, function = ONE_LINERS[ask]
-    a, b = rng.randint(2, 9), rng.randint(1, 9)
-    arguments = rng.sample(range(-20, 21), 5)
-    cases = [{"args": [x], "expected": function(x, a, b)} for x in arguments]
+    ask, source = rng.choice([*PROGRAMS["one_liners"].items()])
+    numbers = {"a": rng.randint(2, 9), "b": rng.randint(1, 9)}
+    code, arguments = source.format(**numbers), rng.sample(range(-20, 21), 5)
+    cases = [{"args": [x], "expected": eval(code, {"x": x})} for x in arguments]
     return {
-        "prompt": f"# {ask.format(a=a, b=b)}\ndef f(x): return ",
-        "ground_truth": source.format(a=a, b=b),
+        "prompt": f"# {ask.format(**numbers)}\ndef f(x): return ",
+        "ground_truth": code,
         "extra_info": {"entry_point": "f", "cases": cases, "data_source": "one_line"},
     }
