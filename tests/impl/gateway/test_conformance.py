@@ -29,10 +29,18 @@ HABITS = {
 }
 
 
-def tool(name: str, arguments: str) -> str:
-    """Return the result of a tool call."""
-    given = json.loads(arguments)
-    return str(given["a"] + given["b"]) if name == "add" else f"{given['city']}: 21 °C ☁️"
+class Tools:
+    """Tools whose results are unique."""
+
+    def __init__(self) -> None:
+        self.results: list[str] = []
+
+    def call(self, name: str, arguments: str) -> str:
+        """Return the result of a tool call."""
+        given = json.loads(arguments)
+        assert given.keys() == ({"a", "b"} if name == "add" else {"city"})
+        self.results.append(f"result {len(self.results)}: 21 °C ☁️")
+        return self.results[-1]
 
 
 def plan(family: str, turns: int) -> Plan:
@@ -65,8 +73,13 @@ async def test_all_sampled_tokens_are_trained_once_under_their_own_prefix(
             asked = QUESTIONS[: 1 + number % 2]
             session = sessions.open()
             client = CLIENTS[api](http, session, stream=number % 3 > 0, habits=habits)
-            await client.play(asked, tool)
+            tools = Tools()
+            await client.play(asked, tools.call)
             rows = await sessions.close(session)
+            text = sessions.text(sessions.segments[-1])
+            shown = [json.dumps(each)[1:-1] if each not in text else each for each in tools.results]
+            assert [text.count(each) for each in shown] == [1] * len(shown)
+            assert sorted(shown, key=text.index) == shown
             expected = 2 if len(asked) > 1 and family in REWRITES else 1
             assert (rows, session.stats["malformed_calls"]) == (expected, 0), habits
     verdict = sessions.verdict()
