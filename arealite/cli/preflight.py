@@ -17,18 +17,9 @@ from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_pa
 from arealite.api.env import Env, envs
 from arealite.api.llm_server import servers
 from arealite.api.trial import ClusterConfig
+from arealite.base import model_folder
 from arealite.base.config import check_constraints
 from arealite.base.errors import DeadlineError, UserError
-from arealite.base.model_folder import (
-    Shapes,
-    check_layers,
-    check_logits,
-    check_tensor_names,
-    check_vocabulary,
-    exact_length,
-    model_difference,
-    read_model,
-)
 from arealite.base.places import check_address, check_folder
 from arealite.cli import configs, estimates
 from arealite.cli.fold import fold
@@ -50,7 +41,7 @@ class Facts(NamedTuple):
 
     model: dict[str, Any]
     """config.json of the model."""
-    shapes: Shapes
+    shapes: model_folder.Shapes
     """The shape of each tensor of the model, by name."""
     free_bytes: int
     """Free space of the run folder's disk."""
@@ -116,15 +107,15 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     NameRegistry.of(config).check()
     check_options(config)
     path, trainer, ppo = config.model.path, config.trainer, config.trainer.ppo
-    model, shapes = read_model(required(path, "model.path"))
+    model, shapes = model_folder.read_model(required(path, "model.path"))
     if trainer.type != "reward":
-        check_logits(model, path)
+        model_folder.check_logits(model, path)
     free = check_run_folder(config)
     check_addresses(config)
     if config.view.web:
         check_address("127.0.0.1", config.view.port, at="view")
     if trainer.is_offline:
-        check_vocabulary(trainer.dpo.reference, model, key="trainer.dpo.reference")
+        model_folder.check_vocabulary(trainer.dpo.reference, model, key="trainer.dpo.reference")
         rows, unused = check_examples(config, model)
         if unused:
             what = f"{len(unused)} rows have no tokens to train and are skipped"
@@ -132,9 +123,9 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         check_resume(config, rows)
         return Facts(model, shapes, free)
     if ppo.publisher.type != "shared":
-        check_tensor_names(shapes, path)
+        model_folder.check_tensor_names(shapes, path)
     if is_self_served(config) and configs.own_server(config).llm_server.type == "embedded":
-        check_layers(model, path)
+        model_folder.check_layers(model, path)
     check_sources(config)
     check_first_rows(config)
     tasks, held_out = load_split(config, "train"), load_split(config, "eval")
@@ -145,8 +136,8 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         raise UserError(f"{where} has {what}. Use a smaller batch_size or more rows.")
     if config.datapipe.curriculum.by:
         Curriculum(config, tasks)
-    check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
-    check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
+    model_folder.check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
+    model_folder.check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
     check_resume(config, identity(config, tasks))
     is_served = has_servers and not is_self_served(config)
     found = find_servers(config, model) if is_served else []
@@ -273,15 +264,14 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
                 print(f"waiting up to {wait_s:g} s for a language-model server", flush=True)
             found = asyncio.run(names.wait("llm_server", seconds=wait_s, owner="train.py"))
     except DeadlineError as error:
-        raise UserError(
-            f"no language-model server for {config.experiment_name}/{config.trial_name} within "
-            f"{wait_s:g} s (looked in {name_dir(config)}). Start one: python3 "
-            f"arealite/launch_llm_server.py experiment_name={config.experiment_name} "
-            f"trial_name={config.trial_name} model.path={config.model.path}, or let the run start "
-            "one: launcher.llm_servers=1"
-        ) from error
+        experiment, trial = config.experiment_name, config.trial_name
+        what = f"no language-model server for {experiment}/{trial} within {wait_s:g} s"
+        words = f"experiment_name={experiment} trial_name={trial} model.path={config.model.path}"
+        fix = f"Start one: python3 arealite/launch_llm_server.py {words}, or let the run start one"
+        where = f"looked in {name_dir(config)}"
+        raise UserError(f"{what} ({where}). {fix}: launcher.llm_servers=1") from error
     for server in found:
-        if difference := model_difference(server.value, model):
+        if difference := model_folder.model_difference(server.value, model):
             fix = f"Start it with model.path={config.model.path}, or use another trial_name."
             raise UserError(f"the server at {server.value['address']}: {difference} {fix}")
     return found
@@ -293,7 +283,7 @@ def contexts(config: ExperimentConfig, model: dict[str, Any], found: Sequence[En
         lengths = [server.value.get("context_length") for server in found]
     else:
         own = config.launcher.llm_servers and configs.own_server(config).llm_server.context_length
-        lengths = [own or exact_length(model) or model.get("max_position_embeddings")]
+        lengths = [own or model_folder.exact_length(model) or model.get("max_position_embeddings")]
     return [length for length in lengths if length]
 
 

@@ -26,16 +26,8 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.base.places import check_address
 from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
+from arealite.impl.env_server import wire
 from arealite.impl.env_server.session import Session
-from arealite.impl.env_server.wire import (
-    CAPACITY,
-    Refused,
-    decoder,
-    encode,
-    frame,
-    read_token,
-    refusal,
-)
 from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
 from arealite.system.data.dataset import load_tasks, make_task
@@ -43,12 +35,12 @@ from arealite.system.data.tasks import GENERATED, generate, reads_columns
 from arealite.system.health.waits import END_S, Wait
 
 logger = log.get(__name__)
-decode, decode_reset, decode_step = decoder(Message), decoder(Reset), decoder(Step)
-decode_members = decoder(dict[str, msgspec.Raw])
+decode, decode_reset, decode_step = wire.decoder(Message), wire.decoder(Reset), wire.decoder(Step)
+decode_members = wire.decoder(dict[str, msgspec.Raw])
 
 CLOSE_S = 1.0
 """Timeout for a client's answer to a closing handshake."""
-STATUS = {CAPACITY: 503, "EXECUTION_ERROR": 500}
+STATUS = {wire.CAPACITY: 503, "EXECUTION_ERROR": 500}
 """HTTP status by error code; the status of other errors is 422."""
 
 
@@ -74,7 +66,7 @@ class EnvServer:
         self._tasks = [] if path == GENERATED else load_tasks(path, "train", keep=keep)
         self._seeds = count(config.seed)
         self._max_bytes = self.options.max_message_kb * 1024
-        self._token = read_token(self.options.token_env, "server.")
+        self._token = wire.read_token(self.options.token_env, "server.")
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[str, None]:
@@ -142,7 +134,8 @@ class EnvServer:
         """
         most = self.options.max_sessions
         if len(self.sessions) + len(self._ending) >= most:
-            raise Refused(f"all sessions are in use (server.max_sessions={most})", CAPACITY)
+            what = f"all sessions are in use (server.max_sessions={most})"
+            raise wire.Refused(what, wire.CAPACITY)
         session = Session(self.envs[name], episode_s=self.options.episode_s, name=name)
         self.sessions[session.id] = session
         return session
@@ -164,8 +157,8 @@ class EnvServer:
         await socket.prepare(request)
         try:
             session = self._open(name)
-        except Refused as refused:
-            await socket.send_str(frame("error", refusal(refused), self._max_bytes))
+        except wire.Refused as refused:
+            await socket.send_str(wire.frame("error", wire.refusal(refused), self._max_bytes))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
             return socket
         try:
@@ -196,11 +189,11 @@ class EnvServer:
                     await socket.close()
                     return
                 kind, data = await self._answer(message, session)
-                text = frame(kind, data, self._max_bytes)
+                text = wire.frame(kind, data, self._max_bytes)
             except Exception as error:  # noqa: BLE001  (the answer may be too long or not JSON)
-                if not isinstance(error, Refused | msgspec.MsgspecError):
+                if not isinstance(error, wire.Refused | msgspec.MsgspecError):
                     await session.end()
-                text = frame("error", refusal(error), self._max_bytes)
+                text = wire.frame("error", wire.refusal(error), self._max_bytes)
             with Wait("an answer to be read", **peer):
                 await socket.send_str(text)
 
@@ -215,15 +208,15 @@ class EnvServer:
                     reset = decode_reset(message.data)
                     name = reset.env or session.name
                     if name not in self.envs:
-                        raise Refused(unknown("environment", name, [*self.envs]))
+                        raise wire.Refused(unknown("environment", name, [*self.envs]))
                     task = await self._task(reset, name)
                     return "observation", await session.reset(task, reset, self.envs[name])
                 case "state" | "close":
                     return "state", session.describe()
             known = "reset, step, state or close"
-            raise Refused(f"type '{message.type}' is unknown; send {known}", "UNKNOWN_TYPE")
+            raise wire.Refused(f"type '{message.type}' is unknown; send {known}", "UNKNOWN_TYPE")
         except Exception as error:  # noqa: BLE001  (an episode may raise any exception)
-            return "error", refusal(error)
+            return "error", wire.refusal(error)
 
     async def _task(self, reset: Reset, env: str) -> Task:
         """Return the task of a reset or, without one, the task that its seed draws.
@@ -244,7 +237,7 @@ class EnvServer:
             tasks = generate(self.config.hosted[env], reset.split, seed)
             return await asyncio.to_thread(next, tasks)
         except UserError as error:
-            raise Refused(str(error)) from error
+            raise wire.Refused(str(error)) from error
 
     async def _post(self, request: web.Request) -> web.Response:
         """Answer POST /reset and /step.
@@ -262,8 +255,8 @@ class EnvServer:
                     kind, data = await self._answer(Message("step", action), session)
             finally:
                 self._close(session)
-        except (msgspec.MsgspecError, Refused) as error:
-            kind, data = "error", refusal(error)
+        except (msgspec.MsgspecError, wire.Refused) as error:
+            kind, data = "error", wire.refusal(error)
         status = STATUS.get(data.code, 422) if kind == "error" else 200
         return _json(data, status)
 
@@ -294,4 +287,4 @@ class EnvServer:
 
 
 def _json(data: object, status: int = 200) -> web.Response:
-    return web.Response(body=encode(data), status=status, content_type="application/json")
+    return web.Response(body=wire.encode(data), status=status, content_type="application/json")
