@@ -104,24 +104,19 @@ class ServerState:
             channel.pending.cancel()
 
 
+@dataclass(eq=False)
 class Channel(Generic[T]):
     """An open session, whose answers are decoded to T."""
 
-    def __init__(
-        self,
-        server: ServerState,
-        socket: aiohttp.ClientWebSocketResponse,
-        *,
-        config: EnvServersConfig,
-        decode: Callable[[msgspec.Raw], T],
-    ) -> None:
-        self.server = server
-        self.pending = asyncio.ensure_future(socket.receive())
+    server: ServerState
+    _socket: aiohttp.ClientWebSocketResponse
+    _config: EnvServersConfig
+    _decode: Callable[[msgspec.Raw], T]
+
+    def __post_init__(self) -> None:
+        self.pending = asyncio.ensure_future(self._socket.receive())
         """The next message. If it is done while no request is open, the session is broken."""
-        self._socket = socket
-        self._config = config
-        self._decode = decode
-        server.channels.add(self)
+        self.server.channels.add(self)
 
     async def ask(self, kind: str, data: object) -> T:
         """Send a message; return the decoded data of its answer.

@@ -197,7 +197,7 @@ class ServerPool(Generic[T]):
                 logger.warning("environment server unreachable", server=server.name, error=why)
             server.alive = False
             return None
-        return Channel(server, socket, config=self.config, decode=self._decode)
+        return Channel(server, socket, self.config, self._decode)
 
     async def _monitor(self, server: ServerState) -> None:
         server.last_seen = time.monotonic()
@@ -232,9 +232,8 @@ def parse(address: str) -> URL:
             return url
     except ValueError:
         pass
-    raise UserError(
-        f"environment server '{address}': the address must be host:port or http(s)://host[:port]."
-    )
+    rule = "the address must be host:port or http(s)://host[:port]"
+    raise UserError(f"environment server '{address}': {rule}.")
 
 
 async def _no_redirect(_: object, __: object, params: aiohttp.TraceRequestRedirectParams) -> None:
