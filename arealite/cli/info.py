@@ -87,9 +87,8 @@ def extras() -> Iterator[Line]:
     for line in (package("arealite") and metadata.requires("arealite")) or []:
         if match := re.match(r"([\w.-]+).*extra == ['\"]([\w.-]+)", line):
             wanted[match[2]].append(match[1])
-    wanted.pop(
-        "sglang", None
-    )  # it is in "versions", and may be in a virtual environment of its own
+    # SGLang is in "versions", and may be in a virtual environment of its own.
+    wanted.pop("sglang", None)
     for extra, names in wanted.items():
         absent = [name for name in names if not package(name)]
         fix = f"missing {', '.join(absent)}: pip install {extra_requirement(extra)}"

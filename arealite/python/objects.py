@@ -61,10 +61,8 @@ def registered(value: Any, registry: Registry[Any]) -> tuple[str, list[str]]:
     kind, name = registry.kind, registry.name_of(value)
     if name is None:
         what = f"{kind}={getattr(value, '__name__', value)} is not registered"
-        fix = (
-            f'Write @arealite.{kind}s.register("NAME") above the class, or pass a registered name.'
-        )
-        raise UserError(f"{what}. {fix}")
+        fix = f'Write @arealite.{kind}s.register("NAME") above the class'
+        raise UserError(f"{what}. {fix}, or pass a registered name.")
     module = import_path(value, kind).partition(":")[0]
     return name, [] if module.startswith("arealite.") else [module]
 

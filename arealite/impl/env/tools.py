@@ -159,10 +159,9 @@ def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[R
         UserError: An operator is unknown, or the prompt has no {} for the task.
     """
     if not config.operators or set(config.operators) - set("+-*/%") or "{}" not in config.prompt:
-        raise UserError(
-            f"env.tools.arithmetic: operators={config.operators!r} must be some of + - * / %, and "
-            f"prompt={config.prompt!r} must contain {{}}, which is replaced by the task."
-        )
+        signs = f"operators={config.operators!r} must be some of + - * / %"
+        text = f"prompt={config.prompt!r} must contain {{}}, which is replaced by the task"
+        raise UserError(f"env.tools.arithmetic: {signs}, and {text}.")
     rng = random.Random(f"arithmetic {split} {seed}")
     low, high = 10 ** (config.digits - 1), 10**config.digits
     while True:

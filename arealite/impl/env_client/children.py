@@ -132,9 +132,8 @@ class Children:
             if line.startswith(SERVING):
                 return line.removeprefix(SERVING).strip()
             ended = how_ended(await process.wait())
-        raise UserError(
-            f"a process of {self.name} did not start ({ended}). Its error is in the log above."
-        )
+        what = f"a process of {self.name} did not start ({ended})"
+        raise UserError(f"{what}. Its error is in the log above.")
 
     async def _keep_alive(self, child: Running | None) -> None:
         """Replace a child each time it dies or is used up, until the restart budget is spent."""
@@ -159,11 +158,10 @@ class Children:
                     break
                 await asyncio.sleep(pause_s)
             child = None
-        self._servers.fatal = UserError(
-            f"the processes of {self.name} died {budget.deaths} times in a row "
-            f"(env.runtime.max_restarts={self.runtime.max_restarts}). The first death: "
-            f"{budget.first}. The error is in the log of the rollout worker; fix the environment."
-        )
+        limit = f"env.runtime.max_restarts={self.runtime.max_restarts}"
+        what = f"the processes of {self.name} died {budget.deaths} times in a row ({limit})"
+        fix = "The error is in the log of the rollout worker; fix the environment."
+        self._servers.fatal = UserError(f"{what}. The first death: {budget.first}. {fix}")
         self._servers.changed.set()
 
     async def _wait_for_replacement(self, child: Running) -> tuple[str, float]:

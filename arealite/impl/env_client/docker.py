@@ -50,12 +50,11 @@ def check_docker(config: RuntimeConfig) -> None:
         docker(config, "image", "inspect", config.image)
     except (OSError, subprocess.SubprocessError) as error:
         is_said = isinstance(error, subprocess.CalledProcessError)  # else its stderr is bytes
-        why = f"{error}\n{error.stderr if is_said else ''}".strip().splitlines()[-1]
-        raise UserError(
-            f"env.runtime.type=docker: `{config.docker} image inspect {config.image}` failed: "
-            f"{why.rstrip('.?')}. Start Docker (or set env.runtime.docker=podman) and pull or "
-            "build the image; without Docker, use runtime.type=subprocess or remote."
-        ) from error
+        why = f"{error}\n{error.stderr if is_said else ''}".strip().splitlines()[-1].rstrip(".?")
+        what = f"env.runtime.type=docker: `{config.docker} image inspect {config.image}` failed"
+        fix = "Start Docker (or set env.runtime.docker=podman) and pull or build the image"
+        other = "without Docker, use runtime.type=subprocess or remote"
+        raise UserError(f"{what}: {why}. {fix}; {other}.") from error
 
 
 def docker(config: RuntimeConfig, *words: str) -> str:

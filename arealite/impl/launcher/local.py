@@ -95,8 +95,7 @@ class LocalLauncher(Launcher, Supervisor):
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear, self.config, *kinds)
         with self.progress.shown():
-            options = self.options
-            limits = options.silent_s, options.blocked_s
+            limits = self.options.silent_s, self.options.blocked_s
             monitor = supervisor.HealthMonitor(self.vitals, self, *limits)
             monitoring = asyncio.ensure_future(monitor.run())
             try:

@@ -39,9 +39,8 @@ class FilesTool(Tool):
             for path, content in task.extra_info.get("files", {}).items():
                 self._write(state["files"], str(path), content)
         except (AttributeError, ToolError) as error:
-            raise EpisodeError(
-                f"task {task.task_id}: extra_info.files must map paths to texts: {error}"
-            ) from error
+            rule = "extra_info.files must map paths to texts"
+            raise EpisodeError(f"task {task.task_id}: {rule}: {error}") from error
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         """Perform one action on the episode's files; return its result."""

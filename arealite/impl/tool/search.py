@@ -84,9 +84,8 @@ def build(source: str) -> sqlite3.Connection:
         UserError: The path does not exist or has no documents, or a document is invalid.
     """
     if not source:
-        raise UserError(
-            "env.tools.search.path is not set. Set a JSONL file, or a folder of .txt and .md files."
-        )
+        what = "env.tools.search.path is not set"
+        raise UserError(f"{what}. Set a JSONL file, or a folder of .txt and .md files.")
     path = Path(source).expanduser()
     documents = list(_folder(path) if path.is_dir() else _jsonl(path))
     if not documents:

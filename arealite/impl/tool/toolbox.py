@@ -124,9 +124,8 @@ class Toolbox:
     def _add(self, tool: Tool) -> None:
         name = tool.schema["function"]["name"]
         if name in self.tools:
-            raise UserError(
-                f"two tools have the name '{name}'. Remove one of env.tools.tools or env.tools.mcp."
-            )
+            fix = "Remove one of env.tools.tools or env.tools.mcp."
+            raise UserError(f"two tools have the name '{name}'. {fix}")
         self.tools[name] = tool
 
     def _cut(self, answer: str) -> str:

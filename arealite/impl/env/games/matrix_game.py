@@ -24,6 +24,7 @@ from arealite.impl.env.games.choices import chosen
 
 Payoffs = dict[tuple[str, str], tuple[float, float]]
 _FILE = Path(__file__).with_name("payoffs.toml")
+EXAMPLE = "{'stag stag': [4, 4], 'stag hare': [0, 3], 'hare stag': [3, 0], 'hare hare': [2, 2]}"
 GAMES: dict[str, dict[str, list[float]]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 """Payoffs of row and column by game and by both choices, as "row column"."""
 
@@ -126,9 +127,6 @@ def payoffs(config: MatrixGameConfig) -> Payoffs:
         rows, columns = zip(*pairs, strict=True)
         whole = {*product(rows, columns)} == {*pairs}
     if not whole:
-        form = (
-            "{'stag stag': [4, 4], 'stag hare': [0, 3], 'hare stag': [3, 0], 'hare hare': [2, 2]}"
-        )
         what = "payoffs: each pair of choices needs two numbers, for row and column"
-        raise UserError(f"{what}. Write {form}.")
+        raise UserError(f"{what}. Write {EXAMPLE}.")
     return pairs  # pyright: ignore[reportReturnType]
