@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.agents, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent
 OUT = Path("out/agents.json")
 QUESTIONS = ["How warm is it in Zürich, and what is 12 + 30?", "And in München? Add 1 to it."]
-LENGTH = int(os.environ.get("AGENTS_WORDS", "60"))
+LENGTH = int(os.environ.get("AGENTS_WORDS", "80"))
 """Mean words of an answer."""
 CUTS = int(os.environ.get("AGENTS_CUTS", "1000"))
 REWRITES = frozenset({"qwen3", "glm4_5", "gpt_oss", "mistral"})
