@@ -32,6 +32,7 @@ from arealite.cli import options
 from arealite.cli.presets import CONFIG_DIR
 from arealite.impl.launcher.processes import own_address, server_overrides
 
+Files = Path | Sequence[Path]
 C = TypeVar("C")
 Root = TypeVar("Root", bound=ExperimentConfig | ServerConfig)
 
@@ -53,13 +54,7 @@ NAMED_IN = {ToolsEnvConfig: "tools", LoggerConfig: "types"}
 """Options with a list of registered names. Other config classes of TABLES have one, in `type`."""
 
 
-def load(
-    schema: type[C],
-    files: Path | Sequence[Path],
-    overrides: Sequence[str],
-    *,
-    is_saved: bool = False,
-) -> C:
+def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: bool = False) -> C:
     """Import plugins, then load files and overrides as `schema`.
 
     Args:
@@ -82,9 +77,7 @@ def load(
 def parse(schema: type[C], argv: Sequence[str], *, command: str, description: str) -> C:
     """Parse a command line; return its config."""
     default = CONFIG_DIR / ("llm_server.yaml" if schema is ServerConfig else "async_ppo.yaml")
-    layers = options.parse(
-        argv, command=command, description=description, schema=schema, default=default
-    )
+    layers = options.CommandLine(command, description, schema, default).parse(argv)
     return with_model(load(schema, layers.files, layers.overrides))
 
 
@@ -148,10 +141,8 @@ def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list
         UserError: See load_stages.
     """
     default = CONFIG_DIR / "async_ppo.yaml"
-    layers = options.parse_stages(
-        argv, command=command, description=description, schema=ExperimentConfig, default=default
-    )
-    return [with_model(config) for config in load_stages(layers)]
+    line = options.CommandLine(command, description, ExperimentConfig, default)
+    return [with_model(config) for config in load_stages(line.parse_stages(argv))]
 
 
 def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:

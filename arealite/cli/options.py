@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,33 +36,50 @@ class Layers:
     overrides: list[str]
 
 
-def parse(
-    argv: Sequence[str],
-    *,
-    command: str,
-    description: str,
-    schema: type,
-    default: Path,
-    more: str = "",
-) -> Layers:
-    """Parse a command line. `--help` prints every key of `schema` with its default."""
-    parser = argparse.ArgumentParser(
-        prog=command,
-        description=fold(description),
-        epilog=fold(more + _keys(schema)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    text = f"YAML file or preset (default: {default.stem}); may be repeated, later ones win"
-    parser.add_argument("--config", action="append", metavar="NAME", help=text)
-    text = "dotted overrides; FILE.yaml or PRESET is the same as --config"
-    parser.add_argument("words", nargs="*", metavar="key=value", help=text)
-    check_flags(argv, schema)
-    options = parser.parse_intermixed_args(argv)
-    names = [word for word in options.words if "=" not in word]
-    files = [n for n in names if n.endswith((".yaml", ".yml")) or n in presets.names()]
-    overrides = [word for word in options.words if word not in files]
-    return Layers([*map(presets.find, [*(options.config or []), *files])] or [default], overrides)
+@dataclass(frozen=True)
+class CommandLine:
+    """The arguments of a command that reads a config."""
+
+    command: str
+    description: str
+    schema: type
+    default: Path
+    """Config file if the command line names none."""
+    more: str = ""
+    """Text of `--help` before the keys."""
+
+    def parse(self, argv: Sequence[str]) -> Layers:
+        """Parse the arguments. `--help` prints every key of `schema` with its default."""
+        parser = argparse.ArgumentParser(
+            prog=self.command,
+            description=fold(self.description),
+            epilog=fold(self.more + _keys(self.schema)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        text = (
+            f"YAML file or preset (default: {self.default.stem}); may be repeated, later ones win"
+        )
+        parser.add_argument("--config", action="append", metavar="NAME", help=text)
+        text = "dotted overrides; FILE.yaml or PRESET is the same as --config"
+        parser.add_argument("words", nargs="*", metavar="key=value", help=text)
+        check_flags(argv, self.schema)
+        options = parser.parse_intermixed_args(argv)
+        names = [word for word in options.words if "=" not in word]
+        files = [n for n in names if n.endswith((".yaml", ".yml")) or n in presets.names()]
+        overrides = [word for word in options.words if word not in files]
+        found = [*map(presets.find, [*(options.config or []), *files])]
+        return Layers(found or [self.default], overrides)
+
+    def parse_stages(self, argv: Sequence[str]) -> list[Layers]:
+        """Parse arguments with `--then FILE`; return the Layers of each stage."""
+        glued = [word.split("=", 1) if word.startswith("--then=") else [word] for word in argv]
+        words = [word for pieces in glued for word in pieces]
+        cuts = [i for i, word in enumerate(words) if word == "--then"]
+        parts = [words[a:b] for a, b in pairwise([0, *cuts, len(words)])]
+        lines = [parts[0], *(["--config", *part[1:]] for part in parts[1:])]
+        stage = replace(self, more=f"{THEN}\n")
+        return [stage.parse(line) for line in lines]
 
 
 def check_flags(argv: Sequence[str], schema: type) -> None:
@@ -84,19 +100,6 @@ def run_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"arealite {command}", description=description)
     parser.add_argument("run", type=Path, help="run folder, like runs/EXPERIMENT/TRIAL")
     return parser
-
-
-def parse_stages(
-    argv: Sequence[str], *, command: str, description: str, schema: type, default: Path
-) -> list[Layers]:
-    """Parse a command line with `--then FILE`; return the Layers of each stage."""
-    glued = [word.split("=", 1) if word.startswith("--then=") else [word] for word in argv]
-    words = [word for pieces in glued for word in pieces]
-    cuts = [i for i, word in enumerate(words) if word == "--then"]
-    parts = [words[a:b] for a, b in pairwise([0, *cuts, len(words)])]
-    lines = [parts[0], *(["--config", *part[1:]] for part in parts[1:])]
-    read = partial(parse, command=command, description=description, schema=schema, default=default)
-    return [read(line, more=f"{THEN}\n") for line in lines]
 
 
 def _keys(schema: type) -> str:

@@ -30,13 +30,9 @@ DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 
 def main(argv: Sequence[str]) -> int:
     """Serve rollout workers and clients of OpenEnv until SIGINT or SIGTERM."""
-    layers = options.parse(
-        translate(argv, WORDS)[0],
-        command="arealite serve",
-        description=DESCRIPTION,
-        schema=EnvServerConfig,
-        default=configs.CONFIG_DIR / "env_server.yaml",
-    )
+    default = configs.CONFIG_DIR / "env_server.yaml"
+    line = options.CommandLine("arealite serve", DESCRIPTION, EnvServerConfig, default)
+    layers = line.parse(translate(argv, WORDS)[0])
     die_with_parent()
     # The parent reads only one line of stdout. Other output of the environment would fill the pipe,
     # so it goes to stderr.

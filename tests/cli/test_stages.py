@@ -27,8 +27,8 @@ def write(tmp_path: Path) -> Write:
 
 
 def parse(*argv: str | Path) -> list[options.Layers]:
-    about = {"command": "train.py", "description": "", "schema": ExperimentConfig}
-    return options.parse_stages([str(word) for word in argv], **about, default=Path("default.yaml"))
+    line = options.CommandLine("train.py", "", ExperimentConfig, Path("default.yaml"))
+    return line.parse_stages([str(word) for word in argv])
 
 
 def load(*argv: str | Path) -> list[ExperimentConfig]:

@@ -135,9 +135,8 @@ def check_config(name: str, words: list[str], command: Command) -> None:
     kept = [w for w in words if not PLACEHOLDER.fullmatch(w) and not w.startswith("imports=")]
     kept = [w for w in kept if not any(f".{name}." in w or f"={name}" in w for name in own)]
     schema, default = SCHEMAS[name]
-    for stage in options.parse_stages(
-        kept, command=name, description="", schema=schema, default=ROOT / "config" / default
-    ):
+    line = options.CommandLine(name, "", schema, ROOT / "config" / default)
+    for stage in line.parse_stages(kept):
         files = [file if file.is_absolute() else ROOT / file for file in stage.files]
         missing = {file.name for file in files if not file.is_file()}
         told = {name for name in missing if f"`{name}`" in command.text}
