@@ -155,8 +155,7 @@ class Browser:
             if self._chromium is not None and self._chromium.is_connected():
                 return self._chromium
             await self._stop()
-            what = "the browser's start"
-            with Wait(what, owner="browser", on="chromium", seconds=START_S):
+            with Wait("the browser's start", owner="browser", on="chromium", seconds=START_S):
                 playwright = await self._pages.async_playwright().start()
                 self._playwright = playwright
                 rules = [f"MAP {site} {site}" for site in sorted(self.allowed)]
@@ -182,7 +181,6 @@ class Browser:
         playwright, self._playwright = self._playwright, None
         for end in [chromium and chromium.close, playwright and playwright.stop]:
             if end:
-                with suppress(*self._errors):
-                    what = "the browser's end"
-                    with Wait(what, owner="browser", on="chromium", seconds=STOP_S):
-                        await end()
+                wait = Wait("the browser's end", owner="browser", on="chromium", seconds=STOP_S)
+                with suppress(*self._errors), wait:
+                    await end()

@@ -156,9 +156,7 @@ async def spawn(
         raise UserError(f"{name} cannot be started: {error}") from error
 
 
-async def _started(
-    creating: asyncio.Task[asyncio.subprocess.Process],
-) -> asyncio.subprocess.Process:
+async def _started(creating: asyncio.Task[Process]) -> Process:
     """Await a process that is being created; kill it if the caller is cancelled meanwhile."""
     try:
         return await asyncio.shield(creating)

@@ -135,9 +135,8 @@ class Role:
         try:
             while exits:
                 limit = self.grace_s if left and not self.over.is_set() else None
-                done, _ = await asyncio.wait(
-                    exits, timeout=limit, return_when=asyncio.FIRST_COMPLETED
-                )
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(exits, timeout=limit, return_when=first)
                 if not done and not self.over.is_set():
                     return left[0]
                 if len(exits) > 1 and any(exits[task].code > 0 for task in done):
