@@ -54,7 +54,5 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class SandboxFailed(EpisodeError):
+class SandboxFailed(EpisodeError, failure_class="sandbox_failed"):
     """The sandbox failed to start or stop a program; the program has no result."""
-
-    failure_class = "sandbox_failed"

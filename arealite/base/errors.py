@@ -57,30 +57,30 @@ class DeadlineError(RoleError):
 
 
 class EpisodeError(ArealiteError):
-    """An episode failed. It is retried up to `max_attempts` times; then its group is filtered."""
+    """An episode failed. It is retried up to `max_attempts` times; then its group is filtered.
+
+    A subclass names the class that counts it: `class Broken(EpisodeError, failure_class="broken")`.
+    """
 
     failure_class = "episode"
 
+    def __init_subclass__(cls, *, failure_class: str = "") -> None:
+        cls.failure_class = failure_class or cls.failure_class
 
-class EpisodeTimeout(EpisodeError):
+
+class EpisodeTimeout(EpisodeError, failure_class="episode_timeout"):
     """The episode took longer than `collector.episode_timeout_s`."""
 
-    failure_class = "episode_timeout"
 
-
-class RewardTimeout(EpisodeError):
+class RewardTimeout(EpisodeError, failure_class="reward_timeout"):
     """The reward check reached its timeout and was killed. The sample has no reward."""
 
-    failure_class = "reward_timeout"
 
-
-class RewardNotFinite(EpisodeError):
+class RewardNotFinite(EpisodeError, failure_class="reward_not_finite"):
     """A reward, one of its parts or their sum is infinite or not a number."""
 
-    failure_class = "reward_not_finite"
 
-
-class ContextOverflow(EpisodeError):
+class ContextOverflow(EpisodeError, failure_class="context_overflow"):
     """The request would not fit the server's context length.
 
     Args:
@@ -88,23 +88,17 @@ class ContextOverflow(EpisodeError):
         room: Number of new tokens for which the context has room.
     """
 
-    failure_class = "context_overflow"
-
     def __init__(self, message: str, room: int = 0) -> None:
         super().__init__(message)
         self.room = room
 
 
-class GenerationRefused(EpisodeError):
+class GenerationRefused(EpisodeError, failure_class="generation_refused"):
     """The server refused the request as invalid."""
 
-    failure_class = "generation_refused"
 
-
-class ServerUnavailable(EpisodeError):
+class ServerUnavailable(EpisodeError, failure_class="server_unavailable"):
     """No live server finished the request before its deadline."""
-
-    failure_class = "server_unavailable"
 
 
 def failure_class(error: BaseException) -> str:

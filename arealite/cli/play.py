@@ -39,10 +39,8 @@ COLLECTOR = "trainer.ppo.collector."
 CALL = 'to call a tool: <tool_call>{"name": …, "arguments": {…}}</tool_call>'
 
 
-class InputEnded(EpisodeError):
+class InputEnded(EpisodeError, failure_class="left"):
     """The person has closed the input."""
-
-    failure_class = "left"
 
 
 class Lines:

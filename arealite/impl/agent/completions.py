@@ -26,10 +26,8 @@ MAX_BACKOFF_S = 20.0
 RETRIED_STATUSES = frozenset((408, 409, 425, 429))
 
 
-class FixedPolicyFailed(EpisodeError):
+class FixedPolicyFailed(EpisodeError, failure_class="fixed_policy"):
     """The model of a fixed policy gave no answer."""
-
-    failure_class = "fixed_policy"
 
 
 class Message(msgspec.Struct):

@@ -36,22 +36,16 @@ MAX_KEYS = 200
 """A longer text is inserted at once, without key events."""
 
 
-class PageTimeout(EpisodeError):
+class PageTimeout(EpisodeError, failure_class="page_timeout"):
     """A page did not load or answer within `timeout_s`."""
 
-    failure_class = "page_timeout"
 
-
-class PageError(EpisodeError):
+class PageError(EpisodeError, failure_class="page_error"):
     """The task's page could not be loaded, or its script raised an error during an action."""
 
-    failure_class = "page_error"
 
-
-class BrowserCrash(EpisodeError):
+class BrowserCrash(EpisodeError, failure_class="browser_crash"):
     """The page or the whole browser died."""
-
-    failure_class = "browser_crash"
 
 
 class View(msgspec.Struct):

@@ -30,28 +30,20 @@ T = TypeVar("T")
 CLOSING = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED)
 
 
-class EnvServerLost(EpisodeError):
+class EnvServerLost(EpisodeError, failure_class="env_server_lost"):
     """The server died, does not answer or closed the session; or no server answers."""
 
-    failure_class = "env_server_lost"
 
-
-class EnvServerFull(EpisodeError):
+class EnvServerFull(EpisodeError, failure_class="env_server_full"):
     """No server had a free session within `wait_s`."""
 
-    failure_class = "env_server_full"
 
-
-class EnvServerGarbage(EpisodeError):
+class EnvServerGarbage(EpisodeError, failure_class="env_server_garbage"):
     """Malformed or unexpected server message."""
 
-    failure_class = "env_server_garbage"
 
-
-class EnvStepTimeout(EpisodeError):
+class EnvStepTimeout(EpisodeError, failure_class="env_step_timeout"):
     """A server did not answer a request within `answer_s`."""
-
-    failure_class = "env_step_timeout"
 
 
 class Answer(msgspec.Struct):

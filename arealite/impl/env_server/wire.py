@@ -31,10 +31,8 @@ object costs about 0.5 us of CPU time, because Python's garbage collector visits
 T = TypeVar("T")
 
 
-class MessageTooLarge(EpisodeError):
+class MessageTooLarge(EpisodeError, failure_class="env_message_too_large"):
     """A message is longer than the environment server or its client allows."""
-
-    failure_class = "env_message_too_large"
 
 
 class RemoteFailure(EpisodeError):

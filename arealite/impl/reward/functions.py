@@ -32,10 +32,8 @@ TAKEN = ("self", "value")
 """Names that a part of a reward cannot have: parameters of `Agent.reward`."""
 
 
-class FunctionFailed(EpisodeError):
+class FunctionFailed(EpisodeError, failure_class="reward_function"):
     """A reward function raised an exception or returned no number. There is no reward."""
-
-    failure_class = "reward_function"
 
 
 class _RowReward(Reward):

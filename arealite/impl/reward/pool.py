@@ -26,16 +26,12 @@ checker is killed or gets no CPU."""
 log = get(__name__)
 
 
-class CheckerCrash(EpisodeError):
+class CheckerCrash(EpisodeError, failure_class="reward_crash"):
     """A checker was killed repeatedly for a reason outside the answer. There is no reward."""
 
-    failure_class = "reward_crash"
 
-
-class BadTruth(EpisodeError):
+class BadTruth(EpisodeError, failure_class="reward_truth"):
     """The ground truth has no answer, or comparing any answer with it exceeds the limits."""
-
-    failure_class = "reward_truth"
 
 
 class Checker:

@@ -44,10 +44,8 @@ logger = log.get(__name__)
 assert sys.byteorder == "little", "payloads are little-endian"
 
 
-class NothingGenerated(EpisodeError):
+class NothingGenerated(EpisodeError, failure_class="nothing_generated"):
     """A trainable seat has no sampled token, so nothing can be trained."""
-
-    failure_class = "nothing_generated"
 
 
 class Part(NamedTuple):

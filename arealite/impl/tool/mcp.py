@@ -30,10 +30,8 @@ MAX_PAGES = 100
 """Maximum number of pages of a server's list of tools."""
 
 
-class MCPUnavailable(EpisodeError):
+class MCPUnavailable(EpisodeError, failure_class="mcp_unavailable"):
     """An MCP server died and does not start again. The agent is not at fault."""
-
-    failure_class = "mcp_unavailable"
 
 
 class MCPServer:

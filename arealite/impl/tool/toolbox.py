@@ -27,10 +27,8 @@ TYPES: dict[str, type | tuple[type, ...]] = dict(
 """Python types by their names in a JSON schema."""
 
 
-class ToolCrash(EpisodeError):
+class ToolCrash(EpisodeError, failure_class="tool_crash"):
     """A tool raised an exception other than ToolError. The agent is not at fault."""
-
-    failure_class = "tool_crash"
 
 
 class Answer(NamedTuple):

@@ -20,10 +20,8 @@ Ts = TypeVarTuple("Ts")
 log = get(__name__)
 
 
-class EnvStuck(EpisodeError):
+class EnvStuck(EpisodeError, failure_class="env_stuck"):
     """All threads are busy with calls of cancelled episodes."""
-
-    failure_class = "env_stuck"
 
 
 class Threads:

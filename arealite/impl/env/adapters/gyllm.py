@@ -25,10 +25,8 @@ from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.adapters.foreign import LibraryEnv, seed_of
 
 
-class BadRequests(EpisodeError):
+class BadRequests(EpisodeError, failure_class="bad_requests"):
     """The environment returned requests that the seats cannot answer."""
-
-    failure_class = "bad_requests"
 
 
 class GyLLMEnv(LibraryEnv):

@@ -49,10 +49,8 @@ PER_SEED = 500
 """Number of rows with the same seed; the following rows have another seed."""
 
 
-class ScorerFailed(EpisodeError):
+class ScorerFailed(EpisodeError, failure_class="scorer_failed"):
     """The scorer raised an exception or gave an invalid score, or the row's question differs."""
-
-    failure_class = "scorer_failed"
 
 
 class ReasoningGymEnv(Env):

@@ -30,10 +30,8 @@ TAKEN = ("self", "value")
 """Parameters of `Agent.reward`, which no part of a reward can have as its name."""
 
 
-class VerifiersFailed(EpisodeError):
+class VerifiersFailed(EpisodeError, failure_class="verifiers_failed"):
     """The environment's episode failed, or its agents made no request."""
-
-    failure_class = "verifiers_failed"
 
 
 class VerifiersEnv(Env):

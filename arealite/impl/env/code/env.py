@@ -33,10 +33,8 @@ MODULES = "values", "program", "asserts", "harness"
 FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
-class BrokenTests(EpisodeError):
+class BrokenTests(EpisodeError, failure_class="code_tests"):
     """A row's tests are missing or cannot be run, so its programs get no reward."""
-
-    failure_class = "code_tests"
 
 
 class Cases(NamedTuple):

@@ -31,10 +31,8 @@ VERDICT = re.compile(r"pro\s*[=:]\s*(\d+(?:\.\d+)?)\W+con\s*[=:]\s*(\d+(?:\.\d+)
 ASK = "You are the judge. Score each side from 0 to 10, and end with a line like: pro=5 con=5\n"
 
 
-class JudgeUnreadable(EpisodeError):
+class JudgeUnreadable(EpisodeError, failure_class="judge_unreadable"):
     """The judge's answer holds no valid scores, so the seats get no reward."""
-
-    failure_class = "judge_unreadable"
 
 
 class DebateEnv(Env):

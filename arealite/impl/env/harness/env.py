@@ -42,10 +42,8 @@ THREADS = 256
 """Concurrent calls of a function that is not async, in one worker."""
 
 
-class HarnessSilent(EpisodeError):
+class HarnessSilent(EpisodeError, failure_class="harness_silent"):
     """An agent elsewhere leased a task, and then made no request for `idle_s`."""
-
-    failure_class = "harness_silent"
 
 
 class HarnessEnv(Env):

@@ -52,10 +52,8 @@ PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*|\{\w+\})\}")
 """Matches {name}, and {{name}}, which stands for the text {name}. ${name} is left to shells."""
 
 
-class HarnessFailed(EpisodeError):
+class HarnessFailed(EpisodeError, failure_class="harness_failed"):
     """The agent raised an exception, exited with an error, or gave no reward that can be read."""
-
-    failure_class = "harness_failed"
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,8 @@ Judge = Callable[[str, str], Awaitable[bool]]
 """Called with the right answer and the given answer; returns whether they mean the same."""
 
 
-class UnsupportedCheck(EpisodeError):
+class UnsupportedCheck(EpisodeError, failure_class="unsupported_check"):
     """The task has a check that is not implemented."""
-
-    failure_class = "unsupported_check"
 
 
 def unsupported(task: Mapping[str, Any]) -> str:
