@@ -62,6 +62,11 @@ class ChatRequest:
     """The decoded body, for the API that made the request."""
 
 
+def function_call(id: object, name: object, arguments: object) -> dict[str, Any]:
+    """Return a tool call in the form of chat templates and OpenAI."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 class Call(msgspec.Struct, frozen=True):
     """A tool call in an answer."""
 
@@ -99,14 +104,7 @@ class Answer(msgspec.Struct, frozen=True):
             message["reasoning_content"] = self.thought
         if self.calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": msgspec.json.decode(call.arguments),
-                    },
-                }
+                function_call(call.id, call.name, msgspec.json.decode(call.arguments))
                 for call in self.calls
             ]
         return message

@@ -19,7 +19,7 @@ import msgspec
 
 from arealite.api.observation import ChatMessage
 from arealite.impl.agent.history import encode_after
-from arealite.impl.gateway.exchange import ApiError
+from arealite.impl.gateway.exchange import ApiError, function_call
 from arealite.system.data.forms import tool_calls
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ class Renderer:
 
 
 def _call(call_id: object, name: object = "f") -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {"a": "b"}}}
+    return function_call(call_id, name, {"a": "b"})
 
 
 def _alternating(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Raw
 
 from arealite.impl.gateway.apis.shared import Body, Count, JsonApi, dumps, head, sampled, sse
-from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
+from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta, function_call
 
 FINISH = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
 
@@ -102,8 +102,7 @@ class ChatCompletions(JsonApi):
 
 
 def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    return function_call(call.id, call.name, call.arguments)
 
 
 def _usage(answers: list[Answer]) -> dict[str, Any]:

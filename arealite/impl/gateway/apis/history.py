@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
 import msgspec
 
 from arealite.api.observation import ChatMessage
-from arealite.impl.gateway.exchange import ApiError
+from arealite.impl.gateway.exchange import ApiError, function_call
 
 TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -107,14 +107,13 @@ def _parts(content: str | list[Item] | None) -> list[Item]:
     return [Item(type="text", text=content)] if isinstance(content, str) else content or []
 
 
-def _text(content: str | Sequence[Item] | None, *, glue: str = "\n") -> str:
-    if not content or isinstance(content, str):
-        return str(content or "")
-    for part in content:
+def _text(content: str | list[Item] | None, *, glue: str = "\n") -> str:
+    parts = _parts(content)
+    for part in parts:
         if part.type not in TEXTS:
             what = f"content of type '{part.type}' is not supported: send text"
             raise ApiError(400, what, "unsupported")
-    return glue.join([part.text for part in content])
+    return glue.join([part.text for part in parts])
 
 
 def _result(call_id: str, content: str | list[Item] | None) -> ChatMessage:
@@ -130,5 +129,4 @@ def _call(call: Item) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = decode(_arguments, arguments.encode())
     name = f"{function.namespace}__{function.name}" if function.namespace else function.name
-    about = {"name": name, "arguments": arguments}
-    return {"id": call.id or "", "type": "function", "function": about}
+    return function_call(call.id or "", name, arguments)
