@@ -11,7 +11,7 @@ from msgspec import Meta, Raw
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.blocks import Block, blocks_of, steps
 from arealite.impl.gateway.apis.history import ITEM, Item, decode
-from arealite.impl.gateway.apis.shared import Body, Count, JsonApi, Text, Tool, dumps, sse
+from arealite.impl.gateway.apis.shared import Body, JsonApi, Text, Tool, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
@@ -24,7 +24,6 @@ class MessageBody(Body, kw_only=True, frozen=True):
 
     messages: Annotated[list[Raw], Meta(min_length=1)]
     system: str | list[Item] | None = None
-    max_tokens: Count | None = None
     stop: list[Text] | None = msgspec.field(default=None, name="stop_sequences")
     output_config: dict[str, Any] | None = None
     context_management: dict[str, list[dict[str, Any]]] | None = None
@@ -34,7 +33,6 @@ class Messages(JsonApi):
     """POST /v1/messages and POST /v1/messages/count_tokens."""
 
     request_type = MessageBody
-    refused = "mcp_servers container n logprobs"
     function_type, server_error = "custom", "api_error"
     keep_alive = sse({"type": "ping"})
 

@@ -18,7 +18,6 @@ class ChatBody(Body, kw_only=True, frozen=True):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Raw], Meta(min_length=1)]
-    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
 
 
@@ -26,7 +25,6 @@ class ChatCompletions(JsonApi):
     """POST /v1/chat/completions."""
 
     request_type = ChatBody
-    refused = "functions function_call audio web_search_options"
     names = "chatcmpl", "chat.completion", "chat.completion.chunk"
     """Prefix of the id; `object` of an answer and of an event."""
 

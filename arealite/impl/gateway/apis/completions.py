@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from arealite.impl.gateway.apis.chat import ChatCompletions
-from arealite.impl.gateway.apis.shared import Body, Count, Text
+from arealite.impl.gateway.apis.shared import Body, Text
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 
@@ -18,7 +18,6 @@ class CompletionBody(Body, kw_only=True, frozen=True):
     """Body of POST /v1/completions."""
 
     prompt: Text | Annotated[list[Any], Meta(min_length=1)]
-    max_tokens: Count | None = None
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
     """0 or 1: return the log-probabilities of the sampled tokens."""
 
@@ -27,7 +26,6 @@ class Completions(ChatCompletions):
     """POST /v1/completions."""
 
     request_type = CompletionBody
-    refused = "tool_choice"
     names = "cmpl", "text_completion", "text_completion"
 
     def decode(self, body: bytes) -> ChatRequest:

@@ -12,7 +12,7 @@ from msgspec import Meta, Raw
 
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.blocks import Block, Step, blocks_of, steps
-from arealite.impl.gateway.apis.shared import TEXT_FORMAT, Body, Count, JsonApi, dumps, sse
+from arealite.impl.gateway.apis.shared import Body, Count, JsonApi, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
@@ -37,11 +37,10 @@ class Responses(JsonApi):
     """POST /v1/responses."""
 
     request_type = ResponseBody
-    refused = "background conversation prompt stop n logprobs context_management moderation"
 
     def decode(self, body: bytes) -> ChatRequest:
         fields: ResponseBody = self.body(body)
-        if (fields.text or {}).get("format") not in (None, TEXT_FORMAT):
+        if (fields.text or {}).get("format") not in (None, {"type": "text"}):
             raise ApiError(400, f"text.format is not supported: remove it. {shared.WHY}")
         if "message.output_text.logprobs" in (fields.include or ()):
             raise ApiError(400, "include: use /v1/chat/completions for logprobs")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import tomllib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -15,18 +17,8 @@ from arealite.impl.gateway.apis import history
 from arealite.impl.gateway.apis.history import decode
 from arealite.impl.gateway.exchange import Answer, Api, ApiError, ChatRequest
 
-TEXT_FORMAT = {"type": "text"}
-NEUTRAL = {"best_of": 1, "n": 1, "top_k": -1, "repetition_penalty": 1}
-NEUTRAL |= {"response_format": TEXT_FORMAT, "modalities": ["text"]}
-"""Values of refused fields that change nothing. Empty values are accepted, too."""
-REFUSED = """
-    response_format modalities best_of top_k repetition_penalty logit_bias presence_penalty echo
-    frequency_penalty top_logprobs min_p min_tokens ignore_eos suffix stop_token_ids bad_words
-    logits_processors chat_template chat_template_kwargs continue_final_message documents regex ebnf
-    json_schema structured_outputs guided_json guided_regex guided_choice guided_grammar
-    output_format
-"""
-"""Fields that would change the answer. Unknown fields are ignored."""
+FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text("utf-8"))
+"""The fields that are refused, and their values that are not."""
 WHY = "The run's options decide the sampling, and answers follow no grammar."
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
@@ -57,6 +49,7 @@ class Body(msgspec.Struct, kw_only=True, frozen=True):
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    max_tokens: Count | None = None
     stop: Text | list[Text] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     logprobs: bool | int | None = None
@@ -69,14 +62,13 @@ class Body(msgspec.Struct, kw_only=True, frozen=True):
 class JsonApi(Api):
     """An API with JSON bodies and OpenAI's errors."""
 
-    refused = ""
-    """Fields of this API that are refused besides REFUSED."""
     function_type = "function"
     """Type of a tool that the client runs."""
     server_error = "server_error"
 
     def __init__(self) -> None:
-        self._refused = f"{REFUSED} {self.refused}".split()
+        refused = FIELDS["refused"]
+        self._refused = [*refused["all"], *refused[type(self).__name__]]
         fields = [(name, Any, None) for name in self._refused]
         body = msgspec.defstruct("Body", fields, bases=(self.request_type,), frozen=True)
         self._decoder = msgspec.json.Decoder(body)
@@ -86,27 +78,19 @@ class JsonApi(Api):
         body = decode(self._decoder, data)
         for name in self._refused:
             value = getattr(body, name)
-            if value and value != NEUTRAL.get(name):
+            if value and value != FIELDS["neutral"].get(name):
                 raise ApiError(400, f"{name} is not supported: remove it. {WHY}", "unsupported")
         return body
 
     def request(self, body: Body, items: list[bytes], **fields: Any) -> ChatRequest:
         """Return the request of a body; `fields` replace those of the body."""
         tools, _ = read_tools(body.tools, self.function_type)
-        made = {
-            "tools": tools,
-            "tool_choice": read_choice(body.tool_choice, tools),
-            "is_parallel": body.parallel_tool_calls is not False,
-            "n": body.n or 1,
-            "max_tokens": getattr(body, "max_tokens", None),
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-            "is_stream": bool(body.stream),
-            "logprobs": bool(body.logprobs),
-            "options": body,
-        }
-        return ChatRequest(items=items, **{**made, **fields})
+        made = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p")}
+        made |= {"tools": tools, "tool_choice": read_choice(body.tool_choice, tools)}
+        made |= {"is_parallel": body.parallel_tool_calls is not False, "n": body.n or 1}
+        made |= {"is_stream": bool(body.stream), "logprobs": bool(body.logprobs)}
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        return ChatRequest(items=items, options=body, **made | {"stop": stop} | fields)
 
     def messages(self, item: bytes) -> Iterable[ChatMessage]:
         return history.messages(item)
