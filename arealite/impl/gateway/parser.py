@@ -38,26 +38,26 @@ class Scanner:
 
     def __init__(self, family: Family, tools: Tools = (), *, has_calls: bool = True) -> None:
         self.family, self.tools = family, tools
-        self.mode, self.rest, self.at = "start", "", 0
-        self.new: list[str] = []
-        self.size = 0
-        """Number of characters in `new`."""
+        self.mode, self.rest, self.at, self.new = "start", "", 0, ""
         self.pieces: list[Piece] = []
-        self.has_channels = family.reader == "channel"
-        is_read = has_calls or self.has_channels
+        has_channels = family.reader == "channel"
+        is_read = has_calls or has_channels
         self.openers = family.openers if is_read else ()
         self.first = [*(family.first if is_read else ()), *filter(None, family.think[:1])]
-        self.words = [*self.openers, *(family.noise if is_read else ())]
-        self.marker = re.compile("|".join(map(re.escape, self.words)) or "(?!)")
+        words = [*self.openers, *(family.noise if is_read else ())]
+        self.ends = {"text": words, "thought": words if has_channels else family.think[1:]}
+        """Markers that may end a text or a thought."""
+        self.patterns = {
+            mode: re.compile("|".join(map(re.escape, ends)) or "(?!)")
+            for mode, ends in self.ends.items()
+        }
 
     def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
         """Return the pieces that are certain after more text; at the end, all that are left."""
-        self.new.append(text)
-        self.size += len(text)
-        if len(self.rest) > SHORT and not is_end and self.size * 8 < len(self.rest):
+        self.new += text
+        if len(self.rest) > SHORT and not is_end and len(self.new) * 8 < len(self.rest):
             return []  # reading a long call again for each token would take quadratic time
-        self.rest, self.at = self.rest + "".join(self.new), 0
-        self.new, self.size = [], 0
+        self.rest, self.at, self.new = self.rest + self.new, 0, ""
         while self.at < len(self.rest) and getattr(self, f"_{self.mode}")(is_end):
             pass
         pieces, self.pieces, self.rest = self.pieces, [], self.rest[self.at :]
@@ -78,18 +78,9 @@ class Scanner:
         return self.mode != "start"
 
     def _text(self, is_end: bool) -> bool:
-        return self._until(self.marker, self.words, is_end)
-
-    def _thought(self, is_end: bool) -> bool:
-        if self.has_channels:
-            return self._until(self.marker, self.words, is_end)
-        close = self.family.think[1]
-        return self._until(re.compile(re.escape(close)), (close,), is_end)
-
-    def _until(self, marker: re.Pattern[str], words: Sequence[str], is_end: bool) -> bool:
-        """Take text up to a marker, or all that cannot be the start of one."""
-        found = marker.search(self.rest, self.at)
-        held = 0 if found or is_end else unfinished(self.rest, words, self.at)
+        """Take a text or thought up to a marker, or all that cannot be the start of one."""
+        found = self.patterns[self.mode].search(self.rest, self.at)
+        held = 0 if found or is_end else unfinished(self.rest, self.ends[self.mode], self.at)
         end = found.start() if found else len(self.rest) - held
         if end > self.at:
             self.pieces.append((self.mode, self.rest[self.at : end], None))
@@ -98,8 +89,10 @@ class Scanner:
             self.mode = "part"
         elif found:
             self.at = found.end()
-            self.mode = "text" if found[0] in self.words else "start"
+            self.mode = "text" if found[0] in self.ends["text"] else "start"
         return found is not None
+
+    _thought = _text
 
     def _part(self, is_end: bool) -> bool:
         """Read the part at a marker. A malformed call ends with its close marker or the answer."""

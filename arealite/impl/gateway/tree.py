@@ -188,10 +188,7 @@ def key_of(message: ChatMessage) -> Key:
 def _canonical(arguments: object) -> bytes:
     """Return arguments as JSON in one form: keys sorted, 1.0 as 1."""
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments)
-    try:
-        return _encode(_decode(text))
-    except msgspec.DecodeError:
-        return str(arguments).encode(errors="surrogatepass")
+    return _encode(_decode(text))
 
 
 def _number(text: str) -> int | float:

@@ -85,12 +85,13 @@ class JsonApi(Api):
     def request(self, body: Body, items: list[bytes], **fields: Any) -> ChatRequest:
         """Return the request of a body; `fields` replace those of the body."""
         tools, _ = read_tools(body.tools, self.function_type)
-        made = {name: getattr(body, name) for name in ("max_tokens", "temperature", "top_p")}
+        names, stop = ("max_tokens", "temperature", "top_p"), body.stop or ()
+        made: dict[str, Any] = {name: getattr(body, name) for name in names}
         made |= {"tools": tools, "tool_choice": read_choice(body.tool_choice, tools)}
         made |= {"is_parallel": body.parallel_tool_calls is not False, "n": body.n or 1}
         made |= {"is_stream": bool(body.stream), "logprobs": bool(body.logprobs)}
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return ChatRequest(items=items, options=body, **made | {"stop": stop} | fields)
+        made["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        return ChatRequest(items=items, options=body, **made | fields)
 
     def messages(self, item: bytes) -> Iterable[ChatMessage]:
         return history.messages(item)
