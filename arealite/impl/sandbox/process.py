@@ -25,6 +25,7 @@ from typing import Any
 from arealite.api.sandbox import Outcome, SandboxConfig, SandboxFailed
 from arealite.base.errors import DeadlineError, UserError
 from arealite.base.log import get
+from arealite.impl.sandbox.seccomp import seccomp_filter
 from arealite.system.health.waits import Wait
 
 log = get(__name__)
@@ -116,8 +117,10 @@ def command(config: SandboxConfig) -> list[str]:
     """Return the command that starts Python for `sandbox_init`, in bubblewrap if confined."""
     folders = [sys.base_prefix, *([config.packages] if config.packages else [])]
     sizes = config.memory_mb << 20, config.processes, config.output_kb << 10, config.disk_mb << 20
-    arguments = [config.backend, config.timeout_s, *sizes, *folders]
-    outer = bubblewrap(folders, config.disk_mb << 20) if config.backend == "bwrap" else []
+    outer, seccomp = [], b""
+    if config.backend == "bwrap":
+        outer, seccomp = bubblewrap(folders, config.disk_mb << 20), seccomp_filter()
+    arguments = [seccomp.hex(), config.timeout_s, *sizes, *folders]
     python = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT]
     return [*outer, *python, *map(str, arguments)]
 

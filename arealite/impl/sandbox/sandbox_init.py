@@ -20,7 +20,6 @@ import sys
 import time
 from contextlib import suppress
 from ctypes import CDLL, addressof, c_ulong, create_string_buffer, get_errno
-from errno import ENOSYS, EPERM
 from struct import pack, unpack
 
 TYPE_CHECKING = False
@@ -31,37 +30,6 @@ MAX_FILES, SIGKILL = 4096, 9
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_VERSION_3 = 0x20080522
-
-MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""AUDIT_ARCH, and the column in the tables of system calls below."""
-FORBIDDEN = {  # calls that reach other processes, hold uncounted memory or were often exploited
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438), "kcmp": (312, 272), "process_madvise": (440, 440),
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    "setsockopt": (54, 208), "io_setup": (206, 0),
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "move_mount": (429, 429),
-    "open_tree": (428, 428), "fsopen": (430, 430), "pivot_root": (155, 41), "chroot": (161, 51),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
-    "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgctl": (71, 187),
-    "msgrcv": (70, 188), "msgsnd": (69, 189), "semget": (64, 190), "semctl": (66, 191),
-    "semop": (65, 193), "semtimedop": (220, 192), "mq_open": (240, 180), "mq_unlink": (241, 181),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425), "add_key": (248, 217), "request_key": (249, 218),
-    "keyctl": (250, 219), "open_by_handle_at": (304, 265), "personality": (135, 92),
-    "setsid": (112, 157), "setpgid": (109, 154), "syslog": (103, 116),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238), "move_pages": (279, 239),
-}  # fmt: skip
-ALLOWED_IF = [  # system call, argument, mask, value, whether the masked argument must equal it
-    ((56, 220), 0, 0x7E020000, 0, True),  # clone: without new namespaces
-    ((53, 199), 1, 0xF, 1, True),  # socketpair: streams only; datagrams can name another address
-    ((302, 261), 0, 0xFFFFFFFF, 0, True),  # prlimit64: only of the calling process
-    # mmap: no shared anonymous memory, which counts in no process's size
-    ((9, 222), 3, 0x23, 0x21, False),
-]
-CLONE3 = 435
-"""Answered with ENOSYS, so that the C library uses clone: a filter cannot read clone3's flags."""
 
 if TYPE_CHECKING:
 
@@ -93,20 +61,8 @@ def drop_root(user: int) -> None:
     call("capset", pack("Ii", CAP_VERSION_3, 0), bytes(24))
 
 
-def filter_calls() -> None:
-    """Install a seccomp filter (a BPF program) that refuses system calls."""
-    arch, column = MACHINES[os.uname().machine]
-    refuse, allow = (0x06, 0, 0, 0x50000 | EPERM), (0x06, 0, 0, 0x7FFF0000)
-    number = (0x20, 0, 0, 0)
-    code = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (0x06, 0, 0, 0x80000000), number]
-    code += [(0x35, 0, 1, 0x40000000), refuse]  # x32, the other table of x86_64
-    code += [(0x15, 0, 1, CLONE3), (0x06, 0, 0, 0x50000 | ENOSYS)]
-    for numbers in FORBIDDEN.values():
-        code += [(0x15, 0, 1, numbers[column]), refuse]
-    for numbers, argument, mask, value, must in ALLOWED_IF:
-        load, compare = (0x20, 0, 0, 16 + 8 * argument), (0x15, must, not must, value)
-        code += [(0x15, 0, 5, numbers[column]), load, (0x54, 0, 0, mask), compare, refuse, allow]
-    text = b"".join(pack("HBBI", *line) for line in [*code, allow])
+def filter_calls(text: bytes) -> None:
+    """Install a seccomp filter, which refuses system calls."""
     buffer = create_string_buffer(text, len(text))
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     call("prctl", PR_SET_SECCOMP, 2, pack("HP", len(text) // 8, addressof(buffer)), 0, 0)
@@ -116,8 +72,9 @@ class Limits:
     """Limits of the program, parsed from the command line."""
 
     def __init__(self, arguments: list[str]) -> None:
-        backend, seconds, memory, processes, output, disk, *self.folders = arguments
-        self.is_confined = backend != "unsafe"
+        seccomp, seconds, memory, processes, output, disk, *self.folders = arguments
+        self.filter = bytes.fromhex(seccomp)
+        """Refuses system calls; empty: the program is not confined."""
         self.seconds, self.memory, self.processes = float(seconds), int(memory), int(processes)
         self.output, self.disk = int(output), int(disk)
 
@@ -134,16 +91,16 @@ class Limits:
             resource.RLIMIT_NOFILE: 128,
             resource.RLIMIT_CORE: 0,
         }
-        if self.is_confined:  # one more for sandbox_init, which may have the same user
+        if self.filter:  # one more for sandbox_init, which may have the same user
             bounds[resource.RLIMIT_NPROC] = self.processes + 1
         for limit, bound in bounds.items():
             resource.setrlimit(limit, (bound, bound))
-        if self.is_confined and os.getuid() == 0:
+        if self.filter and os.getuid() == 0:
             drop_root(user)
         call("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # forks of the program cannot trace each other
-        if self.is_confined:
-            filter_calls()
+        if self.filter:
+            filter_calls(self.filter)
 
     def is_exceeded(self) -> bool:
         """Return whether the processes exceed a limit: their number, their memory, their files."""
@@ -156,7 +113,7 @@ class Limits:
                 pages += resident - shared
             if len(pids) > self.processes + 2:
                 return True
-        disks = map(os.statvfs, ["/tmp", "/dev/shm"] if self.is_confined else [])
+        disks = map(os.statvfs, ["/tmp", "/dev/shm"] if self.filter else [])
         used = sum(disk.f_files - disk.f_ffree for disk in disks)
         return pages * resource.getpagesize() > self.memory or used > MAX_FILES
 

@@ -21,7 +21,7 @@ import uvloop
 
 from arealite.api.sandbox import SandboxConfig, SandboxFailed
 from arealite.base.errors import UserError, failure_class
-from arealite.impl.sandbox import process, sandbox_init
+from arealite.impl.sandbox import process, sandbox_init, seccomp
 from arealite.impl.sandbox.process import BOOT, Sandbox
 from tests.impl.sandbox.sandboxes import cell, left
 from tests.waiting import eventually, until
@@ -414,6 +414,6 @@ async def test_bubblewrap_is_found_on_the_path_of_this_process(monkeypatch, tmp_
 
 def test_system_call_table_has_each_number_once():
     for column in (0, 1):
-        numbers = [pair[column] for pair in sandbox_init.FORBIDDEN.values()]
+        numbers = [pair[column] for pair in seccomp.CALLS["forbidden"].values()]
         assert len(set(numbers)) == len(numbers)
-    assert os.uname().machine in sandbox_init.MACHINES
+    assert os.uname().machine in seccomp.MACHINES
