@@ -53,29 +53,25 @@ class Threads:
         await self._free.acquire()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            self._free.release()
-            if not done.cancelled():
-                done.set_result((result, error))
-                return
-            self._abandoned -= 1
-            if error is None and drop is not None:
-                start(drop, result)
+        done.add_done_callback(lambda _: self._free.release())
 
         def work() -> None:
             ended = outcome(function, *args)
             with suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(settle, *ended)
+                loop.call_soon_threadsafe(done.set_result, ended)
+
+        def drop_result(_: object) -> None:
+            self._abandoned -= 1
+            result, error = done.result()
+            if error is None and drop is not None:
+                start(drop, result)
 
         start(work)
         try:
-            result, error = await done
+            result, error = await asyncio.shield(done)
         except asyncio.CancelledError:
-            if done.cancelled():
-                self._abandoned += 1
-            elif drop is not None and done.result()[1] is None:
-                start(drop, done.result()[0])
+            self._abandoned += 1
+            done.add_done_callback(drop_result)
             raise
         if error is not None:
             raise error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import count
 from random import Random
@@ -17,6 +16,7 @@ from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import import_optional
+from arealite.base.registry import import_function
 from arealite.impl.env.adapters.blocking import EnvStuck, Instance, Threads, start
 
 
@@ -66,14 +66,9 @@ class LibraryEnv(Env):
             UserError: The environment cannot be constructed or does not match the config.
         """
         self._make = self._maker()
-        try:
+        with constructing(f"env.{self.package}: the environment", "env_id, factory or kwargs"):
             async with self.instance() as first:
                 self.check_env(first.env)
-        except UserError:
-            raise
-        except Exception as error:
-            what = f"env.{self.package}: the environment cannot be constructed: {error}"
-            raise UserError(f"{what}. Correct env_id, factory or kwargs.") from error
 
     @abstractmethod
     def check_env(self, env: object) -> None:
@@ -112,12 +107,25 @@ class LibraryEnv(Env):
                 raise UserError(f"env.{self.package}: set env_id, or factory=module:callable.")
             package = import_optional(self.package, self.install)
             return partial(package.make, config.env_id, **config.kwargs)
-        path, _, name = config.factory.partition(":")
-        try:
-            return partial(getattr(importlib.import_module(path), name), **config.kwargs)
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
-            option = f"env.{self.package}.factory={config.factory}"
-            raise UserError(f"{option}: {error}. Write module:callable.") from error
+        factory = import_function(config.factory, f"env.{self.package}.factory={config.factory}")
+        return partial(factory, **config.kwargs)
+
+
+@contextmanager
+def constructing(what: str, options: str) -> Iterator[None]:
+    """Turn an error of a library into a UserError, in one line.
+
+    Args:
+        what: What the library constructs.
+        options: The options to correct.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"{what} cannot be constructed: {why}. Correct {options}.") from error
 
 
 def seeded_rows(name: str, prompt: str, split: str, seed: int) -> Iterator[Row]:

@@ -25,6 +25,7 @@ from arealite.api.task import Row, Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
+from arealite.impl.env.adapters.foreign import constructing
 
 FLAWED = {
     "game_of_life_halting": "gives any answer 1.0",
@@ -136,10 +137,8 @@ def check(config: ReasoningGymConfig) -> str:
         fix = "set any_scorer=true, if wrong rewards and running the model's programs do no harm"
         raise UserError(f"{what}. Or {fix}.")
     import_optional("reasoning_gym", extra_requirement("envs"))
-    try:
+    with constructing(f"reasoning_gym.dataset={name} with {options}", "dataset or options"):
         entry_of(name, options, 0, 0)
-    except Exception as error:
-        raise UserError(f"reasoning_gym.dataset={name} with {options}: {error}") from error
     return options
 
 

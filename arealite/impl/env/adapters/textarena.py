@@ -19,7 +19,7 @@ from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import T, Threads, Ts
-from arealite.impl.env.adapters.foreign import seed_of, seeded_rows
+from arealite.impl.env.adapters.foreign import constructing, seed_of, seeded_rows
 
 random_lock = threading.Lock()
 
@@ -49,15 +49,9 @@ class TextArenaEnv(Env):
         self._threads = Threads(1)
         if not self.config.env_id:
             raise UserError("env.textarena.env_id is not set. Set a game, as env_id=TicTacToe-v0.")
-        try:
+        given = f"env.textarena.env_id={self.config.env_id} with players={self.config.players}"
+        with constructing(given, "env_id, players or kwargs"):
             await self._threads.call(self.begin, 0)
-        except UserError:
-            raise
-        except Exception as error:
-            first = str(error).strip().splitlines()[:1]
-            what = f"env.textarena.env_id={self.config.env_id} with players={self.config.players}"
-            why = f"cannot be constructed: {first}"
-            raise UserError(f"{what} {why}. Correct env_id, players or kwargs.") from error
 
     def begin(self, seed: int) -> Game:
         """Create and reset a game. This call blocks."""

@@ -22,6 +22,7 @@ from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
+from arealite.impl.env.adapters.foreign import constructing
 from arealite.impl.gateway.gateway import Gateway
 
 HELD_OUT = 10
@@ -164,9 +165,6 @@ def load(config: VerifiersConfig) -> Any:
     options["taskset"] = {**options.get("taskset", {}), "id": config.id}
     for seat in config.seats:
         options[seat] = {"runtime": {"type": "subprocess"}, **options.get(seat, {})}
-    try:
+    given = f"env.verifiers.id={config.id!r} with {config.options}"
+    with constructing(given, "id or options, or install the environment"):
         return loaders.load_environment(loaders.resolve_env_config(options))
-    except (ImportError, ValueError, TypeError, AttributeError) as error:
-        what = f"env.verifiers.id={config.id!r} with {config.options}: "
-        fix = "Install the environment, or correct its options."
-        raise UserError(f"{what}{' '.join(str(error).split())}. {fix}") from error

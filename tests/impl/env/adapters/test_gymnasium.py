@@ -123,8 +123,8 @@ async def test_hanging_step_occupies_only_its_thread(opened: GymnasiumEnv) -> No
     ("options", "says"),
     [
         ({}, "set env_id, or factory"),
-        ({"factory": "tests.fakes.foreign:Nothing"}, "has no attribute 'Nothing'"),
-        ({"factory": "nowhere"}, "Write module:callable"),
+        ({"factory": "tests.fakes.foreign:Nothing"}, "Unknown function 'Nothing'"),
+        ({"factory": "nowhere"}, "Write module:name"),
         ({"factory": HERE, "kwargs": {"fault": "make"}}, "cannot be constructed: no display"),
         ({"factory": HERE, "actions": ["left", "right"]}, "has 2 names, but the environment has 3"),
     ],
