@@ -30,7 +30,7 @@ from arealite.impl.gateway.exchange import Api, ApiError
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.openapi import SESSIONS, decode_lease, decode_reward, describe
 from arealite.impl.gateway.rendering import Renderer
-from arealite.impl.gateway.reply import Reply, Shared, checked, decode
+from arealite.impl.gateway.reply import Reply, Shared, decode
 from arealite.impl.gateway.session import RETRY, Session, SessionSeat, internal, session_ended
 from arealite.impl.http_guard import refusal_of_page
 from arealite.impl.http_limits import LimitedRunner
@@ -265,7 +265,7 @@ class Gateway:
         """Wait for a task; return it with the keys of its session."""
         if self._seat(request) is not None or self.lease is None:
             raise ApiError(403, "tasks need the token of gateway.token_env", "forbidden")
-        wait_s = checked(decode_lease, await request.read() or b"{}").wait_s
+        wait_s = decode_lease(await request.read() or b"{}").wait_s
         try:
             async with asyncio.timeout(min(wait_s, MAX_LEASE_S)):
                 session = await self.lease()
@@ -297,7 +297,7 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Store the reward of a session; a later one replaces it."""
-        session, body = self._session(request), checked(decode_reward, await request.read())
+        session, body = self._session(request), decode_reward(await request.read())
         value = sum(body.parts.values()) if body.reward is None else body.reward
         if not math.isfinite(value):
             raise ApiError(400, f"the reward must be finite, got {value}", "invalid_request")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
 import arealite
 from arealite.impl.gateway.apis import APIS
+from arealite.impl.gateway.apis.history import decode
 
 SESSIONS = "/v1/rl/sessions"
 STATUSES = (200, 400, 401, 403, 404, 410, 413, 415, 429, 503)
@@ -29,8 +31,8 @@ class RewardBody(msgspec.Struct):
     parts: dict[str, float] = {}
 
 
-decode_lease = msgspec.json.Decoder(LeaseBody).decode
-decode_reward = msgspec.json.Decoder(RewardBody).decode
+decode_lease = partial(decode, msgspec.json.Decoder(LeaseBody))
+decode_reward = partial(decode, msgspec.json.Decoder(RewardBody))
 
 
 def describe(routes: Mapping[str, object]) -> dict[str, Any]:

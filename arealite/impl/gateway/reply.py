@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from arealite.api.gateway_config import GatewayConfig
 from arealite.api.llm import LLMResponse, SamplingConfig
@@ -174,19 +172,7 @@ def decode(api: Api, body: bytes) -> ChatRequest:
     """
     if len(body) > MAX_PARTS and (parts := body.count(b"{") + body.count(b"[")) > MAX_PARTS:
         raise ApiError(413, f"the body has {parts} brackets and braces; the limit is {MAX_PARTS}")
-    return checked(api.decode, body)
-
-
-def checked(decode: Callable[[bytes], Any], body: bytes) -> Any:
-    """Return the decoded body.
-
-    Raises:
-        ApiError: The body is invalid.
-    """
-    try:
-        return decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise ApiError(400, f"the body is invalid: {error}", "invalid_request") from error
+    return api.decode(body)
 
 
 def choose_sampling(seat: SessionSeat, request: ChatRequest, prompt: int) -> SamplingConfig:
