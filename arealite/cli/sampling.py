@@ -129,15 +129,12 @@ async def _sample(
     sampler = Sampler(config, collector=made, samples=samples, split=run, progress=Progress(config))
 
     async def work() -> None:
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(client.close)
             await client.start()
             await made.setup()
-            try:
-                await sampler.run(tasks, config.n)
-            finally:
-                await made.close()
-        finally:
-            await client.close()
+            stack.push_async_callback(made.close)
+            await sampler.run(tasks, config.n)
 
     async with own_servers(config, config.folder):
         await with_externals(config, work(), updates=False)
