@@ -7,8 +7,10 @@ import os
 import select
 import signal
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 from arealite import __version__
@@ -17,28 +19,8 @@ from arealite.base.printable import guard_output
 from arealite.base.registry import unknown
 from arealite.cli.fold import fold
 
-COMMANDS = {
-    "quickstart": ("arealite.cli.quickstart", "make and train a tiny model: a first run"),
-    "train": ("arealite.cli.train", "train a model (same as train.py)"),
-    "presets": ("arealite.cli.presets", "list the configs that --config NAME finds"),
-    "serve-llm": ("arealite.cli.serve_llm", "start a language-model server"),
-    "serve": ("arealite.cli.serve", "serve an environment to other processes (OpenEnv format)"),
-    "envs": ("arealite.cli.envs", "list the environments and their required packages"),
-    "play": ("arealite.cli.play", "play an environment in this terminal: play ENV"),
-    "check": ("arealite.cli.preflight", "check a run without starting it; estimate its resources"),
-    "launch": ("arealite.cli.launch", "check a run and start it on a cluster: launch slurm|ray"),
-    "audit": ("arealite.cli.audit", "check that a run lost and repeated no sample"),
-    "report": ("arealite.cli.report", "write a run's report: one HTML file"),
-    "replay": ("arealite.cli.replay", "train a run again from its ledger, and compare each step"),
-    "top": ("arealite.cli.top", "show the state of a run, like the launcher's panel"),
-    "why": ("arealite.cli.why", "find the process that blocks a run"),
-    "eval": ("arealite.cli.evaluate", "sample held-out tasks: rewards and pass@k by source"),
-    "collect": ("arealite.cli.collect", "sample tasks and write trajectories as rows for sft"),
-    "export": ("arealite.cli.export", "write a run's checkpoint as a Hugging Face folder"),
-    "secret": ("arealite.cli.secret", "print the path of a trial's secret, or replace it"),
-    "info": ("arealite.cli.info", "show versions, devices and missing packages"),
-    "role": ("arealite.cli.role", "run one process of a run (used by launchers)"),
-}
+_FILE = Path(__file__).with_name("commands.toml")
+COMMANDS: dict[str, tuple[str, str]] = tomllib.loads(_FILE.read_text("utf-8"))
 
 
 def usage() -> str:
@@ -68,7 +50,7 @@ def _main(args: Sequence[str]) -> int:
     if args[0] not in COMMANDS:
         print(fold(unknown("command", args[0], list(COMMANDS)), sys.stderr), file=sys.stderr)
         return 2
-    return _call(COMMANDS[args[0]][0], args[1:])
+    return _call(f"arealite.cli.{COMMANDS[args[0]][0]}", args[1:])
 
 
 def _piped(call: Callable[..., int], *words: object) -> int:
