@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import re
 import time
+import tomllib
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,19 +29,8 @@ from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
 from arealite.impl.env.adapters.foreign import constructing
 
-FLAWED = {
-    "game_of_life_halting": "gives any answer 1.0",
-    "list_functions": "gives different entries for the same seed",
-    "prime_factorization": "raises on answers that are no numbers",
-    "composite": "hides the dataset of each entry; use collector.envs",
-    **dict.fromkeys(
-        (
-            *("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),
-            *("intermediate_integration", "polynomial_multiplication", "simple_integration"),
-        ),
-        "runs answers as Python programs",
-    ),
-}
+_FILE = Path(__file__).with_suffix(".toml")
+FLAWED: dict[str, str] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 """Datasets with a fault of their own or of their scorer (reasoning-gym 0.1.25)."""
 ARITHMETIC = ("coin_flip", "countdown", "puzzle24")
 """Datasets whose scorer evaluates answers as Python. Only answers that match PLAIN are scored."""
