@@ -20,6 +20,7 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.impl.env_client.channel import ServerState
 from arealite.impl.env_client.children import START_S, TERMINATE_S, Children, Running
 from arealite.impl.env_client.servers import PROBE_S, parse
+from arealite.impl.launcher import processes
 from arealite.impl.launcher.processes import Child, end_all, free_port, how_ended, spawn
 from arealite.system.health.waits import Wait
 
@@ -28,11 +29,8 @@ LABEL = "arealite"
 CONTAINER = "AREALITE_CONTAINER"
 COMMAND_S = 60.0
 """Timeout of each command but `docker run`."""
-GUARD = f"""
-exec 3<&0 </dev/null
-(trap '' HUP INT TERM; read -r _ <&3; exec "$1" rm --force "${CONTAINER}" >/dev/null 2>&1) &
-exec "$@" 3<&-
-"""
+REMOVE = f'exec "$1" rm --force "${CONTAINER}" >/dev/null 2>&1'
+GUARD = processes.GUARD.replace("kill -9 0", REMOVE)
 """Shell script that removes the container when the worker's end of the pipe closes."""
 
 

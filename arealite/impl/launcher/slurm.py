@@ -23,13 +23,7 @@ from arealite.impl.launcher.slurm_job import PARTS, output, parts
 from arealite.impl.launcher.supervisor import Role
 from arealite.system.health.waits import Wait
 
-PROBE = """\
-echo "$SLURMD_NODENAME ${CUDA_VISIBLE_DEVICES:--}"
-for file in "$@"; do
-    for second in 1 2 3 4 5; do test -e "$file" && continue 2; sleep 1; done
-    echo "$SLURMD_NODENAME lacks $file"
-done
-"""
+PROBE = Path(__file__).with_name("slurm_probe.sh").read_text()
 """Shell script that runs on each node first. On a network file system, a new file may appear
 seconds later."""
 
