@@ -1,30 +1,5 @@
 // The sections about the whole run: head, curves, waits, weights, ledger and config.
 
-const LABELS = {
-  reward: "Reward", eval: "Held-out", staleness: "Staleness", throughput: "Throughput",
-  mismatch: "Trainer and sampler", policy: "Policy", loss: "Loss", update: "Updates",
-  length: "Lengths", episode: "Episodes", rollout: "Rollout workers", datapipe: "Datapipe",
-  publish: "Publishing weights", time: "Work, seconds", wait: "Waits, seconds", train: "Training",
-};
-
-/** The first charts: title, and lines of [label, metric]. A run may lack metrics, and evaluations
- * alone make no chart. */
-const MAIN = [
-  ["Reward", [["train", "reward/mean"], ["held-out", "eval/reward"]]],
-  ["Loss", [["train", "train/loss"], ["held-out", "eval/loss"]]],
-  ["Accuracy", [["train", "train/accuracy"], ["held-out", "eval/accuracy"]]],
-  ["Staleness, versions", [["mean", "staleness/mean"], ["max", "staleness/max"]]],
-  ["Tokens per second", [["trained", "throughput/trained_tokens_per_s"],
-    ["generated", "throughput/generated_tokens_per_s"]]],
-  ["Trainer and sampler, mean |Δ logprob|", [["all", "mismatch/logprob_abs_diff_mean"],
-    ["same version", "mismatch/logprob_abs_diff_mean_current"]]],
-  ["Entropy of the policy", [["entropy", "policy/entropy"]]],
-  ["Gradient norm", [["norm", "update/grad_norm"]]],
-  ["Sampled tokens per trajectory", [["mean", "length/trained_mean"], ["max", "length/trained_max"]]],
-  ["Seconds per step", [["step", "time/step_s"], ["waiting for the batch", "wait/batch_s"]]],
-  ["Truncated episodes, share", [["truncated", "episode/truncated_frac"]]],
-];
-
 function drawHead({ metrics, ledger, ...run }) {
   const times = (metrics.time ?? []).toSorted((a, b) => a - b);
   const [begin, end] = times.length ? [times[0], times.at(-1)] : [run.written, run.written];
@@ -51,7 +26,7 @@ function drawHead({ metrics, ledger, ...run }) {
 }
 
 function drawCurves(run) {
-  const cards = MAIN
+  const cards = Object.entries(run.labels.charts).map(([title, names]) => [title, Object.entries(names)])
     .filter(([, lines]) => lines.some(([, name]) => run.metrics[name] && !name.startsWith("eval/")))
     .map(([title, lines]) => chart(title, run.metrics.step, lines.map((line) => lineOf(run, ...line))));
   fill("curves", make("div", { className: "cards" }, cards),
@@ -66,26 +41,15 @@ function drawAll(run) {
   const names = Object.keys(run.metrics).filter((name) => name !== "step" && name !== "time").sort();
   const groups = Object.entries(Object.groupBy(names, (name) => name.split("/")[0]));
   fill("metrics", ...groups.map(([group, own]) => make("details", { open: isOpen(group), dataset: { group } },
-    make("summary", {}, LABELS[group] ?? group, make("small", {}, plural(own.length, "metric"))),
+    make("summary", {}, run.labels.groups[group] ?? group, make("small", {}, plural(own.length, "metric"))),
     make("div", { className: "cards small" }, own.map((name) =>
       chart(name, run.metrics.step, [lineOf(run, "", name)], { height: 110 }))))));
   return names.length > 0;
 }
 
-const ROLES = {
-  trainer: "seconds of rank 0", episodes: "seconds of all trained episodes",
-  workers: "seconds of all rollout workers", datapipe: "seconds until the next batch, by cause",
-  servers: "seconds of the run",
-};
-const PARTS = { // the labels of parts whose name alone is not clear
-  full: "all slots in use", "lease wait": "waiting for a lease", "groups wait": "waiting for groups",
-  "slow wait": "waiting for slow episodes", "trainer works": "no wait: the trainer works",
-  "generate or idle": "generating, or idle", "weights wait": "paused for new weights",
-};
-
 function drawWaits(run) {
-  const roles = Object.entries(run.waits);
-  fill("waits", ...roles.map(([role, parts]) => shares(role, parts, ROLES[role], PARTS)));
+  const roles = Object.entries(run.waits), { labels } = run;
+  fill("waits", ...roles.map(([role, parts]) => shares(role, parts, labels.roles[role], labels.parts)));
   return roles.length > 0;
 }
 

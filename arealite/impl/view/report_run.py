@@ -6,6 +6,7 @@ has just begun, or that has no ledger.
 
 from __future__ import annotations
 
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
@@ -25,6 +26,8 @@ POINTS = 2000
 AGES = 7
 """Ages of tokens, in versions, that the report counts apart; older ones are one band."""
 EPISODE = "episode/wait/"
+LABELS = tomllib.loads(Path(__file__).with_name("report.toml").read_text("utf-8"))
+"""Titles of charts and groups of metrics, and words for roles and their times."""
 
 
 def describe(paths: RunPaths) -> dict[str, Any]:
@@ -38,6 +41,7 @@ def describe(paths: RunPaths) -> dict[str, Any]:
         "name": "/".join(paths.root.absolute().parts[-2:]),
         "metrics": columns([*evals, *steps[:-1:stride], *steps[-1:]]),
         "stride": stride,
+        "labels": LABELS,
         "descriptions": {name: text for name, text in descriptions.items() if text},
         "waits": {role: parts for role, parts in roles(steps).items() if any(parts.values())},
         "configs": read_configs(paths),
