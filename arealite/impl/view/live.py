@@ -110,7 +110,7 @@ async def serve(paths: RunPaths, port: int, say: Callable[[str], object]) -> Non
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
 
     app = web.Application(middlewares=[guard(token, is_page=True)])
-    app.router.add_get(r"/{name:|run|[txw]\d{1,9}}", answer)
+    app.router.add_get(r"/{name:|run|[trwx]\d{1,9}}", answer)
     runner = LimitedRunner(app, bodies={}, shutdown_timeout=0.1)
     await runner.setup()
     try:
