@@ -146,8 +146,7 @@ class Decoder:
     """Decodes tokens as they are sampled; half a character waits for its rest."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
+        self.tokenizer, self.ids = tokenizer, list[int]()
         self.shown = 0
         """Number of characters of `ids` that were returned."""
 
@@ -156,21 +155,17 @@ class Decoder:
         if not ids and not is_end:
             return ""
         self.ids += ids
-        text = self._decode()
-        end = len(text) if is_end else self._certain(text)
-        new, self.shown = text[self.shown : end], max(self.shown, end)
+        text = self._text(is_end)
+        new, self.shown = text[self.shown :], max(self.shown, len(text))
         if len(self.ids) > WINDOW:
             self.ids = self.ids[-WINDOW // 2 :]
-            text = self._decode()
-            self.shown = len(text) if is_end else self._certain(text)
+            self.shown = len(self._text(is_end))
         return new
 
-    def _decode(self) -> str:
-        return self.tokenizer.decode(self.ids, clean_up_tokenization_spaces=False)
-
-    def _certain(self, text: str) -> int:
-        """Return the length of the text without the replacements of a half character's bytes."""
-        return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))
+    def _text(self, is_end: bool) -> str:
+        """Return the text of `ids`; before the end without the last bytes of half a character."""
+        text = self.tokenizer.decode(self.ids, clean_up_tokenization_spaces=False)
+        return text if is_end else re.sub(r"\ufffd{1,3}\Z", "", text)
 
 
 class Parser:
