@@ -67,6 +67,13 @@ def function_call(id: object, name: object, arguments: object) -> dict[str, Any]
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def assistant(text: str, thought: str, calls: list[dict[str, Any]]) -> ChatMessage:
+    """Return a message of the assistant in the form of chat templates."""
+    message: ChatMessage = {"role": "assistant", "content": text}
+    message |= {"reasoning_content": thought} if thought else {}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
 class Call(msgspec.Struct, frozen=True):
     """A tool call in an answer."""
 
@@ -99,15 +106,9 @@ class Answer(msgspec.Struct, frozen=True):
 
     def message(self) -> ChatMessage:
         """Return the answer as a message in the form of chat templates."""
-        message: ChatMessage = {"role": "assistant", "content": self.text}
-        if self.thought:
-            message["reasoning_content"] = self.thought
-        if self.calls:
-            message["tool_calls"] = [
-                function_call(call.id, call.name, msgspec.json.decode(call.arguments))
-                for call in self.calls
-            ]
-        return message
+        decode = msgspec.json.decode
+        calls = [function_call(call.id, call.name, decode(call.arguments)) for call in self.calls]
+        return assistant(self.text, self.thought, calls)
 
 
 class Delta(msgspec.Struct, frozen=True):

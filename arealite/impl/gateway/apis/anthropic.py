@@ -63,11 +63,10 @@ class Messages(JsonApi):
     ) -> AsyncIterator[bytes]:
         message = {**_head(id, request, model), "content": [], "stop_reason": None}
         message |= {"stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
+        yield sse({"type": "message_start", "message": message})
         async for step, block, delta in steps(deltas):
             event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
-            if step == "begin":
-                yield sse({"type": "message_start", "message": message})
-            elif step == "start":
+            if step == "start":
                 yield sse({**event, "content_block": _block(block, "")})
             elif step == "delta":
                 kind = DELTAS[block.kind]

@@ -40,21 +40,18 @@ def blocks_of(answer: Answer, *, has_message: bool = False) -> Iterator[Block]:
         yield Block(kind, index, call, [text])
 
 
-Step = Literal["begin", "start", "delta", "stop", "end"]
+Step = Literal["start", "delta", "stop", "end"]
 
 
 async def steps(
     deltas: AsyncIterator[Delta], *, has_message: bool = False
 ) -> AsyncIterator[tuple[Step, Block, Delta]]:
-    """Yield the steps of an answer: its begin and end, and start, deltas and stop of each block.
+    """Yield the steps of an answer: start, deltas and stop of each block, and the end.
 
     `has_message` is as in `blocks_of`.
     """
-    block = None
+    block = Block("")
     async for delta in deltas:
-        if block is None:
-            block = Block("")
-            yield "begin", block, delta
         if block.kind and (delta.call or delta.kind != block.kind):
             yield "stop", block, delta
             block = Block("", block.index + 1)

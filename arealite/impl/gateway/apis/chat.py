@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Raw
 
+from arealite.impl.gateway import exchange
 from arealite.impl.gateway.apis.shared import Body, Count, JsonApi, dumps, head, sampled, sse
-from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta, function_call
+from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
 
 FINISH = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
 
@@ -59,13 +60,9 @@ class ChatCompletions(JsonApi):
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
         """Return the fields of a choice that only this API has."""
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        if answer.thought:
-            message["reasoning_content"] = answer.thought
-        if answer.calls:
-            message["content"] = answer.text or None
-            message["tool_calls"] = [*map(_call, answer.calls)]
-        return {"message": message}
+        text = answer.text or (None if answer.calls else "")
+        message = exchange.assistant(answer.text, answer.thought, [*map(_call, answer.calls)])
+        return {"message": {**message, "content": text, "refusal": None}}
 
     def _pieces(
         self, request: ChatRequest, delta: Delta, calls: Counter[int]
@@ -100,7 +97,7 @@ class ChatCompletions(JsonApi):
 
 
 def _call(call: Call) -> dict[str, Any]:
-    return function_call(call.id, call.name, call.arguments)
+    return exchange.function_call(call.id, call.name, call.arguments)
 
 
 def _usage(answers: list[Answer]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from arealite.api.observation import ChatMessage
-from arealite.impl.gateway.exchange import ApiError, function_call
+from arealite.impl.gateway.exchange import ApiError, assistant, function_call
 
 TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -84,12 +84,9 @@ def _assistant(each: Item) -> ChatMessage:
     thoughts = [part.thinking for part in parts if part.type in THOUGHTS]
     calls = [part for part in parts if part.type == "tool_use"]
     rest = [part for part in parts if part.type not in ("tool_use", *THOUGHTS)]
-    message: ChatMessage = {"role": "assistant", "content": _text(rest, glue="")}
-    if thought := "".join(thoughts) or each.reasoning_content or each.reasoning:
-        message["reasoning_content"] = thought
-    if calls := [*map(_call, [*calls, *(each.tool_calls or ())])]:
-        message["tool_calls"] = calls
-    return message
+    thought = "".join(thoughts) or each.reasoning_content or each.reasoning or ""
+    calls = [*map(_call, [*calls, *(each.tool_calls or ())])]
+    return assistant(_text(rest, glue=""), thought, calls)
 
 
 def _others(each: Item) -> Iterator[ChatMessage]:

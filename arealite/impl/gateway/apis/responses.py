@@ -66,11 +66,10 @@ class Responses(JsonApi):
             number = {"type": f"response.{kind}", "sequence_number": next(numbers)}
             return sse({**number, **fields})
 
+        yield event("created", {"response": response})
+        yield event("in_progress", {"response": response})
         async for step, block, delta in steps(deltas, has_message=True):
-            if step == "begin":
-                yield event("created", {"response": response})
-                yield event("in_progress", {"response": response})
-            elif step == "end" and delta.answer:
+            if step == "end" and delta.answer:
                 response |= _end(delta.answer)
                 yield event(response["status"], {"response": response})
             else:
