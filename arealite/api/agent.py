@@ -75,6 +75,7 @@ class Agent(ABC):
         sampling: SamplingConfig | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
         origin: Origin | None = None,
+        extends: LLMResponse | None = None,
     ) -> LLMResponse:
         """Generate a completion of `input_ids` and record the turn. Concurrent calls are allowed.
 
@@ -85,10 +86,12 @@ class Agent(ABC):
             sampling: None: the seat's sampling options.
             on_tokens: Called with each piece of sampled ids, in order, each token exactly once.
             origin: Where the tokens of the prompt come from; None: compared with earlier turns.
+            extends: A response of this agent that the prompt was built on: the prompt begins with
+                its prompt and its tokens. None: the prompt is compared with earlier turns.
         """
         record, seat, begin = self.record, self.seat, time.perf_counter()
         sampling = sampling or seat.sampling
-        turn = record.begin(input_ids, sampling, origin)
+        turn = record.begin(input_ids, sampling, origin, extends)
         resumed = turn.response if turn.response.output_ids else None
         if on_tokens is not None and resumed is not None:
             on_tokens(resumed.output_ids)
@@ -97,7 +100,8 @@ class Agent(ABC):
             what = request_id, seat.group_id, input_ids, sampling, None, seat.min_version
             store = partial(record.store_partial, turn)
             known = turn.parent.end if turn.parent else 0
-            request = LLMRequest(*what, resumed, store, on_tokens, known)
+            json = b"[%b]" % turn.json
+            request = LLMRequest(*what, resumed, store, on_tokens, known, json)
             turn.response = await self.client.generate(request)
             record.seconds_generating += time.perf_counter() - begin
         record.add(turn)

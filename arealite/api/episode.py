@@ -54,7 +54,11 @@ class Record(msgspec.Struct):
             self.next_index = 1 + self.recorded[-1].index
 
     def begin(
-        self, input_ids: list[int], sampling: SamplingConfig, origin: Origin | None = None
+        self,
+        input_ids: list[int],
+        sampling: SamplingConfig,
+        origin: Origin | None = None,
+        extends: LLMResponse | None = None,
     ) -> Turn:
         """Return a new turn that extends the longest earlier turn of its temperature, if any.
 
@@ -63,7 +67,7 @@ class Record(msgspec.Struct):
         """
         self.generations += 1
         turn = Turn(input_ids, NOTHING, sampling.temperature, origin=origin)
-        self.tree.place(turn)
+        self.tree.place(turn, extends)
         stored = self._recall(turn, sampling.max_new_tokens) if self.recorded else None
         if stored is None:
             turn.index, self.next_index = self.next_index, self.next_index + 1

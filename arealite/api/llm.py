@@ -74,6 +74,8 @@ class LLMRequest(msgspec.Struct, frozen=True):
     known: int = 0
     """Number of the first tokens that are prompt and output of an earlier request. The client does
     not check them again, which would take most of its time for a long prompt."""
+    json: bytes = b""
+    """`input_ids` in JSON; b"": the client encodes them."""
 
 
 class LLMResponse(msgspec.Struct, frozen=True):

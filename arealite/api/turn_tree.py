@@ -10,6 +10,7 @@ from array import array
 
 import msgspec
 
+from arealite.api.llm import LLMResponse
 from arealite.api.turns import Turn, arrays, blake2b
 
 RECENT = 32
@@ -24,16 +25,28 @@ class Tree(msgspec.Struct):
     earlier: dict[tuple[bytes, float], Turn] = {}
     """All other turns by the digest of their tokens, and their temperature."""
 
-    def place(self, turn: Turn) -> None:
-        """Find the parent of a turn, and compute its prompt's digest."""
+    def place(self, turn: Turn, extends: LLMResponse | None = None) -> None:
+        """Find the parent of a turn, and compute its prompt's digest and JSON.
+
+        Args:
+            turn: The turn.
+            extends: A response that the caller built the prompt on: the prompt begins with the
+                prompt and the tokens of this response, which are not compared again.
+        """
         ids, parent, at = turn.tokens, None, 0
         turn.start = size = len(ids)
         for tip in self.recent:
-            is_near = at < tip.end <= size and ids[tip.end - 1] == tip.tokens[-1]
-            if is_near and ids[: tip.end] == tip.tokens and tip.temperature == turn.temperature:
-                parent, at = tip, tip.end
+            output, end = tip.response.output_ids, tip.end
+            is_near = at < end <= size and ids[end - 1] == (output or tip.tokens)[-1]
+            if not is_near or tip.temperature != turn.temperature:
+                continue
+            is_same = tip.response is extends or ids[: tip.start] == tip.tokens
+            if is_same and ids[tip.start : end] == output:
+                parent, at = tip, end
         turn.parent, turn.state = parent, parent.state.copy() if parent else blake2b()
-        turn.added = array("i", ids[at:] if at else ids).tobytes()
+        new = ids[at:] if at else ids
+        turn.added = array("i", new).tobytes()
+        turn.json = _joined(parent.json if parent else b"", new)
         if parent is None and self.earlier:
             self._branch(turn)
         else:
@@ -57,8 +70,8 @@ class Tree(msgspec.Struct):
         turn.sampled = sampled = arrays(turn.response)
         turn.answer = blake2b(b"".join(sampled)).digest()
         turn.state.update(sampled[0])
-        turn.tokens = turn.tokens + turn.response.output_ids
-        turn.end = len(turn.tokens)
+        turn.json = _joined(turn.json, turn.response.output_ids)
+        turn.end = turn.start + len(turn.response.output_ids)
         recent = self.recent
         recent.append(turn)
         if turn.parent in recent:
@@ -70,9 +83,15 @@ class Tree(msgspec.Struct):
         """Drop the tokens of a turn; keep their digest."""
         self.recent.remove(turn)
         self.earlier[turn.state.digest(), turn.temperature] = turn
-        turn.tokens, turn.state = [], None
+        turn.tokens, turn.state, turn.json = [], None, b""
 
     def drop(self, turn: Turn) -> None:
         """Remove a turn: no later turn extends it."""
         self.recent = [tip for tip in self.recent if tip is not turn]
         self.earlier = {key: other for key, other in self.earlier.items() if other is not turn}
+
+
+def _joined(json: bytes, ids: list[int]) -> bytes:
+    """Return the JSON of tokens after others, without brackets."""
+    new = msgspec.json.encode(ids)[1:-1]
+    return b"%b,%b" % (json, new) if json and new else json or new

@@ -35,7 +35,7 @@ class Turn(msgspec.Struct, eq=False):
     """One generation of an agent, and its reward."""
 
     tokens: list[int]
-    """The prompt; also the output when it has arrived. Empty when `Tree` needs it no more."""
+    """The prompt. Empty when `Tree` needs it no more."""
     response: LLMResponse
     temperature: float
     reward: float = 0.0
@@ -59,7 +59,9 @@ class Turn(msgspec.Struct, eq=False):
     sampled: tuple[bytes, bytes, bytes] = (b"", b"", b"")
     """Ids (int32), logprobs (float32) and versions (int32) of the response."""
     state: Any = None
-    """The digest of `tokens`, to be continued."""
+    """The digest of prompt and output so far, to be continued."""
+    json: bytes = b""
+    """Prompt and output so far in JSON, without brackets. A later turn continues it."""
 
     @property
     def raw_prompt(self) -> bytes:

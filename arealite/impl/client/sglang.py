@@ -163,7 +163,8 @@ class SGLangClient(LLMClient):
         if stream is not None:
             params["stream_interval"] = wire.STREAM_INTERVAL
         out = generation.output_ids
-        ids = request.input_ids + out if out else request.input_ids
+        known = msgspec.Raw(request.json) if request.json else request.input_ids
+        ids = request.input_ids + out if out else known
         body = wire.encode_body(wire.Body(rid, ids, params, stream=stream is not None))
         generation.sent += 1
         try:

@@ -20,7 +20,7 @@ class Body(msgspec.Struct):
     """A request. Filled by the client."""
 
     rid: str
-    input_ids: list[int]
+    input_ids: list[int] | msgspec.Raw
     sampling_params: dict[str, object]
     return_logprob: bool = True
     stream: bool = False

@@ -130,7 +130,8 @@ class Conversation:
         child = node.children[item.key] = self._child(node, self._exact(item))
         start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
         new, length = prompt.ids[start:] + output, len(prompt.ids) + len(output)
-        sample = Sample(own, new, length, stop, item.message, child, prompt.text, turns)
+        about = item.message, child, prompt.text, turns, response
+        sample = Sample(own, new, length, stop, *about)
         if self._newest is not None:
             self._newest.prompt_ids = []
         self._newest, sample.prompt_ids = sample, prompt.ids if output else []

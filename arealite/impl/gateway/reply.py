@@ -146,6 +146,7 @@ class Reply:
             push(parser.feed(ids))
 
         options: Any = {"origin": prompt.origin, "on_tokens": feed if self.is_stream else None}
+        options["extends"] = prompt.base and prompt.base.response
         try:
             response = await agent.generate(prompt.ids, sampling=sampling, **options)
         except ContextOverflow as error:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from arealite.api.episode import Origin
+from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 from arealite.system.data.forms import tool_calls
 
@@ -98,6 +99,7 @@ class Sample:
     """`Prompt.text`."""
     turns: int
     """Number of answers in prompt and answer."""
+    response: LLMResponse | None
     is_continued: bool = False
     prompt_ids: list[int] = field(default_factory=list[int])
     """Tokens of the prompt; only of the latest answer of a conversation, which is mostly next."""
