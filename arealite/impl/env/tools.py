@@ -10,7 +10,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from zlib import crc32
 
 from arealite.api.agent import Agent
@@ -25,23 +24,10 @@ from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.tool.calculator import evaluate
 from arealite.impl.tool.toolbox import Answer, States, Toolbox
 
+Calls = list[tuple[str, str]]
+"""Of each call, the name of the tool and the kind of its answer."""
 HELD_OUT = 4
 """One in HELD_OUT generated tasks is left out of the split train and used by all other splits."""
-
-
-@dataclass
-class Tally:
-    """Counts of an episode's calls."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    used: set[str] = field(default_factory=set)
-    """Names of the tools that have answered without an error."""
-
-    def add(self, call: ToolCall, answer: Answer) -> None:
-        """Count one call."""
-        self.kinds[answer.kind] += 1
-        if answer.kind == "fine":
-            self.used.add(call.name)
 
 
 class ToolsEnv(Env):
@@ -83,27 +69,27 @@ class ToolsEnv(Env):
         """
         self.check_row(task)
         _ = self.scorer.needs_truth and task.truth
-        agent, tally, wanted = agents["agent"], Tally(), task.extra_info.get("tools")
+        agent, calls, wanted = agents["agent"], Calls(), task.extra_info.get("tools")
         async with self.box.episode(task) as states:
-            action = await self._converse(task, agent, states, tally)
+            action = await self._converse(task, agent, states, calls)
         correct, begin = 0.0, time.perf_counter()
         if not action.calls:
             correct = await self.scorer.score_task(action.text, task)
         agent.record.seconds_scoring += time.perf_counter() - begin
-        parts = scores(correct, tally, wanted)
+        parts, kinds = scores(correct, calls, wanted), Counter(kind for _, kind in calls)
         value = sum(getattr(self.config.weights, name) * part for name, part in parts.items())
         parts["unanswered"] = float(bool(action.calls) or not action.text)
-        parts["tool_calls"] = float(tally.kinds.total())
-        parts["tool_errors"] = parts["tool_calls"] - tally.kinds["fine"]
+        parts["tool_calls"] = float(len(calls))
+        parts["tool_errors"] = parts["tool_calls"] - kinds["fine"]
         parts |= getattr(correct, "parts", {})
-        agent.reward(value, **parts, tool_timeouts=float(tally.kinds["timeout"]))
+        agent.reward(value, **parts, tool_timeouts=float(kinds["timeout"]))
 
     async def close(self) -> None:
         """Stop the tools and the reward function."""
         await self.box.close()
         await self.scorer.close()
 
-    async def _converse(self, task: Task, agent: Agent, states: States, tally: Tally) -> Action:
+    async def _converse(self, task: Task, agent: Agent, states: States, calls: Calls) -> Action:
         """Return the agent's last action. It has calls if the agent gave no answer."""
         observation = Observation(task.prompt, tools=self.box.schemas)
         for _ in range(self.config.max_turns - 1):
@@ -113,7 +99,7 @@ class ToolsEnv(Env):
             answers = await self._answer(action.calls, states)
             messages: list[dict[str, object]] = []
             for call, answer in zip(action.calls, answers, strict=True):
-                tally.add(call, answer)
+                calls.append((call.name, answer.kind))
                 message = {"role": "tool", "tool_call_id": call.call_id, "name": call.name}
                 messages.append({**message, "content": answer.content})
             observation = Observation(messages, tools=self.box.schemas)
@@ -128,12 +114,12 @@ class ToolsEnv(Env):
         return [*(task.result() for task in made), *[refused] * len(calls[limit:])]
 
 
-def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, float]:
+def scores(correct: float, calls: Calls, wanted: list[str] | None) -> dict[str, float]:
     """Return the parts of the reward by name, each from 0 to 1.
 
     Args:
         correct: Score of the answer.
-        tally: Counts of the episode's calls.
+        calls: The episode's calls.
         wanted: Tools that the task needs; None: the row does not list them.
 
     Returns:
@@ -141,14 +127,14 @@ def scores(correct: float, tally: Tally, wanted: list[str] | None) -> dict[str, 
         reduced by calls beyond the needed ones. tool, if `wanted` is given: the share of the needed
         tools that were used; if none is needed, whether no tool was called.
     """
-    calls = tally.kinds.total()
-    parts = {"correct": correct, "format": 1.0 - tally.kinds["malformed"] / max(calls, 1)}
+    malformed = sum(kind == "malformed" for _, kind in calls)
+    parts = {"correct": correct, "format": 1.0 - malformed / max(len(calls), 1)}
     needed = 1
     if wanted is not None:
         needed = len(wanted)
-        used = len(tally.used.intersection(wanted)) / max(len({*wanted}), 1)
-        parts["tool"] = used if wanted else float(calls == 0)
-    parts["efficiency"] = correct * (needed + 1) / (max(calls, needed) + 1)
+        used = {name for name, kind in calls if kind == "fine"}.intersection(wanted)
+        parts["tool"] = len(used) / len({*wanted}) if wanted else float(not calls)
+    parts["efficiency"] = correct * (needed + 1) / (max(len(calls), needed) + 1)
     return parts
 
 
