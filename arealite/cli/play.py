@@ -7,9 +7,9 @@ runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or of `arealite
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import threading
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import fields, is_dataclass, replace
@@ -133,13 +133,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="arealite play",
-        description=fold(str(__doc__)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    about, form = fold(str(__doc__)), RawDescriptionHelpFormatter
+    parser = ArgumentParser(
+        prog="arealite play", description=about, formatter_class=form, allow_abbrev=False
     )
     parser.add_argument("env", metavar="ENV", help="name of the environment")
     parser.add_argument("--seat", action="append", help="your seat; repeatable; all: every one")
@@ -171,7 +169,7 @@ def names_of(schema: object) -> list[str]:
     return [item.name for item in fields(schema)] if is_dataclass(schema) else []
 
 
-async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:
+async def play(config: ExperimentConfig, options: Namespace) -> None:
     """Play one episode and print its rewards."""
     collector = config.trainer.ppo.collector
     task = find_task(config, options)
@@ -188,7 +186,7 @@ async def play(config: ExperimentConfig, options: argparse.Namespace) -> None:
         print(f"{name}: reward {player.total:g}" + (f" ({parts})" if parts else ""))
 
 
-def find_task(config: ExperimentConfig, options: argparse.Namespace) -> Task:
+def find_task(config: ExperimentConfig, options: Namespace) -> Task:
     """Return the task to play.
 
     Raises:
@@ -206,10 +204,7 @@ def find_task(config: ExperimentConfig, options: argparse.Namespace) -> Task:
 
 
 async def make_players(
-    names: Sequence[str],
-    config: ExperimentConfig,
-    options: argparse.Namespace,
-    stack: AsyncExitStack,
+    names: Sequence[str], config: ExperimentConfig, options: Namespace, stack: AsyncExitStack
 ) -> dict[str, Player]:
     """Create the player of each seat. Closing `stack` closes objects that agents share.
 
