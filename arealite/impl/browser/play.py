@@ -43,7 +43,8 @@ async def play(
     rules, view = RULES[page.config.rules], await look()
     for _ in range(max_steps):
         where = f"Page: {view.title} ({view.url})" if shows_address else ""
-        text = join_lines(rules, f"Goal: {goal}", *page.notes, where, view.text)
+        lines = (rules, f"Goal: {goal}", *page.notes, where, view.text)
+        text = "\n".join(filter(None, lines))
         page.notes.clear()
         action = await agent.act(Observation(text, (*view.choices,)))
         rules = RULES["none" if page.config.rules == "none" else "short"]
@@ -62,8 +63,3 @@ async def play(
         if is_over(view) or action.is_last:
             break
     return None, view
-
-
-def join_lines(*parts: str) -> str:
-    """Join the parts that are not empty, one per line."""
-    return "\n".join(part for part in parts if part)

@@ -172,12 +172,8 @@ def load_tasks(config: Any) -> list[dict[str, Any]]:
     if not made:
         what = f"webarena.tasks={path}: no task can be played"
         raise UserError(f"{what}. Set webarena.sites, or WA_…, for: {', '.join(left_out)}")
-    if files := {task["storage_state"] for task in made if lacks_cookies(task)}:
+    cookies = [task.get("storage_state") or "" for task in made]
+    if files := {file for file in cookies if file and not Path(file).is_file()}:
         what = f"webarena.tasks={path}: {min(files)}, the storage_state of a task, does not exist"
         raise UserError(f"{what}. Save the cookies there with WebArena's login script.")
     return made
-
-
-def lacks_cookies(task: dict[str, Any]) -> bool:
-    """Return whether a task names a file with cookies that does not exist."""
-    return bool(task.get("storage_state")) and not Path(task["storage_state"]).is_file()

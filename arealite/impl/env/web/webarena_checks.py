@@ -38,10 +38,7 @@ def unsupported(task: Mapping[str, Any]) -> str:
 
 def clean(text: str) -> str:
     """Return a text in lower case, without the quotes around it."""
-    text = text.strip()
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        text = text[1:-1]
-    return text.lower()
+    return re.sub(r"^(['\"])(.*)\1$", r"\2", text.strip(), flags=re.DOTALL).lower()
 
 
 def words(text: str) -> list[str]:
