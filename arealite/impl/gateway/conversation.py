@@ -18,7 +18,8 @@ import msgspec
 from arealite.api.episode import Origin
 from arealite.api.observation import ChatMessage
 from arealite.impl.agent.history import ending, first
-from arealite.impl.gateway.exchange import Answer, Api, ApiError, ChatRequest
+from arealite.impl.gateway.apis import history
+from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 from arealite.impl.gateway.rendering import ANSWERS, CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
 from arealite.impl.gateway.tree import (
     Completion,
@@ -43,7 +44,6 @@ MEMO_BYTES = 32 << 20
 class Place(NamedTuple):
     """Where a request stands in the tree."""
 
-    api: Api
     request: ChatRequest
     node: Node
     """Its last message."""
@@ -74,7 +74,7 @@ class Conversation:
         """1: an incremental rendering differed from that of the whole conversation, and whole
         renderings are used since."""
         self._roots: dict[bytes, Node] = {}
-        self._memo: dict[tuple[int, bytes], list[Item]] = {}
+        self._memo: dict[bytes, list[Item]] = {}
         self._memo_bytes = 0
         self._samples: dict[str, Sample] = {}
         """By id of the answer."""
@@ -84,11 +84,10 @@ class Conversation:
         """The latest request. The next one usually repeats it."""
         self._is_begun = False
 
-    async def ask(self, api: Api, request: ChatRequest, *, is_counted: bool = False) -> Prompt:
+    async def ask(self, request: ChatRequest, *, is_counted: bool = False) -> Prompt:
         """Return the prompt of a request. Concurrent calls are allowed.
 
         Args:
-            api: The API of the request.
             request: The request.
             is_counted: Only the tokens are counted; no answer will be sampled.
 
@@ -98,7 +97,7 @@ class Conversation:
         """
         if request.prompt is not None:
             return await _run(len(request.prompt), self._complete, request.prompt)
-        place = self._find(api, request)
+        place = self._find(request)
         node, base, reason = place.node, place.base, place.reason
         size, is_checked = node.characters, False
         if base is not None:
@@ -153,7 +152,7 @@ class Conversation:
 
     # ------------------------------------------------------------ the tree
 
-    def _find(self, api: Api, request: ChatRequest) -> Place:
+    def _find(self, request: ChatRequest) -> Place:
         """Look up the messages of a request; add new ones.
 
         Returns:
@@ -161,7 +160,7 @@ class Conversation:
         """
         latest, items, previous = self._latest, request.items, request.previous
         node, base, reason, known, wanted = None, None, "edited", 0, None
-        if latest and latest.api is api and not previous:
+        if latest and not previous:
             known = len(latest.request.items)
             if items[:known] == latest.request.items and request.tools == latest.request.tools:
                 node, base = latest.node, latest.base
@@ -170,7 +169,7 @@ class Conversation:
             reason = "edited" if tools in self._roots else "tools"
             root = Node(None, ("", "", ()), {}, TOOLS if request.tools else 0)
             node = self._roots.setdefault(tools, root)
-        parsed = [item for raw in items[known:] for item in self._items(api, raw)]
+        parsed = [item for raw in items[known:] for item in self._items(raw)]
         if previous:
             wanted, parsed = self._continue(previous, parsed)
         if not (parsed or node.depth):
@@ -178,7 +177,7 @@ class Conversation:
         if not node.depth and parsed[0].is_system and parsed[0].key not in node.children:
             reason = "tools"
         node, base = self._walk(node, base, parsed, wanted)
-        place = Place(api, request, node, base, reason)
+        place = Place(request, node, base, reason)
         if not previous and node.key[0] != "assistant":
             self._latest = place
         return place
@@ -205,15 +204,15 @@ class Conversation:
                 ids |= renamed_ids(item.message, (base if node.samples and base else node).message)
         return node, base
 
-    def _items(self, api: Api, raw: bytes) -> list[Item]:
+    def _items(self, raw: bytes) -> list[Item]:
         """Convert a part of a request to messages; equal parts are converted once."""
-        if (found := self._memo.get((id(api), raw))) is not None:
+        if (found := self._memo.get(raw)) is not None:
             return found
-        made = [Item(key_of(message), message) for message in api.messages(raw)]
+        made = [Item(key_of(message), message) for message in history.messages(raw)]
         self._memo_bytes += len(raw)
         if self._memo_bytes > MEMO_BYTES:
             self._memo, self._memo_bytes = {}, len(raw)
-        self._memo[id(api), raw] = made
+        self._memo[raw] = made
         return made
 
     def _exact(self, item: Item) -> Item:

@@ -6,8 +6,7 @@ ChatRequest to a prompt. `parser` converts sampled tokens to Deltas and an Answe
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -122,58 +121,3 @@ class Delta(msgspec.Struct, frozen=True):
     """The whole answer, with kind "end"."""
     index: int = 0
     """Number of the answer, below `ChatRequest.n`."""
-
-
-class Api(ABC):
-    """One HTTP API: its request and answer bodies, its events and its errors."""
-
-    request_type: type[msgspec.Struct]
-    """Type of the request's body, for its JSON schema."""
-
-    @abstractmethod
-    def decode(self, body: bytes) -> ChatRequest:
-        """Decode a request.
-
-        Raises:
-            ApiError: The body is invalid (400), or asks for something that cannot be done.
-        """
-
-    @abstractmethod
-    def messages(self, item: bytes) -> Iterable[ChatMessage]:
-        """Convert one item of the history to messages in the form of chat templates.
-
-        `content` is a text. A message of the assistant may have `reasoning_content` and
-        `tool_calls` (arguments are objects); a message of role "tool" has `tool_call_id`.
-        Neighbouring messages of the assistant are merged by the caller.
-
-        Raises:
-            ApiError: 400: the item is invalid, or has an image or a file.
-        """
-
-    @abstractmethod
-    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
-        """Return the body of the answers (`request.n`)."""
-
-    @abstractmethod
-    def events(
-        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
-    ) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of a stream, each with its blank line.
-
-        Args:
-            request: The request.
-            deltas: The deltas of all answers; the last one of each answer has kind "end".
-            model: Name of the model.
-            id: `Answer.id` of answer 0, which the first event needs.
-        """
-
-    @abstractmethod
-    def error(self, error: ApiError) -> bytes:
-        """Return the body of an error."""
-
-    keep_alive = b": keep-alive\n\n"
-    """Sent while a stream has no other events."""
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream with an error."""
-        return b"data: " + self.error(error) + b"\n\n"

@@ -25,8 +25,8 @@ from arealite.api.trial import TrialConfig
 from arealite.base import log
 from arealite.base.errors import EpisodeError
 from arealite.base.places import check_address
-from arealite.impl.gateway.apis import APIS
-from arealite.impl.gateway.exchange import Api, ApiError
+from arealite.impl.gateway.apis import APIS, Api
+from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.openapi import SESSIONS, decode_lease, decode_reward, describe
 from arealite.impl.gateway.rendering import Renderer
@@ -241,9 +241,8 @@ class Gateway:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         seat, api = self._own_seat(request), APIS[COUNT_TOKENS]
-        prompt = await seat.conversation.ask(
-            api, decode(api, await request.read()), is_counted=True
-        )
+        asked = decode(api, await request.read())
+        prompt = await seat.conversation.ask(asked, is_counted=True)
         return _json({"input_tokens": len(prompt.ids)})
 
     async def _models(self, request: web.Request) -> web.Response:

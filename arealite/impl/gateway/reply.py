@@ -12,8 +12,9 @@ from arealite.api.gateway_config import GatewayConfig
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.base import log
 from arealite.base.errors import ContextOverflow
+from arealite.impl.gateway.apis import Api
 from arealite.impl.gateway.conversation import Prompt
-from arealite.impl.gateway.exchange import Answer, Api, ApiError, ChatRequest, Delta
+from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 from arealite.impl.gateway.families import Family
 from arealite.impl.gateway.parser import Parser
 from arealite.impl.gateway.rendering import Renderer
@@ -88,11 +89,11 @@ class Reply:
         """
         session, model = self.seat.session, self.seat.shared.config.model
         if not self.is_stream:
-            answers = await self._answers(api, request)
+            answers = await self._answers(request)
             self.chunks.append(api.encode(request, answers, model))
             self.finish()
             return
-        answering = session.spawn(self._answers(api, request))
+        answering = session.spawn(self._answers(request))
         answering.add_done_callback(lambda _: self._deltas.put_nowait(None))
         if (first := await self._deltas.get()) is not None:
             deltas = self._until_done(first, answering)
@@ -112,9 +113,9 @@ class Reply:
             delta = await self._deltas.get()
         await answering
 
-    async def _answers(self, api: Api, request: ChatRequest) -> list[Answer]:
+    async def _answers(self, request: ChatRequest) -> list[Answer]:
         """Generate `request.n` answers to one prompt."""
-        prompt = await self.seat.conversation.ask(api, request)
+        prompt = await self.seat.conversation.ask(request)
         reason, stats = prompt.origin.reason, self.seat.session.stats
         if reason not in ("", "first"):
             stats[f"branches_{reason}"] += 1

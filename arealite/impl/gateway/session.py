@@ -18,8 +18,9 @@ from arealite.api.agent import Agent
 from arealite.api.task import Task
 from arealite.base import log
 from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
+from arealite.impl.gateway.apis import Api
 from arealite.impl.gateway.conversation import Conversation
-from arealite.impl.gateway.exchange import Api, ApiError
+from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.reply import Reply, Shared, decode
 
 logger = log.get(__name__)

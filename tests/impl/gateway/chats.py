@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 from arealite.impl.gateway.conversation import Conversation
-from arealite.impl.gateway.exchange import Answer, Api, ApiError, Call, ChatRequest, Delta
+from arealite.impl.gateway.exchange import Answer, Call, ChatRequest
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.rendering import Renderer
 from arealite.impl.gateway.tree import Prompt
@@ -28,32 +28,6 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-class PlainApi(Api):
-    """Items are messages in the form of chat templates."""
-
-    def __init__(self) -> None:
-        self.converted = 0
-
-    def decode(self, body: bytes) -> ChatRequest:
-        raise NotImplementedError
-
-    def messages(self, item: bytes) -> Iterable[ChatMessage]:
-        self.converted += 1
-        found = json.loads(item)
-        return found if isinstance(found, list) else [found]
-
-    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
-        raise NotImplementedError
-
-    def events(
-        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str = ""
-    ) -> AsyncIterator[bytes]:
-        raise NotImplementedError
-
-    def error(self, error: ApiError) -> bytes:
-        raise NotImplementedError
-
-
 class Client:
     """A conversation, and the history that the client has of it."""
 
@@ -62,7 +36,7 @@ class Client:
     ) -> None:
         self.tokenizer, self.tools, self.rng = tokenizer, tools, random.Random(seed)
         self.conversation = Conversation(Renderer(tokenizer, family_of(tokenizer)))
-        self.api, self.history = PlainApi(), list[ChatMessage]()
+        self.history = list[ChatMessage]()
         self.splitter = Splitter(tokenizer)
         self.answers = 0
 
@@ -71,7 +45,7 @@ class Client:
         self.history += new
         items = [json.dumps(each).encode() for each in self.history]
         request = ChatRequest(items=items, **{"tools": self.tools, **options})
-        return await self.conversation.ask(self.api, request)
+        return await self.conversation.ask(request)
 
     def say(
         self,

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from arealite.api.llm import LLMResponse
-from arealite.impl.gateway.apis import APIS
-from arealite.impl.gateway.exchange import Answer, Api, ApiError, Call, ChatRequest, Delta
+from arealite.impl.gateway.apis import APIS, Api
+from arealite.impl.gateway.apis.history import messages as messages_of
+from arealite.impl.gateway.exchange import Answer, ApiError, Call, ChatRequest, Delta
 from tests.impl.gateway.answers import random_answer, random_deltas, stream
 
 SCHEMA = {"type": "object", "properties": {"n": {}}}
@@ -192,7 +193,7 @@ def test_stream_adds_up_to_whole_body(path: str) -> None:
 def test_answer_sent_back_is_the_same_message(path: str) -> None:
     rng = Random(path)
     for _ in range(150):
-        api, made = request(path, **({"n": 1} if path == CHAT else {}))
+        _, made = request(path, **({"n": 1} if path == CHAT else {}))
         names = [tool["function"]["name"] for tool in made.tools]
         answer = random_answer(rng, names=names)
         deltas = [*random_deltas(rng, [answer])]
@@ -204,7 +205,7 @@ def test_answer_sent_back_is_the_same_message(path: str) -> None:
                 items = whole["output"]
             case _:
                 items = [{"role": "assistant", "content": whole["content"]}]
-        messages = [each for item in items for each in api.messages(json.dumps(item).encode())]
+        messages = [each for item in items for each in messages_of(json.dumps(item).encode())]
         expected = answer.message()
         assert {message["role"] for message in messages} <= {"assistant"}
         for field in ("content", "reasoning_content"):

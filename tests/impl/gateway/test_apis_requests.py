@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from arealite.impl.gateway.apis import APIS
+from arealite.impl.gateway.apis.history import messages as messages_of
 from arealite.impl.gateway.exchange import ApiError, ChatRequest
 
 CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -129,7 +130,7 @@ def refusal(path: str, **fields: Any) -> str:
     with pytest.raises(ApiError) as caught:
         request = decode(path, **fields)
         for item in request.items:
-            list(APIS[path].messages(item))
+            list(messages_of(item))
     assert caught.value.status == 400
     return caught.value.message
 
@@ -139,7 +140,7 @@ def test_equal_conversations_are_equal_messages_in_all_apis(path: str) -> None:
     request = decode(path)
     messages: list[dict[str, Any]] = []
     for item in request.items:
-        for message in APIS[path].messages(item):
+        for message in messages_of(item):
             is_same = messages and messages[-1]["role"] == message["role"] == "assistant"
             messages[-1:] = [{**messages[-1], **message}] if is_same else [*messages[-1:], message]
     assert messages == MESSAGES
@@ -273,7 +274,7 @@ def test_deep_json_is_refused(path: str) -> None:
                 json.dumps({**BODIES[path], "tools": ["X"]}).encode().replace(b'"X"', tools)
             )
         with pytest.raises(ApiError):
-            list(APIS[path].messages(b'{"role": "user", "content": "x", "new": %b}' % DEEP))
+            list(messages_of(b'{"role": "user", "content": "x", "new": %b}' % DEEP))
 
 
 def test_call_without_a_named_function_is_refused() -> None:
@@ -285,14 +286,14 @@ def test_arguments_may_be_empty_or_an_object() -> None:
     for arguments, expected in (("", {}), ({"city": "x"}, {"city": "x"})):
         call = {"id": "c1", "function": {"name": "weather", "arguments": arguments}}
         item = json.dumps({"role": "assistant", "tool_calls": [call]}).encode()
-        [message] = APIS[CHAT].messages(item)
+        [message] = messages_of(item)
         calls: Any = message["tool_calls"]
         assert calls[0]["function"]["arguments"] == expected
 
 
 def test_call_of_a_namespace_is_the_call_of_its_tool() -> None:
     item = {"type": "function_call", "call_id": "c1", "namespace": "ns", "name": "g"}
-    [message] = APIS[RESPONSES].messages(json.dumps({**item, "arguments": "{}"}).encode())
+    [message] = messages_of(json.dumps({**item, "arguments": "{}"}).encode())
     calls: Any = message["tool_calls"]
     assert calls[0]["function"]["name"] == "ns__g"
 
@@ -328,7 +329,7 @@ def test_random_bodies_raise_nothing_but_refusals(path: str) -> None:
     for data in bodies:
         try:
             request = api.decode(data)
-            messages = [message for item in request.items for message in api.messages(item)]
+            messages = [message for item in request.items for message in messages_of(item)]
             assert all(isinstance(message["content"], str) for message in messages)
             accepted += 1
         except ApiError as error:

@@ -7,6 +7,7 @@ import copy
 import json
 import random
 import threading
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from arealite.api.episode import Origin
 from arealite.api.observation import ChatMessage
+from arealite.impl.gateway.apis import history
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 from arealite.impl.gateway.tree import Prompt
 from tests.fakes.chat_families import FAMILIES
@@ -313,8 +315,8 @@ async def test_answer_that_the_template_refuses_is_text_for_it() -> None:
 
 async def test_messages_that_the_template_refuses_are_an_error_400() -> None:
     client = family_client("mistral")
-    with pytest.raises(ApiError, match="Only user, assistant and tool roles") as refused:
-        await client.ask(user("q"), {"role": "narrator", "content": "x"})
+    with pytest.raises(ApiError, match="Tool call IDs must be") as refused:
+        await client.ask(user("q"), {"role": "tool", "tool_call_id": "c1", "content": "x"})
     assert refused.value.status == 400
 
 
@@ -400,10 +402,24 @@ def counted(render: Any, sizes: list[int], *args: Any, **options: Any) -> str:
     return text
 
 
-async def test_cost_of_a_turn_does_not_grow_with_the_history() -> None:
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return a list to which each converted item is added."""
+    items, convert = list[bytes](), history.messages
+
+    def listen(item: bytes) -> Iterable[ChatMessage]:
+        items.append(item)
+        return convert(item)
+
+    monkeypatch.setattr(history, "messages", listen)
+    return items
+
+
+async def test_cost_of_a_turn_does_not_grow_with_the_history(converted: list[bytes]) -> None:
     costs = dict[int, int]()
     for turns in (64, 128):
         client = family_client("qwen3")
+        converted.clear()
         render = client.conversation.renderer.render
         sizes = list[int]()
         client.conversation.renderer.render = partial(counted, render, sizes)  # type: ignore[method-assign]
@@ -415,11 +431,11 @@ async def test_cost_of_a_turn_does_not_grow_with_the_history() -> None:
             new = results(answer, "result " * 20)
         costs[turns] = sum(sizes)
         assert tokens < 250 * turns
-        assert client.api.converted == len(client.history) - 1
+        assert len(converted) == len(client.history) - 1
     assert costs[128] < 2.2 * costs[64]
 
 
-async def test_history_of_ten_thousand_messages_is_found_again() -> None:
+async def test_history_of_ten_thousand_messages_is_found_again(converted: list[bytes]) -> None:
     client = family_client("qwen2_5", tools=[])
     past: list[ChatMessage] = [
         user("q") if turn % 2 == 0 else {"role": "assistant", "content": str(turn)}
@@ -432,7 +448,7 @@ async def test_history_of_ten_thousand_messages_is_found_again() -> None:
     client.history = [*client.history[:-2], client.history[-2], user("less")]
     third = await client.ask()
     assert (third.origin.taken, third.origin.reason) == (len(full(first, answer)), "edited")
-    assert client.api.converted == 1 + 4_999 + 3
+    assert len(converted) == 1 + 4_999 + 3
 
 
 async def test_long_text_is_rendered_off_the_event_loop() -> None:
@@ -477,6 +493,6 @@ async def test_counting_tokens_begins_no_branch() -> None:
     client = family_client("qwen2_5")
     items = [json.dumps(user("q")).encode()]
     request = ChatRequest(items=items, tools=TOOLS)
-    counted = await client.conversation.ask(client.api, request, is_counted=True)
+    counted = await client.conversation.ask(request, is_counted=True)
     asked = await client.ask(user("q"))
     assert (counted.ids, asked.origin.reason) == (asked.ids, "first")

@@ -4,7 +4,7 @@ from arealite.impl.gateway.apis.anthropic import Messages
 from arealite.impl.gateway.apis.chat import ChatCompletions
 from arealite.impl.gateway.apis.completions import Completions
 from arealite.impl.gateway.apis.responses import Responses
-from arealite.impl.gateway.exchange import Api
+from arealite.impl.gateway.apis.shared import Api
 
 APIS: dict[str, Api] = {
     "/v1/chat/completions": ChatCompletions(),

@@ -11,7 +11,7 @@ from msgspec import Meta, Raw
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.blocks import Block, blocks_of, steps
 from arealite.impl.gateway.apis.history import ITEM, Item, decode
-from arealite.impl.gateway.apis.shared import Body, JsonApi, Text, Tool, dumps, sse
+from arealite.impl.gateway.apis.shared import Api, Body, Text, Tool, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
@@ -29,7 +29,7 @@ class MessageBody(Body, kw_only=True, frozen=True):
     context_management: dict[str, list[dict[str, Any]]] | None = None
 
 
-class Messages(JsonApi):
+class Messages(Api):
     """POST /v1/messages and POST /v1/messages/count_tokens."""
 
     request_type = MessageBody

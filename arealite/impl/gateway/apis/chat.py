@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Raw
 
 from arealite.impl.gateway import exchange
-from arealite.impl.gateway.apis.shared import Body, Count, JsonApi, dumps, head, sampled, sse
+from arealite.impl.gateway.apis.shared import Api, Body, Count, dumps, head, sampled, sse
 from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
 
 FINISH = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
@@ -22,7 +22,7 @@ class ChatBody(Body, kw_only=True, frozen=True):
     max_completion_tokens: Count | None = None
 
 
-class ChatCompletions(JsonApi):
+class ChatCompletions(Api):
     """POST /v1/chat/completions."""
 
     request_type = ChatBody

@@ -57,7 +57,15 @@ def decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
 
 
 def messages(item: bytes) -> Iterable[ChatMessage]:
-    """Convert one item, as `Api.messages` does."""
+    """Convert one item of the history, in the form of any API, to messages of chat templates.
+
+    `content` is a text. A message of the assistant may have `reasoning_content` and `tool_calls`
+    (arguments are objects); a message of role "tool" has `tool_call_id`. Neighbouring messages of
+    the assistant are merged by the caller.
+
+    Raises:
+        ApiError: 400: the item is invalid, or has an image or a file.
+    """
     each: Item = decode(ITEM, item)
     match each.type, each.role:
         case "message", "assistant":

@@ -12,7 +12,7 @@ from msgspec import Meta, Raw
 
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.blocks import Block, Step, blocks_of, steps
-from arealite.impl.gateway.apis.shared import Body, Count, JsonApi, dumps, sse
+from arealite.impl.gateway.apis.shared import Api, Body, Count, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
@@ -33,7 +33,7 @@ class ResponseBody(Body, kw_only=True, frozen=True):
     metadata: dict[str, str] | None = None
 
 
-class Responses(JsonApi):
+class Responses(Api):
     """POST /v1/responses."""
 
     request_type = ResponseBody

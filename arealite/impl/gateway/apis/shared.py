@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +13,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
-from arealite.api.observation import ChatMessage
-from arealite.impl.gateway.apis import history
 from arealite.impl.gateway.apis.history import decode
-from arealite.impl.gateway.exchange import Answer, Api, ApiError, ChatRequest
+from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text("utf-8"))
 """The fields that are refused, and their values that are not."""
@@ -59,9 +58,13 @@ class Body(msgspec.Struct, kw_only=True, frozen=True):
     stream_options: dict[str, Any] | None = None
 
 
-class JsonApi(Api):
-    """An API with JSON bodies and OpenAI's errors."""
+class Api(ABC):
+    """One HTTP API: its request and answer bodies, its events and, as OpenAI's, its errors."""
 
+    request_type: type[Body]
+    """Type of the request's body, also for its JSON schema."""
+    keep_alive = b": keep-alive\n\n"
+    """Sent while a stream has no other events."""
     function_type = "function"
     """Type of a tool that the client runs."""
     server_error = "server_error"
@@ -93,13 +96,37 @@ class JsonApi(Api):
         made["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         return ChatRequest(items=items, options=body, **made | fields)
 
-    def messages(self, item: bytes) -> Iterable[ChatMessage]:
-        return history.messages(item)
+    @abstractmethod
+    def decode(self, body: bytes) -> ChatRequest:
+        """Decode a request.
+
+        Raises:
+            ApiError: The body is invalid (400), or asks for something that cannot be done.
+        """
+
+    @abstractmethod
+    def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
+        """Return the body of the answers (`request.n`)."""
+
+    @abstractmethod
+    def events(
+        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
+    ) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream, each with its blank line.
+
+        Args:
+            request: The request.
+            deltas: The deltas of all answers; the last one of each answer has kind "end".
+            model: Name of the model.
+            id: `Answer.id` of answer 0, which the first event needs.
+        """
 
     def error(self, error: ApiError) -> bytes:
+        """Return the body of an error."""
         return dumps(self.error_body(error))
 
     def failed(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream with an error."""
         return sse(self.error_body(error))
 
     def error_body(self, error: ApiError) -> dict[str, Any]:
