@@ -238,9 +238,7 @@ async def native(
     tokenizer = load_tokenizer(str(model))
     sampling = SamplingConfig(max_new_tokens=NATIVE_TOKENS, min_new_tokens=NATIVE_TOKENS)
     async with client_of(address, str(model)) as client:
-        factory = AgentFactory(
-            ExperimentConfig(), LLMClientConfig(), client=client, tokenizer=tokenizer
-        )
+        factory = AgentFactory(ExperimentConfig(), client=client, tokenizer=tokenizer)
 
         async def episode(number: int) -> int:
             seat = Seat("agent", f"n{number}", f"n{number}", 0, sampling)

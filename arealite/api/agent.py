@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from arealite.api.agent_config import AgentConfig
 from arealite.api.checked import checked
 from arealite.api.episode import Action, Record, Seat, finite
-from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse, clients
+from arealite.api.llm import LLMClient, LLMRequest, LLMResponse
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from arealite.api.config import ExperimentConfig
     from arealite.api.llm import SamplingConfig
@@ -31,9 +31,7 @@ class Agent(ABC):
     shared: Any = None
     """The object that `share` created for all agents of this config; None without one."""
 
-    def __init__(
-        self, config: Any, *, client: LLMClient, tokenizer: PreTrainedTokenizerBase, seat: Seat
-    ) -> None:
+    def __init__(self, config: Any, *, client: LLMClient, tokenizer: Tokenizer, seat: Seat) -> None:
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
@@ -122,17 +120,8 @@ agents: Registry[Agent] = Registry(
 class AgentFactory:
     """Creates agents by their `type`. All agents use one client and one tokenizer."""
 
-    def __init__(
-        self,
-        args: ExperimentConfig,
-        client_config: LLMClientConfig,
-        *,
-        client: LLMClient | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> None:
-        self.args = args
-        self.client = client or clients.get(client_config.type)(args, client_config)
-        self.tokenizer = tokenizer or load_tokenizer(args.model.path)
+    def __init__(self, args: ExperimentConfig, *, client: LLMClient, tokenizer: Tokenizer) -> None:
+        self.args, self.client, self.tokenizer = args, client, tokenizer
         self._shared: dict[int, object] = {}
 
     async def share(self, config: AgentConfig, stack: AsyncExitStack) -> None:
@@ -149,7 +138,7 @@ class AgentFactory:
         return agent
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder."""
     from transformers import AutoTokenizer  # slow to import: only where a tokenizer is needed
 

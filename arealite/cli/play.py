@@ -213,7 +213,7 @@ async def make_players(
     """
     collector, lines = config.trainer.ppo.collector, Lines()
     nothing = cast(Any, object())  # these agents do not use the run's client and tokenizer
-    factory = AgentFactory(config, collector.client, client=nothing, tokenizer=nothing)
+    factory = AgentFactory(config, client=nothing, tokenizer=nothing)
     mine = [*names] if options.seat == ["all"] else options.seat or names[:1]
     if unknown_seats := {*mine, *collector.seats} - {*names}:
         raise UserError(unknown("seat", min(unknown_seats), names))

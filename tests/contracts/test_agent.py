@@ -7,7 +7,7 @@ import pytest
 from arealite.api.agent import Agent, AgentConfig, AgentFactory, agents
 from arealite.api.agent_config import FixedPolicyConfig, ScriptedConfig
 from arealite.api.episode import Action, Seat
-from arealite.api.llm import LLMClientConfig, SamplingConfig
+from arealite.api.llm import SamplingConfig
 from arealite.base.errors import RewardNotFinite
 from arealite.impl.agent.fixed_policy import Frozen
 from tests.fakes.client import ScriptedClient, response
@@ -26,7 +26,7 @@ SEAT = Seat("left", "group-3", "lease-1/2", 5, SamplingConfig(temperature=0.25))
 def make(name: str) -> Agent:
     assert worlds is not None
     client = ScriptedClient(lambda request: response([10, 11, 12]))
-    factory = AgentFactory(None, LLMClientConfig(), client=client, tokenizer=tokenizer())
+    factory = AgentFactory(None, client=client, tokenizer=tokenizer())
     frozen = FixedPolicyConfig(sampling=SEAT.sampling)
     config = AgentConfig(type=name, scripted=ScriptedConfig(answers=["789"]), fixed_policy=frozen)
     agent = factory.make_agent(config, SEAT)

@@ -37,11 +37,19 @@ from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 logger = log.get(__name__)
 
 assert sys.byteorder == "little", "payloads are little-endian"
+
+
+Agents = dict[str, Agent]
+"""By seat."""
+Made = tuple[TrajectoryHeader, bytes]
+"""Header and payload of a trajectory."""
+Played = tuple[Episode, list[bytes]]
+"""An episode, and the payloads of its trajectories."""
 
 
 class NothingGenerated(EpisodeError, failure_class="nothing_generated"):
@@ -58,22 +66,19 @@ class Part(NamedTuple):
 class Collector:
     """Runs many episodes concurrently. Environments are made once, agents for every episode."""
 
-    def __init__(
-        self, config: ExperimentConfig, client: LLMClient, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def __init__(self, config: ExperimentConfig, client: LLMClient, tokenizer: Tokenizer) -> None:
         ppo = config.trainer.ppo
         self.config = ppo.collector
-        self.parts = {
-            name: Part(part, make_env(config, part.env)) for name, part in self.config.parts.items()
-        }
+        parts = self.config.parts.items()
+        self.parts = {name: Part(part, make_env(config, part.env)) for name, part in parts}
         """By name; a task's `extra_info.env` is the name of its environment."""
         self._eval_sampling = ppo.eval.sampling
-        self._agents = AgentFactory(config, self.config.client, client=client, tokenizer=tokenizer)
+        self._agents = AgentFactory(config, client=client, tokenizer=tokenizer)
         self._logged: set[str] = set()
         self._stack = AsyncExitStack()
         self._running = set[Wait]()
         """The wait of each running episode."""
-        self._playing: dict[tuple[str, int], tuple[Lease, dict[str, Agent]]] = {}
+        self._playing: dict[tuple[str, int], tuple[Lease, Agents]] = {}
         """By lease id and member: running episodes of resumable environments."""
         self.resumed: Counter[str] = Counter()
         """Counts of episodes and tokens resumed from records, and of records that differed."""
@@ -115,9 +120,7 @@ class Collector:
             raise UserError(f"{task.task_id}: " + unknown("environment", str(name), [*self.parts]))
         return self.parts[name]
 
-    async def run(
-        self, lease: Lease, member: int, turns: Sequence[bytes] = ()
-    ) -> tuple[Episode, list[bytes]]:
+    async def run(self, lease: Lease, member: int, turns: Sequence[bytes] = ()) -> Played:
         """Run one episode.
 
         Args:
@@ -129,7 +132,7 @@ class Collector:
         Raises:
             InvariantError, UserError: the error concerns the run, not this episode.
         """
-        made: list[tuple[TrajectoryHeader, bytes]] = []
+        made: list[Made] = []
         failure = None
         try:
             made = await self._run_episode(lease, member, turns)
@@ -157,9 +160,7 @@ class Collector:
                 headers = [turn_header(lease, member, agent, turn) for agent, turn in turns]
                 yield lease, headers, [encode_turn(turn) for _, turn in turns]
 
-    async def _run_episode(
-        self, lease: Lease, member: int, turns: Sequence[bytes]
-    ) -> list[tuple[TrajectoryHeader, bytes]]:
+    async def _run_episode(self, lease: Lease, member: int, turns: Sequence[bytes]) -> list[Made]:
         """Run one episode under its deadline; return one trajectory for each trainable seat."""
         begin = time.perf_counter()
         part = self.part(lease.task)
@@ -196,29 +197,24 @@ class Collector:
         seats = [agent for agent in seats if agent.record.turns] or seats
         return [make_trajectory(lease, member, agent, seconds=seconds) for agent in seats]
 
-    def _count_resumed(self, agents: dict[str, Agent]) -> None:
+    def _count_resumed(self, agents: Agents) -> None:
         records = [agent.record for agent in agents.values()]
         tokens = sum(record.resumed_tokens for record in records)
         self.resumed["resumed_episodes"] += tokens > 0
         self.resumed["resumed_tokens"] += tokens
         self.resumed["resumed_diverged"] += any(record.resumed_diverged for record in records)
 
-    def _make_agents(
-        self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]
-    ) -> dict[str, Agent]:
+    def _make_agents(self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]) -> Agents:
         episode_id = f"{lease.lease_id}/{member}"
         is_eval = lease.split.startswith("eval")
         sampling = self._eval_sampling if is_eval else self.config.sampling
-        metadata = (lease.group_id, episode_id, lease.version, sampling)
-        seats = [
-            Seat(name, *metadata, recorded_turns(lease, member, name, turns) if turns else ())
-            for name in part.env.seats
-        ]
-        configs = part.config.seats
-        return {
-            seat.name: self._agents.make_agent(configs.get(seat.name, self.config.agent), seat)
-            for seat in seats
-        }
+        made: Agents = {}
+        for name in part.env.seats:
+            recorded = recorded_turns(lease, member, name, turns) if turns else ()
+            seat = Seat(name, lease.group_id, episode_id, lease.version, sampling, recorded)
+            config = part.config.seats.get(name, self.config.agent)
+            made[name] = self._agents.make_agent(config, seat)
+        return made
 
     def _failure(self, lease: Lease, error: BaseException) -> Failure:
         failure = make_failure(error)
@@ -238,9 +234,7 @@ def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
             raise UserError(f"{config.env.type}: " + unknown("seat", name, seats))
 
 
-def make_trajectory(
-    lease: Lease, member: int, agent: Agent, *, seconds: float
-) -> tuple[TrajectoryHeader, bytes]:
+def make_trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) -> Made:
     """Return the header and the payload of a seat's trajectory.
 
     Raises:

@@ -18,9 +18,7 @@ def recorded_turns(
 ) -> tuple[StoredTurn, ...]:
     """Return the recorded turns of a seat, by index."""
     pairs = zip(lease.turns, payloads, strict=True)
-    found = [
-        decode_turn(each) for turn, each in pairs if (turn.member, turn.seat) == (member, seat)
-    ]
+    found = [decode_turn(raw) for turn, raw in pairs if (turn.member, turn.seat) == (member, seat)]
     return tuple(sorted(found, key=lambda stored: stored.index))
 
 

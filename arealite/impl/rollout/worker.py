@@ -22,7 +22,7 @@ from arealite.system.health import vitals, waits
 from arealite.system.health.waits import END_S
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from arealite.system.links.worker_link import WorkerLink
 
@@ -36,12 +36,7 @@ class RolloutWorker:
     """Runs leased episodes until the datapipe drains the worker or SIGTERM arrives."""
 
     def __init__(
-        self,
-        config: ExperimentConfig,
-        *,
-        link: WorkerLink,
-        client: LLMClient,
-        tokenizer: PreTrainedTokenizerBase,
+        self, config: ExperimentConfig, *, link: WorkerLink, client: LLMClient, tokenizer: Tokenizer
     ) -> None:
         self.link = link
         self.client = client

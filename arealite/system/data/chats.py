@@ -27,7 +27,7 @@ from arealite.system.data.sources import is_saved, read_rows
 from arealite.system.ledger.ledger import open_read_only
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 COLUMNS = (
     *("messages", "prompt", "completion", "chosen", "rejected"),
@@ -55,7 +55,7 @@ class Example:
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[object]) -> list[int]:
+def tokenize(tokenizer: Tokenizer, prompt: str | Sequence[object]) -> list[int]:
     """Tokenize a prompt: a text, or chat messages through the chat template.
 
     The result is cached, because the episodes of a group have the same prompt. The caller must not
@@ -69,7 +69,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[object])
     return cached(tokenizer, encoded)
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, encoded: bytes) -> list[int]:
+def _tokenize(tokenizer: Tokenizer, encoded: bytes) -> list[int]:
     prompt = msgspec.json.decode(encoded)
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
@@ -118,7 +118,7 @@ def render(
         raise UserError(f"{what}. {fix}") from error
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokenize the output of `render`, which contains the special tokens already.
 
     Other threads run meanwhile if the tokenizer is a fast one.
@@ -246,9 +246,7 @@ def check_examples(
 # ------------------------------------------------------------ examples
 
 
-def make_encoder(
-    config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[Row], list[Example]]:
+def make_encoder(config: ExperimentConfig, tokenizer: Tokenizer) -> Callable[[Row], list[Example]]:
     """Return a function that tokenizes a row.
 
     The function returns one example (sft) or two (dpo and reward: chosen, rejected). It truncates
@@ -259,7 +257,7 @@ def make_encoder(
 
 
 class _RowEncoder:
-    def __init__(self, config: ExperimentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: ExperimentConfig, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.sft = tokenizer, config.trainer.sft
         self.limit = config.trainer.offline.max_tokens
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from arealite.api.agent import Agent, AgentConfig, AgentFactory
 from arealite.api.episode import Seat
-from arealite.api.llm import LLMClientConfig, LLMResponse, SamplingConfig
+from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.system.data.chats import encode
 from tests.fakes.client import ScriptedClient, response
 from tests.models import CHAT_TEMPLATE
@@ -167,9 +167,7 @@ def make(
     """Return an agent that gives the answers in order."""
     rest = None if callable(answers) else iter(answers)
     script = answers if callable(answers) else lambda _: next(rest)
-    factory = AgentFactory(
-        None, LLMClientConfig(), client=ScriptedClient(script), tokenizer=tokenizer
-    )
+    factory = AgentFactory(None, client=ScriptedClient(script), tokenizer=tokenizer)
     config = AgentConfig(type=kind)
     own = type(getattr(config, kind))(**options)
     seat = Seat("agent", "g", "l/0", 0, SamplingConfig(max_new_tokens=max_new_tokens))

@@ -211,9 +211,7 @@ async def test_endpoint_agent_stops_after_max_turns(tmp_path) -> None:
         config = AgentConfig(
             type="fixed_policy", fixed_policy=FixedPolicyConfig(base_url=server.url, max_turns=1)
         )
-        factory = AgentFactory(
-            None, LLMClientConfig(), client=ScriptedClient(), tokenizer=tokenizer()
-        )
+        factory = AgentFactory(None, client=ScriptedClient(), tokenizer=tokenizer())
         await factory.share(config, stack)
         agent = factory.make_agent(config, Seat("other"))
         actions = [await agent.act("a") for _ in range(2)]

@@ -7,7 +7,6 @@ import pytest
 from arealite.api.agent import AgentConfig, AgentFactory
 from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.episode import Seat
-from arealite.api.llm import LLMClientConfig
 from arealite.base.errors import UserError
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
@@ -19,9 +18,7 @@ CHAT = [{"role": "user", "content": "1+1"}]
 def agent(tok=None, **settings):
     config = AgentConfig(math_code_single_step=MathCodeSingleStepConfig(**settings))
     client = ScriptedClient(lambda request: response([10, 11, 2]))
-    factory = AgentFactory(
-        None, LLMClientConfig(), client=client, tokenizer=tok if tok is not None else tokenizer()
-    )
+    factory = AgentFactory(None, client=client, tokenizer=tok if tok is not None else tokenizer())
     return factory.make_agent(config, Seat("agent", "g", "e"))
 
 

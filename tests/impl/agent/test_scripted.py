@@ -7,7 +7,6 @@ import pytest
 from arealite.api.agent import Agent, AgentConfig, AgentFactory
 from arealite.api.agent_config import ScriptedConfig
 from arealite.api.episode import Seat
-from arealite.api.llm import LLMClientConfig
 from arealite.api.observation import Observation
 from arealite.base.errors import RewardNotFinite, UserError
 from arealite.impl.agent.scripted import ScriptedAgent
@@ -19,7 +18,7 @@ CHOICES = Observation("move", choices=tuple("abcdefgh"))
 
 def scripted(group: str = "g", episode: str = "lease/0", name: str = "o", **options) -> Agent:
     config = AgentConfig(type="scripted", scripted=ScriptedConfig(**options))
-    factory = AgentFactory(None, LLMClientConfig(), client=ScriptedClient(), tokenizer=tokenizer())
+    factory = AgentFactory(None, client=ScriptedClient(), tokenizer=tokenizer())
     return factory.make_agent(config, Seat(name, group, episode))
 
 

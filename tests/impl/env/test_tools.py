@@ -12,7 +12,6 @@ import pytest
 from arealite.api.agent import Agent, AgentConfig, AgentFactory
 from arealite.api.env_config import EnvConfig
 from arealite.api.episode import Action
-from arealite.api.llm import LLMClientConfig
 from arealite.api.observation import Observation, ToolCall
 from arealite.api.reward import Reward, RewardConfig, rewards
 from arealite.api.task import Task
@@ -68,7 +67,7 @@ def calc(expression: str, call_id: str = "c") -> ToolCall:
 
 def actor(*script: Any) -> Actor:
     client = ScriptedClient(lambda _: response([10]))
-    factory = AgentFactory(None, LLMClientConfig(), client=client, tokenizer=tokenizer())
+    factory = AgentFactory(None, client=client, tokenizer=tokenizer())
     made = factory.make_agent(AgentConfig())
     agent = Actor(None, client=made.client, tokenizer=made.tokenizer, seat=made.seat)
     agent.script = list(script)

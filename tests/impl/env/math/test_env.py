@@ -9,7 +9,6 @@ import pytest
 from arealite.api.agent import AgentConfig, AgentFactory
 from arealite.api.env_config import EnvConfig
 from arealite.api.game_config import MathEnvConfig
-from arealite.api.llm import LLMClientConfig
 from arealite.api.reward import Reward, RewardConfig, Score, rewards
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, RewardTimeout
@@ -42,7 +41,7 @@ class LengthMatch(Reward):
 
 def agent(stop_reason: str = "stop"):
     client = ScriptedClient(lambda request: response([10, 11, 12], stop_reason=stop_reason))
-    factory = AgentFactory(None, LLMClientConfig(), client=client, tokenizer=tokenizer())
+    factory = AgentFactory(None, client=client, tokenizer=tokenizer())
     return factory.make_agent(AgentConfig())
 
 
