@@ -15,7 +15,7 @@ from typing import Any
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 from arealite.base import log
-from arealite.system.data.chats import common_prefix_length, encode, render
+from arealite.system.data.chats import common_prefix_length, decode, encode, render
 
 logger = log.get(__name__)
 
@@ -112,7 +112,7 @@ class History:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, including special tokens."""
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return decode(self.tokenizer, ids)
 
     def _warn(self, past: str, text: str) -> None:
         """Warn, once per process and template, that the template rewrites earlier turns."""

@@ -33,7 +33,7 @@ from arealite.impl.gateway.tree import (
     merge,
     renamed_ids,
 )
-from arealite.system.data.chats import tokenize
+from arealite.system.data.chats import decode, tokenize
 from arealite.system.data.forms import tool_calls
 
 LONG = 2000
@@ -147,7 +147,7 @@ class Conversation:
             with suppress(ApiError):
                 self.renderer.ending(kinds, tried)
                 return self.renderer.prepare(tried)
-        text = self.renderer.tokenizer.decode(output, clean_up_tokenization_spaces=False)
+        text = decode(self.renderer.tokenizer, output)
         return {"role": "assistant", "content": prompt.opening + text.removesuffix(stop)}
 
     # ------------------------------------------------------------ the tree

@@ -13,6 +13,7 @@ from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
 from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
 from arealite.impl.gateway.families import FAMILIES, CallError, Family, Part, RawCall, Tools, skip
+from arealite.system.data.chats import decode
 
 SHORT = 2048
 """An unfinished call up to this length is read again with each new text."""
@@ -149,23 +150,29 @@ class Decoder:
         self.tokenizer, self.ids = tokenizer, list[int]()
         self.shown = 0
         """Number of characters of `ids` that were returned."""
+        self.has_rest = False
+        """Whether the text of `ids` is longer."""
 
     def feed(self, ids: Sequence[int], *, is_end: bool = False) -> str:
         """Return the text that new tokens add."""
-        if not ids and not is_end:
+        if not ids and not (is_end and self.has_rest):
             return ""
-        self.ids += ids
-        text = self._text(is_end)
-        new, self.shown = text[self.shown :], max(self.shown, len(text))
         if len(self.ids) > WINDOW:
             self.ids = self.ids[-WINDOW // 2 :]
-            self.shown = len(self._text(is_end))
+            self.shown = self._certain(self._decode())
+        self.ids += ids
+        text = self._decode()
+        end = len(text) if is_end else self._certain(text)
+        new, self.has_rest = text[self.shown : end], end < len(text)
+        self.shown = max(self.shown, end)
         return new
 
-    def _text(self, is_end: bool) -> str:
-        """Return the text of `ids`; before the end without the last bytes of half a character."""
-        text = self.tokenizer.decode(self.ids, clean_up_tokenization_spaces=False)
-        return text if is_end else re.sub(r"\ufffd{1,3}\Z", "", text)
+    def _decode(self) -> str:
+        return decode(self.tokenizer, self.ids)
+
+    def _certain(self, text: str) -> int:
+        """Return the length of the text without the replacements of a half character's bytes."""
+        return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))
 
 
 class Parser:
