@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from arealite.api.agent import Agent
 from arealite.api.task import Task
-from arealite.base import log
-from arealite.base.errors import ContextOverflow, GenerationRefused, ServerUnavailable
+from arealite.base import errors, log
 from arealite.impl.gateway.apis import Api
 from arealite.impl.gateway.conversation import Conversation
 from arealite.impl.gateway.exchange import ApiError
@@ -30,9 +29,9 @@ KEPT = 32
 """Delivered replies that a seat keeps for repeated requests."""
 RETRY = {"Retry-After": "1"}
 STATUSES: dict[type[BaseException], tuple[int, str]] = {
-    ContextOverflow: (400, "context_length_exceeded"),
-    GenerationRefused: (400, "invalid_request"),
-    ServerUnavailable: (503, "server_unavailable"),
+    errors.ContextOverflow: (400, "context_length_exceeded"),
+    errors.GenerationRefused: (400, "invalid_request"),
+    errors.ServerUnavailable: (503, "server_unavailable"),
 }
 
 
@@ -129,7 +128,10 @@ class SessionSeat:
 
 
 class Session:
-    """One episode of a foreign agent. The environment closes it before it rewards the agents."""
+    """One episode of a foreign agent. The environment closes it before it rewards the agents.
+
+    Its context closes it, and raises the session's error in place of the episode's other failure.
+    """
 
     def __init__(
         self, task: Task, agents: Mapping[str, Agent], shared: Shared, on_close: Callable[[], None]
@@ -156,6 +158,14 @@ class Session:
         self.endpoint = Endpoint(*urls, next(iter(self.seats.values())).key, seats)
         """Of the first seat."""
         self.touch()
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        await self.close()
+        if self.error is not None and isinstance(error, errors.EpisodeError | None):
+            raise self.error
 
     def touch(self) -> None:
         """Store the present time as that of the last request."""

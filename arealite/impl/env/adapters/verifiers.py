@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
 from copy import copy
+from functools import partial
+from importlib import import_module
 from itertools import count
 from random import Random
 from typing import Any
@@ -24,9 +27,12 @@ from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
 from arealite.impl.env.adapters.foreign import constructing
 from arealite.impl.gateway.gateway import Gateway
+from arealite.impl.gateway.session import Endpoint
 
 HELD_OUT = 10
 """Each tenth task is an evaluation task."""
+ENDPOINT = ContextVar[Endpoint]("endpoint")
+"""The endpoint of the episode that the running task plays."""
 TAKEN = ("self", "value")
 """Parameters of `Agent.reward`, which no part of a reward can have as its name."""
 
@@ -45,8 +51,6 @@ class VerifiersEnv(Env):
         self.seats = tuple(config.seats)
         self._stack, self._threads = AsyncExitStack(), Threads(1)
         self._tasks: list[Any] = []
-        self._endpoints: dict[str, Any] = {}
-        """The session's endpoint of each running agent, by the id of its trace."""
 
     @classmethod
     def rows(cls, config: VerifiersConfig, *, split: str, seed: int) -> Iterator[Row]:
@@ -69,7 +73,7 @@ class VerifiersEnv(Env):
         self._stack.push_async_callback(self._gateway.close)
         await self._gateway.start()
         await self._stack.enter_async_context(env.serving())
-        env._interception.acquire = self._connect(env._interception.acquire)
+        env._interception.acquire = partial(connect, env._interception.acquire)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Run the environment for one episode; each seat gets the rewards of its agent.
@@ -78,23 +82,14 @@ class VerifiersEnv(Env):
             VerifiersFailed: The episode failed, or no agent made a request.
         """
         own = await self._threads.call(self._task, task)
-        session, ids, vf = self._gateway.open(task, agents), list[str](), library()
-
-        def begin(trace: Any) -> None:
-            ids.append(trace.id)
-            self._endpoints[trace.id] = session.endpoint
-
-        # Equal for all sessions, which share a client of verifiers; `_connect` sets the key.
-        client = vf.EvalClientConfig(base_url=session.endpoint.base_url, api_key_var="")
-        model = vf.ModelContext(model=session.endpoint.model, client=client)
-        try:
-            episode = await self._env.run_episode(own, model, on_trace=begin)
-        finally:
-            await session.close()
-            for trace_id in ids:
-                del self._endpoints[trace_id]
-        if session.error is not None:
-            raise session.error
+        vf = import_module("verifiers.v1")
+        async with self._gateway.open(task, agents) as session:
+            endpoint = session.endpoint
+            ENDPOINT.set(endpoint)
+            # Equal for all sessions, which share a client of verifiers; `connect` sets the key.
+            client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var="")
+            model = vf.ModelContext(model=endpoint.model, client=client)
+            episode = await self._env.run_episode(own, model)
         acted = {name: agent for name, agent in agents.items() if agent.record.turns}
         if not episode.ok or not acted:
             errors = [e for each in (*episode.traces, episode) for e in each.errors]
@@ -126,32 +121,24 @@ class VerifiersEnv(Env):
             raise UserError(f"{what}. Set dataset.train=generated.")
         return self._tasks[number]
 
-    def _connect(self, acquire: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Let each agent without a model of its own use the key of its seat.
 
-        All agents share one HTTP client: a client for each key would cost 20 ms and 1 MB.
-        """
+@asynccontextmanager
+async def connect(acquire: Callable[[Any], Any], session: Any) -> AsyncGenerator[Any]:
+    """Give an agent without a model of its own the key of its seat.
 
-        @asynccontextmanager
-        async def connected(session: Any) -> AsyncGenerator[Any]:
-            async with acquire(session) as slot:
-                endpoint, own = self._endpoints.get(session.trace.id), session.ctx.client
-                if endpoint is not None and own.base_url == endpoint.base_url:
-                    session.client = copy(session.client)
-                    seat = endpoint.seats.get(session.trace.agent.name, endpoint)
-                    session.client.api_key = seat.api_key
-                yield slot
+    All agents share one HTTP client: a client for each key would cost 20 ms and 1 MB.
 
-        return connected
-
-
-def library(module: str = "verifiers.v1") -> Any:
-    """Return a module of verifiers.
-
-    Raises:
-        UserError: verifiers is not installed.
+    Args:
+        acquire: The method of verifiers' proxy that this function replaces.
+        session: The agent's session at the proxy.
     """
-    return import_optional(module, extra_requirement("verifiers"))
+    async with acquire(session) as slot:
+        endpoint = ENDPOINT.get()
+        if session.ctx.client.base_url == endpoint.base_url:
+            session.client = copy(session.client)
+            seat = endpoint.seats.get(session.trace.agent.name, endpoint)
+            session.client.api_key = seat.api_key
+        yield slot
 
 
 def load(config: VerifiersConfig) -> Any:
@@ -160,8 +147,8 @@ def load(config: VerifiersConfig) -> Any:
     Raises:
         UserError: verifiers or the environment is not installed, or its options are wrong.
     """
-    library("verifiers")
-    loaders, options = library("verifiers.v1.utils.loaders"), dict(config.options)
+    import_optional("verifiers", extra_requirement("verifiers"))
+    loaders, options = import_module("verifiers.v1.utils.loaders"), dict(config.options)
     options["taskset"] = {**options.get("taskset", {}), "id": config.id}
     for seat in config.seats:
         options[seat] = {"runtime": {"type": "subprocess"}, **options.get(seat, {})}

@@ -99,31 +99,24 @@ class HarnessEnv(Env):
         if not hasattr(next(iter(agents.values())).tokenizer, "decode"):  # a person plays
             what = "the agent of env.type=harness needs the model of a run"
             raise UserError(f"{what}. Use `arealite train`, `eval` or `collect`.")
-        session, scores = self.gateway.open(task, agents), dict[str, Score]()
-        acted, stats = dict[str, Agent](), session.stats
-        try:
-            async with self._play(task, session) as (result, finished):
-                await session.close()  # first: it drops turns that the agent did not receive
-                acted = {name: each for name, each in agents.items() if each.record.turns}
-                if not acted:
-                    raise HarnessFailed("the agent made no request to its endpoint's base_url")
-                begin = time.perf_counter()
-                scores = await self._scores(task, session, result, finished)
-                first = next(iter(acted.values())).record
-                first.seconds_scoring += time.perf_counter() - begin
-                first.reward_parts["malformed_calls"] = float(stats["malformed_calls"])
-                branches = [count for name, count in stats.items() if name.startswith("branches_")]
-                first.reward_parts["branches"] = float(sum(branches))
-        except HarnessFailed:
-            if session.error is None:
-                raise
-        finally:
-            await session.close()
-        if session.error is not None:
-            raise session.error
-        for name, each in acted.items():
-            score = scores.get(name, scores.get("", Score(0.0)))
-            each.reward(score, **score.parts)
+        async with (
+            self.gateway.open(task, agents) as session,
+            self._play(task, session) as (result, finished),
+        ):
+            await session.close()  # first: it drops turns that the agent did not receive
+            acted = {name: each for name, each in agents.items() if each.record.turns}
+            if not acted:
+                raise HarnessFailed("the agent made no request to its endpoint's base_url")
+            begin, stats = time.perf_counter(), session.stats
+            scores = await self._scores(task, session, result, finished)
+            first = next(iter(acted.values())).record
+            first.seconds_scoring += time.perf_counter() - begin
+            first.reward_parts["malformed_calls"] = float(stats["malformed_calls"])
+            branches = [count for name, count in stats.items() if name.startswith("branches_")]
+            first.reward_parts["branches"] = float(sum(branches))
+            for name, each in acted.items():
+                score = scores.get(name, scores.get("", Score(0.0)))
+                each.reward(score, **score.parts)
 
     async def close(self) -> None:
         """Stop the gateway, the folder of programs and the reward function."""
