@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+Lengths = list[list[int]]
+"""Lengths of the rows of each rank."""
+
 
 @dataclass
 class Sequence:
@@ -70,9 +73,7 @@ class TrainEngine(ABC):
         """Return a frozen engine on the same parameters that skips the adapters."""
 
     @abstractmethod
-    def forward(
-        self, rows: list[Sequence], all_lengths: list[list[int]]
-    ) -> dict[str, list[np.ndarray]]:
+    def forward(self, rows: list[Sequence], all_lengths: Lengths) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs (see LossInput) without gradient.
 
         Args:
@@ -87,7 +88,7 @@ class TrainEngine(ABC):
     def train_batch(
         self,
         rows: list[Sequence],
-        all_lengths: list[list[int]],
+        all_lengths: Lengths,
         loss_fn: LossFn,
         *,
         rows_per_example: int = 1,

@@ -27,7 +27,7 @@ from arealite.cli.configs import CONFIG_DIR, load
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.generation import Generation, SamplingParams
 from arealite.impl.server.weights import load_model
-from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
+from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.world import World
 
@@ -194,7 +194,7 @@ def learn(
     sampler = Sampler(kit / "model", seed=seed, staleness=staleness)
     before, task = accuracy(kit, sampler), Task(kit, config, sampler)
     connect: Any = lambda: task  # noqa: E731
-    parts = TrainerComponents(world, connect=connect, publisher=sampler, **load_ppo_engines(config))
+    parts = Components(world, connect=connect, publisher=sampler, **load_ppo_engines(config))
     with contextlib.redirect_stdout(None):
         PPOTrainer(config, parts).train()
     return before, accuracy(kit, sampler)

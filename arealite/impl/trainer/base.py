@@ -18,7 +18,7 @@ from arealite.base import log
 from arealite.base.signals import STOP
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer import checkpoints
-from arealite.impl.trainer.components import Engines, TrainerComponents, build_components
+from arealite.impl.trainer.components import Components, LoadEngines, build_components
 from arealite.impl.trainer.metrics import Stopwatch
 
 logger = log.get(__name__)
@@ -31,10 +31,7 @@ class BaseTrainer(Trainer):
     """Number of checkpoints that are kept."""
 
     def __init__(
-        self,
-        config: ExperimentConfig,
-        components: TrainerComponents | None,
-        load_engines: Callable[[ExperimentConfig], Engines],
+        self, config: ExperimentConfig, components: Components | None, load_engines: LoadEngines
     ) -> None:
         """Initialize the rank.
 

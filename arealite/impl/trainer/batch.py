@@ -17,7 +17,7 @@ import numpy as np
 
 from arealite.algo.reduction import token_weights
 from arealite.api import trainer_messages as messages
-from arealite.api.engine import Sequence
+from arealite.api.engine import Lengths, Sequence
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
@@ -43,7 +43,7 @@ class Minibatch:
     """The rows of one optimizer update on this rank."""
 
     rows: list[Sequence]
-    all_lengths: list[list[int]]
+    all_lengths: Lengths
     """Lengths of the rows of every rank."""
 
 
@@ -134,16 +134,16 @@ class TrainBatch:
         return [row for trajectory in self.local for row in trajectory.rows]
 
     @property
-    def all_lengths(self) -> list[list[int]]:
+    def all_lengths(self) -> Lengths:
         """Lengths of all rows of every rank."""
         return self.lengths(range(len(self.headers)))
 
-    def lengths(self, wanted: Collection[int], *, longer: Collection[int] = ()) -> list[list[int]]:
+    def lengths(self, wanted: Collection[int], *, longer: Collection[int] = ()) -> Lengths:
         """Return the row lengths of the `wanted` trajectories by rank.
 
         The last row of each trajectory in `longer` counts one token more.
         """
-        lengths: list[list[int]] = [[] for _ in range(self.world_size)]
+        lengths: Lengths = [[] for _ in range(self.world_size)]
         for i in wanted:
             mine = lengths[self.plan.ranks[i]]
             mine.extend(self.headers[i].segment_lengths)

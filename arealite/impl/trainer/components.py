@@ -21,7 +21,7 @@ from arealite.system.names.registry import NameRegistry
 
 
 @dataclass
-class TrainerComponents:
+class Components:
     """The components of a trainer."""
 
     world: World
@@ -39,20 +39,21 @@ class TrainerComponents:
 
 
 class Engines(TypedDict):
-    """The engines of a trainer, by their names in TrainerComponents."""
+    """The engines of a trainer, by their names in Components."""
 
     engine: TrainEngine
     reference: NotRequired[TrainEngine]
     critic: NotRequired[TrainEngine]
 
 
-def build_components(
-    config: ExperimentConfig, load_engines: Callable[[ExperimentConfig], Engines]
-) -> TrainerComponents:
+LoadEngines = Callable[[ExperimentConfig], Engines]
+
+
+def build_components(config: ExperimentConfig, load_engines: LoadEngines) -> Components:
     """Join the other ranks, load the engines, and open publisher and loggers on rank 0."""
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     registry = NameRegistry.of(config)
-    components = TrainerComponents(
+    components = Components(
         world=world,
         **load_engines(config),
         connect=lambda: TrainerLink(

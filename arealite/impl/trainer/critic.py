@@ -6,11 +6,11 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from arealite.api.engine import Sequence
+from arealite.api.engine import Lengths, Sequence
 from arealite.impl.trainer.batch import TrainBatch
 
 
-def critic_rows(batch: TrainBatch) -> tuple[list[Sequence], list[list[int]]]:
+def critic_rows(batch: TrainBatch) -> tuple[list[Sequence], Lengths]:
     """Return the critic's rows, over all sampled tokens, and the row lengths of every rank.
 
     The last row of a truncated episode has an additional token. Its value is the value of the state

@@ -18,12 +18,12 @@ import torch
 from arealite.algo.partition import balance
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
-from arealite.api.engine import LossFn, LossInput, Sequence, Training
+from arealite.api.engine import Lengths, LossFn, LossInput, Sequence, Training
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.impl.engine.batch import collate
 from arealite.impl.trainer.base import BaseTrainer
-from arealite.impl.trainer.components import Engines, TrainerComponents, make_engine
+from arealite.impl.trainer.components import Components, Engines, make_engine
 from arealite.impl.trainer.metrics import ENGINE
 from arealite.system.data.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
 from arealite.system.data.dataset import permutation
@@ -40,7 +40,7 @@ class Rows:
     """The rows of an update, or of an evaluation, on this rank."""
 
     rows: list[Sequence]
-    all_lengths: list[list[int]]
+    all_lengths: Lengths
     """Lengths of the rows of every rank."""
     examples: int
     """Number of examples on all ranks."""
@@ -53,9 +53,7 @@ class OfflineTrainer(BaseTrainer):
     stats: tuple[str, ...]
     """Names of the loss function's stats: means over the tokens or pairs of a batch."""
 
-    def __init__(
-        self, config: ExperimentConfig, components: TrainerComponents | None = None
-    ) -> None:
+    def __init__(self, config: ExperimentConfig, components: Components | None = None) -> None:
         self.offline = config.trainer.offline
         self.checkpoint_keep = self.offline.checkpoint_keep
         super().__init__(config, components, self.load_engines)

@@ -23,7 +23,7 @@ from arealite.impl.trainer import metrics
 from arealite.impl.trainer.base import BaseTrainer
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
 from arealite.impl.trainer.batch_advantages import compute_advantages
-from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
+from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.critic import critic_rows, store_values
 from arealite.impl.trainer.evaluation import Evaluations
 from arealite.system.links.trainer_link import TrainerLink
@@ -43,9 +43,7 @@ T = TypeVar("T")
 class PPOTrainer(BaseTrainer):
     """One rank of the trainer. Batch k is trained on policy version k and makes version k + 1."""
 
-    def __init__(
-        self, config: ExperimentConfig, components: TrainerComponents | None = None
-    ) -> None:
+    def __init__(self, config: ExperimentConfig, components: Components | None = None) -> None:
         super().__init__(config, components, load_ppo_engines)
         self.ppo = config.trainer.ppo
         self.checkpoint_keep = self.ppo.checkpoint.keep
@@ -341,9 +339,7 @@ class AsyncPPOTrainer(PPOTrainer):
     Meanwhile workers generate with weights that are at most `max_staleness` versions old.
     """
 
-    def __init__(
-        self, config: ExperimentConfig, components: TrainerComponents | None = None
-    ) -> None:
+    def __init__(self, config: ExperimentConfig, components: Components | None = None) -> None:
         super().__init__(config, components)
         self._prefetched: Future[FetchedBatch] | None = None
         self._pusher = ThreadPoolExecutor(1, "publish")

@@ -19,7 +19,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.trainer import trainers
 from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
 from arealite.base.errors import ArealiteError, InvariantError
-from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
+from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.world import World
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 from arealite.system.ledger.payloads import find_mismatch
@@ -54,10 +54,8 @@ class LedgerLink:
         query = "SELECT trained FROM steps WHERE step = ?"
         (trained,) = self._db.execute(query, (step,)).fetchone()
         query = "SELECT header FROM trajectories WHERE trajectory_id = ?"
-        headers = [
-            decode_header(self._db.execute(query, (key,)).fetchone()[0])
-            for key in json.loads(trained)
-        ]
+        found = (self._db.execute(query, (key,)).fetchone() for key in json.loads(trained))
+        headers = [decode_header(header) for (header,) in found]
         request = BatchRequest(step, self.world.rank, self.world.size)
         updates, seed = self.config.trainer.ppo.updates, self.config.seed
         batch = batch_for_rank(request, headers, updates=updates, seed=seed, waits={})
@@ -80,11 +78,9 @@ class LedgerLink:
         query = "SELECT fingerprint, metrics FROM steps WHERE step = ?"
         fingerprint, metrics = self._db.execute(query, (report.step,)).fetchone()
         reward = report.metrics.get("reward/mean")
-        expected = json.loads(metrics).get("reward/mean", reward)
-        for what, here, there in (
-            ("mean reward is", reward, expected),
-            ("parameters are", report.fingerprint, fingerprint),
-        ):
+        rewards = reward, json.loads(metrics).get("reward/mean", reward)
+        fingerprints = report.fingerprint, fingerprint
+        for what, (here, there) in ("mean reward is", rewards), ("parameters are", fingerprints):
             if here != there:
                 cause = f"step {report.step + 1} is the first that differs"
                 raise Differs(f"{cause}: its {what} {here} here, {there} in the run.")
@@ -132,7 +128,7 @@ def replay(
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     link: Any = lambda: LedgerLink(ledger, config, world, stop=stop, on_step=on_step)  # noqa: E731
     engines = load_ppo_engines(config)
-    trainer = Replayer(config, TrainerComponents(world, **engines, connect=link))
+    trainer = Replayer(config, Components(world, **engines, connect=link))
     try:
         trainer.train()
     except (InvariantError, msgspec.MsgspecError) as error:

@@ -26,7 +26,7 @@ from arealite.api.trainer_messages import (
     Unusable,
     Waiting,
 )
-from arealite.impl.trainer.components import TrainerComponents
+from arealite.impl.trainer.components import Components
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.trajectories import batch, group
 
@@ -288,9 +288,7 @@ class Stage:
         self.publisher = ScriptedPublisher(self.events)
         self.logger = ListLogger(Path())
 
-    def components(self) -> TrainerComponents:
+    def components(self) -> Components:
         connect: Any = self.pipe.connect
         others: Any = self.others
-        return TrainerComponents(
-            World(), self.engine, connect, self.publisher, [self.logger], **others
-        )
+        return Components(World(), self.engine, connect, self.publisher, [self.logger], **others)

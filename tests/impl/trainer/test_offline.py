@@ -32,7 +32,7 @@ from arealite.api.trainer import TrainerConfig, trainers
 from arealite.api.trial import ClusterConfig
 from arealite.impl.engine import checkpoint
 from arealite.impl.logger.jsonl import JSONLLogger
-from arealite.impl.trainer.components import TrainerComponents
+from arealite.impl.trainer.components import Components
 from arealite.impl.trainer.offline import OfflineTrainer, Rows
 from arealite.impl.trainer.world import World
 from arealite.system.links.trainer_link import TrainerLink
@@ -125,7 +125,7 @@ class FakeEngine:
 
 def faked(config: ExperimentConfig, *, rank: int = 0, size: int = 1) -> OfflineTrainer:
     kind = config.trainer.type
-    parts = TrainerComponents(
+    parts = Components(
         World(rank, size),
         FakeEngine(HEADS[kind]),  # type: ignore[arg-type]
         connect=TrainerLink,  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from arealite.api.llm import SamplingConfig
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.trial import ClusterConfig
-from arealite.impl.trainer.components import TrainerComponents, load_ppo_engines
+from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.ppo import PPOTrainer
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.scripted import Events, ScriptedLink, ScriptedPipe, ScriptedPublisher
@@ -121,9 +121,7 @@ def main(folder: Path) -> None:
         config, pipe = experiment(folder, kind, world.size), ScriptedPipe(Events())
         connect: Any = lambda: GivenLink(pipe)  # noqa: B023, E731
         publisher = Publisher(pipe.events) if world.is_rank0 else None
-        parts = TrainerComponents(
-            world, connect=connect, publisher=publisher, **load_ppo_engines(config)
-        )
+        parts = Components(world, connect=connect, publisher=publisher, **load_ppo_engines(config))
         trainer, found = PPOTrainer(config, parts), out.setdefault(kind, {})
         trainer.join_publish = lambda: found.update(weights(parts))  # type: ignore[method-assign]  # noqa: B023
         trainer.train()
@@ -147,7 +145,7 @@ class Publisher(ScriptedPublisher):
         return False
 
 
-def weights(parts: TrainerComponents) -> dict[str, torch.Tensor]:
+def weights(parts: Components) -> dict[str, torch.Tensor]:
     """Gather both models and destroy the process group."""
     engines = {"policy": parts.engine, "critic": parts.critic}
     return {
