@@ -22,6 +22,8 @@ MAX_HEAD = 1 << 16
 
 
 OnData = Callable[[bytes], None]
+Reply = tuple[int, bytes]
+"""Status and body."""
 
 
 class Endpoint:
@@ -48,9 +50,7 @@ class Pool:
         self._slots = asyncio.Semaphore(limit)
         self._idle = defaultdict[tuple[str, int], list[Connection]](list)
 
-    async def post(
-        self, endpoint: Endpoint, body: bytes, on_data: OnData | None = None
-    ) -> tuple[int, bytes]:
+    async def post(self, endpoint: Endpoint, body: bytes, on_data: OnData | None = None) -> Reply:
         """Post a JSON body; return the status and the body of the reply.
 
         Args:
@@ -128,16 +128,14 @@ class Connection(asyncio.Protocol):
         """Received bytes; after the head those of the body."""
         self._head: Head | None = None
         self._chunks = bytearray()
-        self._reply: asyncio.Future[tuple[int, bytes]] | None = None
+        self._reply: asyncio.Future[Reply] | None = None
         self._on_data: OnData | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport = cast(asyncio.Transport, transport)
 
-    def exchange(
-        self, head: bytes, body: bytes, on_data: OnData | None = None
-    ) -> asyncio.Future[tuple[int, bytes]]:
+    def exchange(self, head: bytes, body: bytes, on_data: OnData | None) -> asyncio.Future[Reply]:
         """Send a request; return a future of its reply. `Pool.post` explains `on_data`."""
         self._reply, self._on_data = asyncio.get_running_loop().create_future(), on_data
         self.transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
@@ -202,6 +200,6 @@ class Connection(asyncio.Protocol):
         if (reply := self._take_reply()) is not None:
             reply.set_exception(error)
 
-    def _take_reply(self) -> asyncio.Future[tuple[int, bytes]] | None:
+    def _take_reply(self) -> asyncio.Future[Reply] | None:
         reply, self._reply = self._reply, None
         return None if reply is None or reply.done() else reply

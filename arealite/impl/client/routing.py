@@ -62,9 +62,7 @@ class Router:
         self.servers: dict[str, Server] = {}
         self._groups: dict[str, Server] = {}
 
-    def pick(
-        self, group_id: str, min_version: int, *, avoid: Server | None = None
-    ) -> Server | None:
+    def pick(self, group_id: str, min_version: int, avoid: Server | None = None) -> Server | None:
         """Return the server for a request of a group, or None while no server can take it.
 
         Args:

@@ -102,7 +102,7 @@ class Transport(asyncio.Transport):
 async def test_reply_in_any_pieces_is_read(raw: bytes, data: st.DataObject) -> None:
     connection = Connection()
     connection.connection_made(Transport())
-    reply = connection.exchange(b"", b"")
+    reply = connection.exchange(b"", b"", None)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(raw) - 1))))
     for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         assert not reply.done()
@@ -115,7 +115,7 @@ async def test_reply_in_any_pieces_is_read(raw: bytes, data: st.DataObject) -> N
 async def test_garbage_is_a_connection_error_or_waits(raw: bytes, is_body: bool) -> None:
     connection = Connection()
     connection.connection_made(Transport())
-    reply = connection.exchange(b"", b"")
+    reply = connection.exchange(b"", b"", None)
     connection.data_received(CHUNKED[: CHUNKED.index(b"2\r\n")] * is_body + raw)
     connection.connection_lost(None)
     assert reply.done()
