@@ -11,16 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def token_logprobs(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_N: torch.Tensor,
-    *,
-    temperature_N: torch.Tensor,
-    chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, *, temperature_N: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
     """Return differentiable logprobs and entropies under softmax(hidden · weightᵀ / temperature).
 
     Args:
@@ -33,13 +29,11 @@ def token_logprobs(
     Returns:
         (logprobs, entropies), float32 [N] each. Logits are converted to float32.
     """
-    apply: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _TokenLogprobs.apply  # pyright: ignore
+    apply: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply  # pyright: ignore
     return apply(hidden_NH, weight_VH, targets_N, temperature_N, chunk)
 
 
-def _log_softmax(
-    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor
-) -> torch.Tensor:
+def _log_softmax(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
     logits = (hidden @ weight.T).float()
     return torch.log_softmax(logits.div_(temperature[:, None]), dim=-1)
 
@@ -47,13 +41,8 @@ def _log_softmax(
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: torch.Tensor,
-        chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         for start in range(0, len(targets), chunk):
@@ -67,7 +56,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # With z the scaled logits, ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p (log p + entropy).
         hidden, weight, targets, temperature, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from arealite.api.engine import LossFn, LossInput
 from arealite.api.offline import DPOConfig
 
 
-def dpo_terms(margins: torch.Tensor, config: DPOConfig) -> torch.Tensor:
+def dpo_terms(margins: Tensor, config: DPOConfig) -> Tensor:
     """Return the loss of each margin h = log (π/π_ref)(chosen) − log (π/π_ref)(rejected).
 
     sigmoid: −log σ(βh) (arXiv 2305.18290 eq. 7). hinge: max(0, 1 − βh) (SLiC, arXiv 2305.10425,
@@ -28,7 +29,7 @@ def dpo_terms(margins: torch.Tensor, config: DPOConfig) -> torch.Tensor:
     """
     beta, smoothing = config.beta, config.label_smoothing
 
-    def term(h: torch.Tensor) -> torch.Tensor:
+    def term(h: Tensor) -> Tensor:
         if config.loss == "sigmoid":
             return -logsigmoid(beta * h)
         if config.loss == "hinge":
@@ -48,7 +49,7 @@ def make_dpo_loss(config: DPOConfig) -> LossFn:
     the paper's authors).
     """
 
-    def loss_fn(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_fn(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
         ratio_N = batch.outputs["logprobs"]
         if not config.reference_free:
             ratio_N = ratio_N - batch.fields["ref_logprobs"]
@@ -60,7 +61,7 @@ def make_dpo_loss(config: DPOConfig) -> LossFn:
     return loss_fn
 
 
-def bradley_terry(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def bradley_terry(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss −Σ loss_weight · log σ(r_chosen − r_rejected) over pairs.
 
     P(chosen ≻ rejected) = σ(r_chosen − r_rejected) (Bradley & Terry 1952; arXiv 2203.02155 eq. 1).
@@ -70,18 +71,15 @@ def bradley_terry(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tenso
     return _finish(batch, rewards_R, 1.0, lambda h_P: -logsigmoid(h_P))
 
 
-def _row_sums(batch: LossInput, values_N: torch.Tensor) -> torch.Tensor:
+def _row_sums(batch: LossInput, values_N: Tensor) -> Tensor:
     """Sum the values of each row's tokens, [R]."""
     rows = int(batch.rows_N[-1]) + 1
     return values_N.new_zeros(rows).index_add(0, batch.rows_N, values_N)
 
 
 def _finish(
-    batch: LossInput,
-    scores_R: torch.Tensor,
-    scale: float,
-    terms: Callable[[torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    batch: LossInput, scores_R: Tensor, scale: float, terms: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the weighted loss of the pairs and their stats; `scale` converts scores to rewards."""
     weight_R = torch.zeros_like(scores_R)
     weight_R[batch.rows_N] = batch.fields["loss_weight"]
@@ -100,7 +98,7 @@ def _finish(
     return loss, {"loss": loss.detach(), **stats}
 
 
-def cross_entropy(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def cross_entropy(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     """Return −Σ w · log π, with w = `loss_weight`, which sums to 1 over the global batch.
 
     `is_answer` is 1 for tokens of the assistant and 0 for the tokens that follow. It only splits

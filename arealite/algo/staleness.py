@@ -68,9 +68,7 @@ def fits(starts: Iterable[int], step: int, *, eta: int, num_groups: int) -> bool
         eta: The staleness bound η, in versions.
         num_groups: Groups in a batch.
     """
-    return all(
-        step + place // num_groups - start <= eta for place, start in enumerate(sorted(starts))
-    )
+    return all(step + n // num_groups - start <= eta for n, start in enumerate(sorted(starts)))
 
 
 def select_batch(

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
@@ -49,12 +50,12 @@ def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: tor
 
 def attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend within each row of [1, heads, N, D]; return [1, N, heads, D].
 
     `cu_seq_lens_q` (int32: where rows begin, and N) and `max_length_q` come from the decoder's
@@ -83,9 +84,7 @@ def attend(
     return torch.cat(attended, 2).transpose(1, 2), None
 
 
-def _flash(
-    qkv: list[torch.Tensor], starts: torch.Tensor, longest: int, *, scale: float, window: int
-) -> torch.Tensor:
+def _flash(qkv: list[Tensor], starts: Tensor, longest: int, *, scale: float, window: int) -> Tensor:
     """Attend over [N, heads, D] by flash attention: the package's where installed, or torch's."""
     query, key, value = (tensor.contiguous() for tensor in qkv)
     bounds = starts, starts, longest, longest
@@ -106,9 +105,7 @@ def _flash(
     return attended
 
 
-def _row(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, window: int
-) -> torch.Tensor:
+def _row(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
     mask = None
     if 0 < window < query.shape[2]:
         mask = query.new_ones(query.shape[2], query.shape[2], dtype=torch.bool)
