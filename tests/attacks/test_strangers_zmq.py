@@ -86,7 +86,7 @@ def test_other_socket_types_without_the_secret_receive_nothing(live: Live, kind:
 
 def test_datapipe_logs_refused_peers_once(live: Live) -> None:
     log = (live.paths.logs / "datapipe-0.log").read_text()
-    assert log.count(wire.SECRET_MISMATCH) == 1
+    assert log.count(wire.MISMATCH) == 1
 
 
 GARBAGE = {

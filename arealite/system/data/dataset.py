@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import cast
@@ -18,16 +18,18 @@ from msgspec import structs
 from arealite.api.config import ExperimentConfig
 from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
-from arealite.system.data.forms import TASK, check_prompt, no_prompt, renamed, task_form
+from arealite.system.data.forms import TASK, Columns, check_prompt, no_prompt, renamed, task_form
 from arealite.system.data.sources import read_rows
 
 _encode = msgspec.msgpack.Encoder().encode
-EMPTY: Mapping[str, str] = MappingProxyType({})
+EMPTY: Columns = MappingProxyType({})
 """No `dataset.columns`."""
+PlacedTask = tuple[str, Task]
+"""A row's place, for errors, and its task."""
 
 
 def load_tasks(
-    path: str, split: str, columns: Mapping[str, str] = EMPTY, *, keep: bool = False
+    path: str, split: str, columns: Columns = EMPTY, *, keep: bool = False
 ) -> list[Task]:
     """Read one task per row, in the order of the file; row n (from 0) has the id `<split>-<n>`.
 
@@ -46,9 +48,7 @@ def load_tasks(
     return tasks
 
 
-def read_tasks(
-    path: str, split: str, columns: Mapping[str, str], *, keep: bool
-) -> Iterator[tuple[str, Task]]:
+def read_tasks(path: str, split: str, columns: Columns, *, keep: bool) -> Iterator[PlacedTask]:
     """Yield the place and the task of each row; see load_tasks."""
     needed = () if keep or columns else TASK
     for index, (where, row) in enumerate(read_rows(path, split, needed)):

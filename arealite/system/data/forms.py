@@ -30,6 +30,8 @@ HUMANEVAL = ("prompt", "entry_point", "canonical_solution", "test")
 BESIDE_QUESTION = {"choices", "options", "context", "passage"}
 """Columns that belong into the prompt: a row with a question and one of them is not recognised."""
 Row = dict[str, Any]
+Columns = Mapping[str, str]
+"""dataset.columns."""
 _json = msgspec.json.Encoder().encode
 
 
@@ -91,9 +93,7 @@ def _from_sharegpt(value: Any) -> list[Any]:
     return [{"role": ROLES.get(role, role), "content": message.get("value")}]
 
 
-def renamed(
-    row: Row, own: Row, columns: Mapping[str, str], where: str, known: Sequence[str] = TASK
-) -> Row:
+def renamed(row: Row, own: Row, columns: Columns, where: str, known: Sequence[str] = TASK) -> Row:
     """Return `own` with the columns that `dataset.columns` names; its names win over recognition.
 
     For a task, a name that is not in `known` is added to `extra_info`.

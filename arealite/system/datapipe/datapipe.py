@@ -289,18 +289,16 @@ class Datapipe:
         if group is not None and any(member in group.turns for member in active.unfinished):
             self._begin(partial(self._send_turns, worker, active))
         else:
-            self._send_lease_frames(worker, active, active.remaining(), [])
+            self._deliver(worker, active, active.remaining(), [])
 
     async def _send_turns(self, worker: Worker, active: ActiveLease) -> None:
         """Send a lease with the stored turns of its unfinished members, read from the ledger."""
         lease = active.remaining()
         turns, payloads = await asyncio.to_thread(read_turns, self.ledger.path, lease)
         lease = msgspec.structs.replace(lease, turns=turns)
-        self._send_lease_frames(worker, active, lease, payloads)
+        self._deliver(worker, active, lease, payloads)
 
-    def _send_lease_frames(
-        self, to: Worker, active: ActiveLease, lease: Lease, turns: list[bytes]
-    ) -> None:
+    def _deliver(self, to: Worker, active: ActiveLease, lease: Lease, turns: list[bytes]) -> None:
         active.sent_at = time.monotonic()
         if to.route is not None:
             self._send(to.route, lease, turns)
@@ -332,7 +330,7 @@ class Datapipe:
             self._release(leases, is_lost=True)
         self._check_stall(now)
         if (refused := wire.count_refused(self._channel.socket)) and not self._refusals:
-            logger.warning("connection refused", why=wire.SECRET_MISMATCH)
+            logger.warning("connection refused", why=wire.MISMATCH)
         self._refusals += refused
         if now - self._last_waiting >= WAITING_S and self._fatal is None:
             self._last_waiting = now

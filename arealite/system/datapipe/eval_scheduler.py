@@ -75,9 +75,7 @@ class EvalScheduler:
         """
         if group := self.groups.get(lease.group_id):
             if (live := group.leases.pop(lease.lease_id, None)) and is_lost:
-                group.failures += [
-                    (member, lease.lease_id, LOST) for member in group.unfinished(live)
-                ]
+                group.failures += [(m, lease.lease_id, LOST) for m in group.unfinished(live)]
             self._close_if_finished(group)
 
     def is_running(self, group_id: str, lease_id: str, member: int) -> bool:

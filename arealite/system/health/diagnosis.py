@@ -247,9 +247,8 @@ class WaitGraph:
         Ranks that wait in a collective are left out, unless all late ranks do.
         """
         found = [(role, wait) for role, wait, _ in self.all if wait.on == ITSELF]
-        busy = [
-            each for each in found if len(each[0].vitals.waits) == 1
-        ]  # else another wait explains it
+        # A role with several waits is left out: another wait explains it.
+        busy = [each for each in found if len(each[0].vitals.waits) == 1]
         if any(wait.waited_s > (wait.seconds or math.inf) for _, wait in busy):
             alone = [each for each in busy if not each[0].vitals.counters.get("in_collective")]
             for role, wait in alone or busy:

@@ -345,9 +345,7 @@ def open_read_only(path: Path) -> Generator[sqlite3.Connection]:
         raise UserError(f"{path} cannot be read as a ledger: {error}. Restore it.") from error
 
 
-def read_payloads(
-    path: Path, trajectory_ids: Sequence[str], *, dropped: bytes | None = None
-) -> list[bytes]:
+def read_payloads(path: Path, ids: Sequence[str], *, dropped: bytes | None = None) -> list[bytes]:
     """Read the payloads of trajectories through a new connection.
 
     Args:
@@ -360,7 +358,7 @@ def read_payloads(
     """
     payloads: list[bytes] = []
     with closing(connect(path, read_only=True)) as db:
-        for key in trajectory_ids:
+        for key in ids:
             sql = "SELECT IFNULL(payload, ?) FROM trajectories WHERE trajectory_id = ?"
             row = db.execute(sql, (dropped, key)).fetchone()
             if row is None or row[0] is None:

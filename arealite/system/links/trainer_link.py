@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from arealite.api import trainer_messages as messages
-from arealite.api.trainer_messages import FromTrainer, ToTrainer, Waiting
+from arealite.api.trainer_messages import Batch, EvalResult, FromTrainer, ToTrainer, Waiting
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
 from arealite.system.health.waits import Wait
@@ -33,7 +33,7 @@ REPEAT_S = 5.0
 POLL_MS = 250
 
 Answer = tuple[ToTrainer, list[bytes]]
-OnWait = Callable[[Waiting], bool]
+OnWait = Callable[[Waiting], bool] | None
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class TrainerLink:
         self._socket: zmq.Socket[bytes] | None = None
         self._address: str | None = None
         self._evals: dict[int, messages.EvalRequest] = {}
-        self._eval_results: list[messages.EvalResult] = []
+        self._eval_results: list[EvalResult] = []
 
     def start(self, step: int) -> messages.TrainerReady:
         """Begin training at `step` (rank 0 only); the datapipe rolls the ledger back to it."""
@@ -71,9 +71,7 @@ class TrainerLink:
         answer = self._request(request, lambda message: isinstance(message, messages.TrainerReady))
         return cast(tuple[messages.TrainerReady, list[bytes]], answer)[0]
 
-    def next_batch(
-        self, step: int, *, on_wait: OnWait | None = None
-    ) -> tuple[messages.Batch, list[bytes]] | None:
+    def next_batch(self, step: int, *, on_wait: OnWait = None) -> tuple[Batch, list[bytes]] | None:
         """Wait for this rank's shard of batch `step`.
 
         Args:
@@ -85,7 +83,7 @@ class TrainerLink:
         """
 
         def is_answer(message: ToTrainer) -> bool:
-            is_batch = isinstance(message, messages.Batch) and message.step == step
+            is_batch = isinstance(message, Batch) and message.step == step
             return is_batch or isinstance(message, messages.Finished)
 
         def while_waiting(waiting: Waiting) -> bool:
@@ -95,7 +93,7 @@ class TrainerLink:
 
         request = messages.BatchRequest(step, self.rank, self.world_size)
         batch, payloads = self._request(request, is_answer, while_waiting) or (None, [])
-        return (batch, payloads) if isinstance(batch, messages.Batch) else None
+        return (batch, payloads) if isinstance(batch, Batch) else None
 
     def report(self, message: FromTrainer) -> None:
         """Send a message whose answer is Done; return once the datapipe has stored it."""
@@ -107,9 +105,7 @@ class TrainerLink:
         self._evals[eval_id] = messages.EvalRequest(eval_id)
         self._send(self._evals[eval_id])
 
-    def eval_result(
-        self, *, wait: bool, on_wait: OnWait | None = None
-    ) -> messages.EvalResult | None:
+    def eval_result(self, *, wait: bool, on_wait: OnWait = None) -> EvalResult | None:
         """Return the scores of a requested evaluation; None if none has finished.
 
         Args:
@@ -134,10 +130,7 @@ class TrainerLink:
     # ------------------------------------------------------------ internals
 
     def _request(
-        self,
-        request: FromTrainer,
-        is_answer: Callable[[ToTrainer], bool],
-        on_wait: OnWait | None = None,
+        self, request: FromTrainer, is_answer: Callable[[ToTrainer], bool], on_wait: OnWait = None
     ) -> Answer | None:
         """Send a request until it is answered, and reconnect if the datapipe moved.
 
@@ -192,7 +185,7 @@ class TrainerLink:
         message = wire.decode_to_trainer(frames[0])
         if isinstance(message, messages.Refused):
             raise InvariantError(f"the datapipe refused '{message.request}': {message.reason}")
-        if isinstance(message, messages.EvalResult) and self._evals.pop(message.eval_id, None):
+        if isinstance(message, EvalResult) and self._evals.pop(message.eval_id, None):
             self._eval_results.append(message)
         return message, frames[1:]
 
@@ -215,9 +208,7 @@ class TrainerLink:
         """Resolve the datapipe's address again, and resend all unanswered requests."""
         before = self._address
         if self._socket is not None and wire.count_refused(self._socket):
-            logger.warning(
-                "no connection to the datapipe", address=before, why=wire.SECRET_MISMATCH
-            )
+            logger.warning("no connection to the datapipe", address=before, why=wire.MISMATCH)
         self.close(linger_ms=0)
         self._connect()
         if self._address != before:

@@ -28,9 +28,7 @@ STOP_WAITING = "a rank was asked to stop while it waited"
 ENVELOPE = 64
 """Largest number of bytes that CURVE adds to a frame."""
 
-SECRET_MISMATCH = (
-    "the two processes have different secrets: one has none, an old one, or another trial's"
-)
+MISMATCH = "the two processes have different secrets: one has none, an old one, or another trial's"
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -164,9 +164,7 @@ class WorkerLink:
             return
         if self._channel is not None:
             if wire.count_refused(self._channel.socket):
-                logger.warning(
-                    "no connection to the datapipe", address=address, why=wire.SECRET_MISMATCH
-                )
+                logger.warning("no connection to the datapipe", address=address, why=wire.MISMATCH)
             self._channel.close()
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)

@@ -88,7 +88,7 @@ def test_trainer_with_another_secret_logs_it_and_exits() -> None:
     )
     with capture_logs() as logs, pytest.raises(RoleError, match="silent"):
         link.start(0)
-    assert wire.SECRET_MISMATCH in {str(line.get("why")) for line in logs}
+    assert wire.MISMATCH in {str(line.get("why")) for line in logs}
     link.close(linger_ms=0)
     end(context, [router])
 
@@ -101,7 +101,7 @@ async def test_worker_with_another_secret_logs_it() -> None:
     link = WorkerLink(lambda: address, worker_id="w", capacity=1, context=context, secret=THEIRS)
     with capture_logs() as logs:
         running = asyncio.ensure_future(link.run())
-        why = lambda: [line for line in logs if line.get("why") == wire.SECRET_MISMATCH]  # noqa: E731
+        why = lambda: [line for line in logs if line.get("why") == wire.MISMATCH]  # noqa: E731
         await eventually(why, "the line")
         running.cancel()
         await asyncio.wait([running])
