@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import opt, part, sub
 from arealite.api.llm import SamplingConfig
 
 
@@ -86,11 +86,9 @@ class AgentConfig:
     """The agent of a seat."""
 
     type: str = opt("math_code_single_step", "registered name of the agent")
-    math_code_single_step: MathCodeSingleStepConfig = sub(
-        MathCodeSingleStepConfig, "options of type=math_code_single_step"
-    )
-    chat: ChatConfig = sub(ChatConfig, "options of type=chat")
-    tool_use: ToolUseConfig = sub(ToolUseConfig, "options of type=tool_use")
-    reasoning: ReasoningConfig = sub(ReasoningConfig, "options of type=reasoning")
-    scripted: ScriptedConfig = sub(ScriptedConfig, "options of type=scripted")
-    fixed_policy: FixedPolicyConfig = sub(FixedPolicyConfig, "options of type=fixed_policy")
+    math_code_single_step: MathCodeSingleStepConfig = part(MathCodeSingleStepConfig)
+    chat: ChatConfig = part(ChatConfig)
+    tool_use: ToolUseConfig = part(ToolUseConfig)
+    reasoning: ReasoningConfig = part(ReasoningConfig)
+    scripted: ScriptedConfig = part(ScriptedConfig)
+    fixed_policy: FixedPolicyConfig = part(FixedPolicyConfig)

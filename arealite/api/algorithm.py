@@ -54,9 +54,8 @@ class LossConfig:
         what = f"ratio={self.ratio} has no effect with {objective}, which has no ratio"
         yield self.ratio == "token" or not is_plain, f"{what}. Use token."
         what = "behav_weight=mask keeps tokens in [1/cap, cap]"
-        fix = (
-            f"behav_weight_cap={cap} must be above 1, as in trainer.ppo.loss.behav_weight_cap=5.0."
-        )
+        key = "behav_weight_cap"
+        fix = f"{key}={cap} must be above 1, as in trainer.ppo.loss.{key}=5.0."
         yield not masks or (cap is not None and cap > 1), f"{what}: {fix}"
         what = "behav_weight=mask and behav_weight_level=sequence require the decoupled loss"
         is_used = masks or self.behav_weight_level == "sequence"

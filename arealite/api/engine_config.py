@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import opt, part, sub
 
 Head = Literal["lm", "value"]
 """Output per token: logprob and entropy (lm), or one number (value: critics, reward models)."""
@@ -70,7 +70,7 @@ class TrainEngineConfig:
     """The train engine of a model."""
 
     type: str = opt("fsdp", "registered name of the train engine")
-    fsdp: FSDPConfig = sub(FSDPConfig, "options of type=fsdp")
+    fsdp: FSDPConfig = part(FSDPConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arealite.api.adapter_config import (
-    GyLLMConfig,
-    GymnasiumConfig,
-    OpenEnvConfig,
-    ReasoningGymConfig,
-    TextArenaConfig,
-    VerifiersConfig,
-)
+from arealite.api import adapter_config as adapters
+from arealite.api import game_config as games
 from arealite.api.browser_config import BrowserEnvConfig, WebArenaConfig
-from arealite.api.fields import Constraints, opt, sub
-from arealite.api.game_config import (
-    DebateConfig,
-    MathEnvConfig,
-    MatrixGameConfig,
-    PrisonersDilemmaConfig,
-    ReverseConfig,
-    TicTacToeConfig,
-)
+from arealite.api.fields import Constraints, opt, part, sub
 from arealite.api.harness_config import HarnessConfig
 from arealite.api.runtime import RuntimeConfig
 from arealite.api.sandbox import CodeEnvConfig
@@ -34,26 +20,24 @@ class EnvConfig:
 
     type: str = opt("math", "registered name of the environment")
     runtime: RuntimeConfig = sub(RuntimeConfig, "process and host of the environment")
-    math: MathEnvConfig = sub(MathEnvConfig, "options of type=math")
-    code: CodeEnvConfig = sub(CodeEnvConfig, "options of type=code")
-    tools: ToolsEnvConfig = sub(ToolsEnvConfig, "options of type=tools")
-    debate: DebateConfig = sub(DebateConfig, "options of type=debate")
-    tic_tac_toe: TicTacToeConfig = sub(TicTacToeConfig, "options of type=tic_tac_toe")
-    matrix_game: MatrixGameConfig = sub(MatrixGameConfig, "options of type=matrix_game")
-    iterated_prisoners_dilemma: PrisonersDilemmaConfig = sub(
-        PrisonersDilemmaConfig, "options of type=iterated_prisoners_dilemma"
-    )
-    reverse: ReverseConfig = sub(ReverseConfig, "options of type=reverse")
-    reverse_echo: ReverseConfig = sub(ReverseConfig, "options of type=reverse_echo")
-    browser: BrowserEnvConfig = sub(BrowserEnvConfig, "options of type=browser")
-    webarena: WebArenaConfig = sub(WebArenaConfig, "options of type=webarena")
-    reasoning_gym: ReasoningGymConfig = sub(ReasoningGymConfig, "options of type=reasoning_gym")
-    gymnasium: GymnasiumConfig = sub(GymnasiumConfig, "options of type=gymnasium")
-    gyllm: GyLLMConfig = sub(GyLLMConfig, "options of type=gyllm")
-    textarena: TextArenaConfig = sub(TextArenaConfig, "options of type=textarena")
-    openenv: OpenEnvConfig = sub(OpenEnvConfig, "options of type=openenv")
-    verifiers: VerifiersConfig = sub(VerifiersConfig, "options of type=verifiers")
-    harness: HarnessConfig = sub(HarnessConfig, "options of type=harness")
+    math: games.MathEnvConfig = part(games.MathEnvConfig)
+    code: CodeEnvConfig = part(CodeEnvConfig)
+    tools: ToolsEnvConfig = part(ToolsEnvConfig)
+    debate: games.DebateConfig = part(games.DebateConfig)
+    tic_tac_toe: games.TicTacToeConfig = part(games.TicTacToeConfig)
+    matrix_game: games.MatrixGameConfig = part(games.MatrixGameConfig)
+    iterated_prisoners_dilemma: games.PrisonersDilemmaConfig = part(games.PrisonersDilemmaConfig)
+    reverse: games.ReverseConfig = part(games.ReverseConfig)
+    reverse_echo: games.ReverseConfig = part(games.ReverseConfig)
+    browser: BrowserEnvConfig = part(BrowserEnvConfig)
+    webarena: WebArenaConfig = part(WebArenaConfig)
+    reasoning_gym: adapters.ReasoningGymConfig = part(adapters.ReasoningGymConfig)
+    gymnasium: adapters.GymnasiumConfig = part(adapters.GymnasiumConfig)
+    gyllm: adapters.GyLLMConfig = part(adapters.GyLLMConfig)
+    textarena: adapters.TextArenaConfig = part(adapters.TextArenaConfig)
+    openenv: adapters.OpenEnvConfig = part(adapters.OpenEnvConfig)
+    verifiers: adapters.VerifiersConfig = part(adapters.VerifiersConfig)
+    harness: HarnessConfig = part(HarnessConfig)
 
     def constraints(self) -> Constraints:
         """Yield the constraint of environments that need the gateway."""

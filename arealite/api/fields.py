@@ -42,6 +42,11 @@ def opt(
     return field(default=default, metadata=metadata)
 
 
+def part(factory: Callable[[], Any]) -> Any:
+    """Return a field with the options of the type whose name is the field's."""
+    return sub(factory, "options of this type")
+
+
 def sub(factory: Callable[[], Any], help: str) -> Any:
     """Declare a nested config, list or dict with the default `factory()` and a line of help."""
     return field(default_factory=factory, metadata={"help": help})

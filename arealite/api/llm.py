@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import opt, part, sub
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class LLMClientConfig:
     """The client of the LLM servers."""
 
     type: str = opt("sglang", "registered name of the client")
-    sglang: SGLangClientConfig = sub(SGLangClientConfig, "options of type=sglang")
+    sglang: SGLangClientConfig = part(SGLangClientConfig)
 
 
 class LLMRequest(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import opt, part, sub
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class LLMServerConfig:
         None, "limit of prompt plus output, in tokens; null: the model's limit", at_least=1
     )
     log_level: Literal["debug", "info", "warning", "error"] = opt("info", "lowest level to log")
-    embedded: EmbeddedServerConfig = sub(EmbeddedServerConfig, "options of type=embedded")
-    sglang: SGLangServerConfig = sub(SGLangServerConfig, "options of type=sglang")
+    embedded: EmbeddedServerConfig = part(EmbeddedServerConfig)
+    sglang: SGLangServerConfig = part(SGLangServerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from arealite.api.fields import opt, sub
+from arealite.api.fields import opt, part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,6 @@ class PublisherConfig:
     timeout_s: float = opt(60.0, "time to update a server; then it is quarantined", above=0)
     continue_paused: bool = opt(True, "continue servers paused by other clients; false: report it")
     bucket_mb: int = opt(256, "size of the buckets in which weights are sent, in MB", at_least=1)
-    disk: DiskPublisherConfig = sub(DiskPublisherConfig, "options of type=disk")
-    distributed: DistributedPublisherConfig = sub(
-        DistributedPublisherConfig, "options of type=distributed"
-    )
-    shared: SharedPublisherConfig = sub(SharedPublisherConfig, "options of type=shared")
+    disk: DiskPublisherConfig = part(DiskPublisherConfig)
+    distributed: DistributedPublisherConfig = part(DistributedPublisherConfig)
+    shared: SharedPublisherConfig = part(SharedPublisherConfig)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self
 
-from arealite.api.fields import Constraints, opt, sub
+from arealite.api.fields import Constraints, opt, part, sub
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError
 from arealite.base.registry import Registry
@@ -33,8 +33,8 @@ class RewardConfig:
     """The reward function of an environment."""
 
     type: str = opt("math_verify", "registered name of the reward function")
-    math_verify: MathVerifyConfig = sub(MathVerifyConfig, "options of type=math_verify")
-    function: FunctionRewardConfig = sub(FunctionRewardConfig, "options of type=function")
+    math_verify: MathVerifyConfig = part(MathVerifyConfig)
+    function: FunctionRewardConfig = part(FunctionRewardConfig)
 
     def constraints(self) -> Constraints:
         """Yield the constraint that `function.paths` are used."""

@@ -6,13 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from arealite.api.algorithm import (
-    AdvantageConfig,
-    CriticConfig,
-    KLConfig,
-    LossConfig,
-    ShapingConfig,
-)
+from arealite.api import algorithm
 from arealite.api.collector import CollectorConfig, EvalConfig
 from arealite.api.engine_config import CheckpointConfig, Head, OptimizerConfig, TrainEngineConfig
 from arealite.api.fields import Constraints, opt, sub
@@ -46,11 +40,11 @@ class PPOConfig:
         True, "store advantage and logprob difference of each token (4 bytes) for the report"
     )
     optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
-    reward: ShapingConfig = sub(ShapingConfig, "reward shaping")
-    advantage: AdvantageConfig = sub(AdvantageConfig, "advantages")
-    loss: LossConfig = sub(LossConfig, "policy loss")
-    kl: KLConfig = sub(KLConfig, "KL penalty against a reference policy")
-    critic: CriticConfig = sub(CriticConfig, "value model of advantage.type=gae")
+    reward: algorithm.ShapingConfig = sub(algorithm.ShapingConfig, "reward shaping")
+    advantage: algorithm.AdvantageConfig = sub(algorithm.AdvantageConfig, "advantages")
+    loss: algorithm.LossConfig = sub(algorithm.LossConfig, "policy loss")
+    kl: algorithm.KLConfig = sub(algorithm.KLConfig, "KL penalty against a reference policy")
+    critic: algorithm.CriticConfig = sub(algorithm.CriticConfig, "critic of advantage.type=gae")
     engine: TrainEngineConfig = sub(TrainEngineConfig, "train engine of the policy")
     collector: CollectorConfig = sub(CollectorConfig, "agents, environments and sampling")
     publisher: PublisherConfig = sub(PublisherConfig, "weight updates of the servers")
