@@ -9,49 +9,13 @@ changed, deleted, moved or duplicated later.
 from __future__ import annotations
 
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 SCHEMA_VERSION = "4"
-SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE groups (
-  seq INTEGER PRIMARY KEY, group_id TEXT UNIQUE, task_id TEXT, row INTEGER, epoch INTEGER,
-  state TEXT, reason TEXT, step INTEGER, place INTEGER, leases TEXT, sum INTEGER);
-CREATE INDEX groups_by_step ON groups (step) WHERE step NOTNULL;
-CREATE TABLE trajectories (
-  n INTEGER PRIMARY KEY, trajectory_id TEXT UNIQUE, group_id TEXT, member INTEGER, seat TEXT,
-  reward REAL, tokens INTEGER, trained_tokens INTEGER, oldest INTEGER, newest INTEGER,
-  interruptions INTEGER, header BLOB, sum INTEGER, payload_sum INTEGER, payload BLOB);
-CREATE INDEX trajectories_by_group ON trajectories (group_id);
-CREATE TABLE failures (
-  group_id TEXT, member INTEGER, lease_id TEXT, class TEXT, detail TEXT, sum INTEGER,
-  PRIMARY KEY (group_id, member, lease_id)) WITHOUT ROWID;
-CREATE TABLE turns (
-  group_id TEXT, member INTEGER, seat TEXT, idx INTEGER, header BLOB, payload BLOB,
-  PRIMARY KEY (group_id, member, seat, idx)) WITHOUT ROWID;
-CREATE TABLE steps (
-  step INTEGER PRIMARY KEY, trained TEXT, metrics TEXT, ranks INTEGER, fingerprint TEXT,
-  sum INTEGER);
-CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT);
-CREATE TABLE evals (eval_id INTEGER PRIMARY KEY, metrics TEXT);
-CREATE TABLE heads (name TEXT PRIMARY KEY, rows INTEGER, sum INTEGER) WITHOUT ROWID;
-"""
-"""
-groups: one row for each training group; seq is its position in the order of the dataset; leases =
-JSON list of the active leases: (lease id, worker id, members, version).
-
-trajectories: header and payload as received (msgpack); the other columns repeat the header for
-queries; the payload is NULL after it was dropped; n numbers the rows without gaps.
-
-turns: header and payload, as received, of unfinished episodes; deleted when the episode ends.
-
-steps: one row for each step that the trainer reported; trained = JSON list of the trajectory ids
-that the trainer used.
-
-heads: number of rows of each table, and the sum of their checksums modulo 2^62.
-"""
+SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 VALID_CHECKPOINT = "step <= (SELECT IFNULL(MAX(steps.step) + 1, 0) FROM steps)"
 """SQL condition: a checkpoint contains only trained steps. Older versions stored any step."""
 COVERED = {
