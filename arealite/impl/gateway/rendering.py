@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -24,18 +24,11 @@ from arealite.system.data.forms import tool_calls
 
 if TYPE_CHECKING:
     from arealite.impl.gateway.families import Family
+    from arealite.impl.gateway.tree import Sample
 
 SYSTEM, CALLS, THOUGHTS, ANSWERS, TOOLS = 1, 2, 4, 8, 16
 """Kinds of conversations, as bits: with a system message, with answers that have calls, that have
 thoughts, with any answers, and with schemas of tools."""
-
-
-class Turn(Protocol):
-    """A sampled answer of a conversation."""
-
-    message: ChatMessage
-    text: str
-    """Text of the template between the answer before and this one, without its opening."""
 
 
 class Ending(NamedTuple):
@@ -95,9 +88,7 @@ class Renderer:
 
     def prepare(self, message: ChatMessage) -> ChatMessage:
         """Return a message in the form that the template needs."""
-        made = {key: each for key, each in message.items() if each} | {
-            "content": message.get("content") or ""
-        }
+        made = {"content": ""} | {key: each for key, each in message.items() if each}
         if thought := message.get("reasoning_content"):
             made["thinking"] = thought
         if message["role"] == "developer" and not self.has_developer:
@@ -155,11 +146,9 @@ class Renderer:
         if message.get("reasoning_content"):
             short["reasoning_content"] = self._number("T", number)
         if calls:
-            short["content"] = "c" if message["content"] else ""
-            short["tool_calls"] = made = [
-                _call(call.get("id"), call["function"]["name"]) for call in calls
-            ]
+            made = [_call(call.get("id"), call["function"]["name"]) for call in calls]
             made[-1]["function"]["arguments"] = {"a": mark}
+            short |= {"content": "c" if message["content"] else "", "tool_calls": made}
         return self.prepare(short)
 
     def _number(self, kind: str, number: int) -> str:
@@ -247,12 +236,12 @@ class Renderer:
         found = self._special.match(text) if stop and turn else None
         return text[found.end() :] if found else text
 
-    def match(self, text: str, turns: Sequence[Turn], kinds: int) -> tuple[int, int, bool]:
+    def match(self, text: str, turns: Sequence[Sample], kinds: int) -> tuple[int, int, bool]:
         """Compare a rendering with the turns of a conversation.
 
         Args:
             text: Rendering in which `stand_in(turn.message, number)` replaces each answer.
-            turns: The turns.
+            turns: The sampled answers.
             kinds: The kinds of the conversation.
 
         Returns:

@@ -96,7 +96,7 @@ class Sample:
     """Prepared for the template."""
     node: Node
     text: str
-    """`Prompt.text`."""
+    """`Prompt.text`: text of the template between the answer before and this one."""
     turns: int
     """Number of answers in prompt and answer."""
     response: LLMResponse | None
