@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -159,13 +160,10 @@ def merge(node: Node, items: Sequence[Item], at: int) -> tuple[Item, int]:
     Returns:
         The message, and the number of items from index `at` on that it consists of.
     """
-    end = at + 1
-    if items[at].key[0] == "assistant":
-        while end < min(len(items), at + LONGEST_RUN) and items[end].key[0] == "assistant":
-            end += 1
-    if end == at + 1:
+    run = [*takewhile(lambda each: each.key[0] == "assistant", items[at : at + LONGEST_RUN])]
+    if len(run) < 2:
         return items[at], 1
-    tried = [(_merged(items[at:each]), each - at) for each in range(end, at, -1)]
+    tried = [(_merged(run[:size]), size) for size in range(len(run), 0, -1)]
     return next((each for each in tried if each[0].key in node.children), tried[0])
 
 
