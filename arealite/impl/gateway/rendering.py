@@ -50,7 +50,7 @@ class Renderer:
         source = str(tokenizer.chat_template or "")
         self.drops_thoughts = bool(re.search("think|reasoning", source))
         """Whether the template handles thoughts. Any other template leaves them as sampled."""
-        self.has_developer, self.has_ids = "developer" in source, "tool_call_id" in source
+        self.has_ids = "tool_call_id" in source
         self._mark, self._id = "q" + secrets.token_hex(6), secrets.token_hex(5)[:9]
         self._marks = re.compile(self._mark + r"[A-Z]\d{6}")
         self._opener = re.compile(rf"{re.escape(family.think[0]) or '(?!)'}\s*\Z")
@@ -91,8 +91,6 @@ class Renderer:
         made = {"content": ""} | {key: each for key, each in message.items() if each}
         if thought := message.get("reasoning_content"):
             made["thinking"] = thought
-        if message["role"] == "developer" and not self.has_developer:
-            made["role"] = "system"
         if self._is_json_text and (calls := tool_calls(message)):
             made["tool_calls"] = [{**c, "function": _with_json(c["function"])} for c in calls]
         return made
@@ -285,6 +283,4 @@ def _alternating(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 
 def _with_json(function: dict[str, Any]) -> dict[str, Any]:
-    value = function["arguments"]
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return {**function, "arguments": text}
+    return {**function, "arguments": msgspec.json.encode(function["arguments"]).decode()}

@@ -30,7 +30,7 @@ class Item(NamedTuple):
     @property
     def is_system(self) -> bool:
         """Whether the message instructs the assistant."""
-        return self.key[0] in ("system", "developer")
+        return self.key[0] == "system"
 
 
 @dataclass(eq=False)
@@ -181,14 +181,13 @@ def _merged(items: Sequence[Item]) -> Item:
 def key_of(message: ChatMessage) -> Key:
     """Return what a message is recognised by."""
     functions = [call["function"] for call in tool_calls(message)]
-    calls = [(str(each["name"]), _canonical(each.get("arguments"))) for each in functions]
+    calls = [(str(each["name"]), _canonical(each["arguments"])) for each in functions]
     return str(message["role"]), str(message.get("content") or "").strip(), tuple(calls)
 
 
 def _canonical(arguments: object) -> bytes:
     """Return arguments as JSON in one form: keys sorted, 1.0 as 1."""
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments)
-    return _encode(_decode(text))
+    return _encode(_decode(msgspec.json.encode(arguments)))
 
 
 def _number(text: str) -> int | float:
