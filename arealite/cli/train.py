@@ -1,4 +1,5 @@
-"""`arealite train` and train.py: run a launcher, or one trainer rank if RANK is set (torchrun)."""
+"""Train an agent: datapipe, rollout workers and trainer ranks on this machine.
+--resume is resume=must; --dry-run checks everything and starts nothing."""
 
 from __future__ import annotations
 
@@ -20,18 +21,17 @@ FLAGS = ("--resume", "--dry-run")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the experiment, then run its stages one after the other."""
+    """Check the experiment, then run its stages one after the other.
+
+    If RANK is set, as by torchrun, run one trainer rank instead of a launcher.
+    """
     words = [word for word in argv if word not in FLAGS]
     if "--resume" in argv:
         if any(word.startswith("--then") for word in words):
             raise UserError("--resume is for one stage. Stages resume without it: remove it.")
         words.append("resume=must")
-    stages = configs.parse_stages(
-        words,
-        command="train.py" if sys.argv[0].endswith("train.py") else "arealite train",
-        description="Train an agent: datapipe, rollout workers and trainer ranks on this machine.\n"
-        "--resume is resume=must; --dry-run checks everything and starts nothing.",
-    )
+    command = "train.py" if sys.argv[0].endswith("train.py") else "arealite train"
+    stages = configs.parse_stages(words, command=command, description=str(__doc__))
     if "RANK" in os.environ and "--dry-run" not in argv:
         if len(stages) > 1:
             raise UserError("a trainer rank runs one stage: use one command per stage, not --then.")
