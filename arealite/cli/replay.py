@@ -143,14 +143,8 @@ def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) 
             print(f"equal up to step {step + 1}", flush=True)
 
     try:
-        replay(
-            load(Path(config)),
-            paths.ledger,
-            scratch=Path(scratch),
-            stop=int(stop),
-            leave=bool(leave),
-            on_step=on_step,
-        )
+        loaded, folder, end = load(Path(config)), Path(scratch), int(stop)
+        replay(loaded, paths.ledger, scratch=folder, stop=end, leave=bool(leave), on_step=on_step)
     except Differs as error:
         print(fold(f"{error}\n{MEANING}", sys.stderr), file=sys.stderr)
         return 1

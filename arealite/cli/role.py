@@ -51,13 +51,9 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
     from arealite.system.data.tasks import load_split
     from arealite.system.datapipe.datapipe import Datapipe
 
-    pipe = Datapipe(
-        config,
-        train=load_split(config, "train"),
-        eval=load_split(config, "eval"),
-        registry=NameRegistry.of(config),
-        address=f"tcp://{config.cluster.host}:0",
-    )
+    train, held_out = load_split(config, "train"), load_split(config, "eval")
+    names, address = NameRegistry.of(config), f"tcp://{config.cluster.host}:0"
+    pipe = Datapipe(config, train=train, eval=held_out, registry=names, address=address)
     gc.freeze()
     with lock_file(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
         asyncio.run(until_terminated(with_externals(config, pipe.run())))
@@ -105,12 +101,9 @@ def rollout(config: ExperimentConfig, index: int) -> None:
         secret=names.secret,
         max_frame_mb=config.datapipe.max_frame_mb,
     )
-    worker = RolloutWorker(
-        config,
-        link=link,
-        client=clients.get(collector.client.type)(config, collector.client),
-        tokenizer=load_tokenizer(config.model.path),
-    )
+    client = clients.get(collector.client.type)(config, collector.client)
+    tokenizer = load_tokenizer(config.model.path)
+    worker = RolloutWorker(config, link=link, client=client, tokenizer=tokenizer)
     gc.freeze()
     gc.set_threshold(50_000)  # reference counting frees nearly all objects of an episode
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
