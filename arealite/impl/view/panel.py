@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from operator import itemgetter
 from statistics import fmean
 
@@ -143,10 +144,8 @@ def describe_servers(entries: Sequence[Entry]) -> str:
 def spark(values: Sequence[float]) -> str:
     """Draw a curve in at most SPARK characters, scaled from its minimum to its maximum."""
     count = min(SPARK, len(values))
-    means = [
-        fmean(values[i * len(values) // count : (i + 1) * len(values) // count])
-        for i in range(count)
-    ]
+    cuts = [i * len(values) // count for i in range(count + 1)]
+    means = [fmean(values[begin:end]) for begin, end in pairwise(cuts)]
     low, high = min(means), max(means)
     return "".join(BLOCKS[int(7.99 * ((v - low) / (high - low or 1.0)))] for v in means)
 

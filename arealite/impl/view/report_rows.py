@@ -170,10 +170,8 @@ class Chunks:
 def _turns(payload: bytes) -> list[list[tuple[int, int, str]]]:
     """Return (start, tokens taken, reason) of the turns of each segment; [] if it was dropped."""
     with suppress(msgspec.MsgspecError):
-        return [
-            [(turn.start, turn.taken, turn.reason) for turn in turns]
-            for turns in decode_receipts(payload)
-        ]
+        segments = decode_receipts(payload)
+        return [[(turn.start, turn.taken, turn.reason) for turn in own] for own in segments]
     return []
 
 

@@ -85,18 +85,13 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
     trainer = {k[5:-2]: v for k, v in total.items() if k.startswith("time/")}
     trainer |= {f"{k[5:-2]} wait": v for k, v in total.items() if k.startswith("wait/")}
     trainer.pop("step", None)
+    parts["rest"] = max(0.0, total["episode/seconds_mean"] - sum(parts.values()))
+    works = max(0.0, whole - groups - slow)
     return {
         "trainer": trainer,
-        "episodes": {
-            **parts,
-            "rest": max(0.0, total["episode/seconds_mean"] - sum(parts.values())),
-        },
+        "episodes": parts,
         "workers": {"full": worked, "lease wait": idle},
-        "datapipe": {
-            "groups wait": groups,
-            "slow wait": slow,
-            "trainer works": max(0.0, whole - groups - slow),
-        },
+        "datapipe": {"groups wait": groups, "slow wait": slow, "trainer works": works},
         "servers": {"generate or idle": max(0.0, whole - stall), "weights wait": stall},
     }
 
