@@ -119,8 +119,7 @@ class Children:
         server.alive = True
         self._servers.changed.set()
         logger.info("environment process ready", name=self.name, server=address, child=child.pid)
-        exit_ = asyncio.create_task(child.process.wait())
-        running = Running(child, server, exit_)
+        running = Running(child, server, asyncio.create_task(child.process.wait()))
         self._running.add(running)
         return running
 

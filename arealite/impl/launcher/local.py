@@ -279,8 +279,7 @@ class LocalLauncher(Launcher, Supervisor):
         """Print the text of `arealite why` before the roles are stopped."""
         with suppress(Exception):  # an error here must not hide the reason of the run's end
             if findings := await asyncio.to_thread(examine, self.vitals):
-                logs = self.paths.logs
-                self.say(explain(self.vitals, findings, logs=logs))
+                self.say(explain(self.vitals, findings, logs=self.paths.logs))
 
     # ------------------------------------------------------------ ending
 

@@ -79,9 +79,8 @@ class Progress:
         self.newest = max(self.newest, step)
         self.total = int(metrics.get("train/total_steps", self.total))
         parts = [f"step {step}/{self.total}"]
-        parts += [
-            f"{label} {form.format(metrics[key])}" for label, key, form in COLUMNS if key in metrics
-        ]
+        shown = [column for column in COLUMNS if column[1] in metrics]
+        parts += [f"{label} {form.format(metrics[key])}" for label, key, form in shown]
         is_due = step == 1 or step % self._every == 0 or step == self.total
         if is_due and not self._is_drawn:
             self.say("  ".join(parts))
