@@ -17,18 +17,13 @@ from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.debate.rules import WORDS, judge
+from arealite.impl.env.prompts import PROMPTS
 
 SIDES = {"pro": "for", "con": "against"}
 HELD_OUT = 5
 """One in HELD_OUT topics is left out of the split train and used by all other splits."""
-RULES = """\
-This is a debate of {rounds} speeches a side. Pro argues for the claim, con against it; they speak \
-in turn, pro first. What counts: {words} words or some more, evidence, reasoning, structure, \
-keeping to the claim and to your side, and answering what the other side says.
-Claim: {claim}
-"""
+RULES, ASK = PROMPTS["debate"]["rules"], PROMPTS["debate"]["judge"]
 VERDICT = re.compile(r"pro\s*[=:]\s*(\d+(?:\.\d+)?)\W+con\s*[=:]\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
-ASK = "You are the judge. Score each side from 0 to 10, and end with a line like: pro=5 con=5\n"
 
 
 class JudgeUnreadable(EpisodeError, failure_class="judge_unreadable"):

@@ -15,11 +15,9 @@ from arealite.api.env import Env
 from arealite.api.game_config import ReverseConfig
 from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
+from arealite.impl.env.prompts import PROMPTS
 
-ASK = {
-    "reverse": "Write this backwards, letter by letter, and nothing else: ",
-    "echo": "Repeat this, and nothing else: ",
-}
+ASK = PROMPTS["reverse"]
 
 
 class ReverseEnv(Env):

@@ -16,14 +16,11 @@ from arealite.api.observation import Observation
 from arealite.api.task import Row, Task
 from arealite.base.errors import UserError
 from arealite.impl.env.games.choices import chosen
+from arealite.impl.env.prompts import PROMPTS
 
 SQUARES = tuple("123456789")
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
-RULES = """\
-Tic-tac-toe. Players x and o take turns; each puts its mark on a free square, and three of one's \
-own in a row, column or diagonal win. A free square shows its number. Answer with the number of \
-your square alone, or end with it; any other answer loses the game. You are {seat}.
-"""
+RULES = PROMPTS["tic_tac_toe"]["rules"]
 
 
 class TicTacToeEnv(Env):

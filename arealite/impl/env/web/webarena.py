@@ -23,6 +23,7 @@ from arealite.base import log
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.browser.play import play
 from arealite.impl.browser.process import Browser
+from arealite.impl.env.prompts import PROMPTS
 from arealite.impl.env.web import webarena_checks as checks
 
 if TYPE_CHECKING:
@@ -32,10 +33,7 @@ logger = log.get(__name__)
 
 SITES = ("shopping", "shopping_admin", "reddit", "gitlab", "wikipedia", "map", "homepage")
 PLACEHOLDER = re.compile(r"__([A-Z]+(?:_[A-Z]+)*)__")
-JUDGE = """Question: {question}
-Right answer: {right}
-Given answer: {given}
-Does the given answer mean the same as the right one? Say yes or no."""
+JUDGE = PROMPTS["webarena"]["judge"]
 
 
 class WebArenaEnv(Env):
@@ -98,9 +96,8 @@ class WebArenaEnv(Env):
 
     async def _check(self, page: Page, rules: Any, answer: str, judge: checks.Judge) -> bool:
         kinds = rules["eval_types"]
-        if "string_match" in kinds and not await checks.string_match(
-            answer, rules["reference_answers"], judge
-        ):
+        references = rules["reference_answers"] if "string_match" in kinds else {}
+        if not await checks.string_match(answer, references, judge):
             return False
         if "url_match" in kinds and not checks.url_match(page.tab.url, rules["reference_url"]):
             return False
