@@ -12,17 +12,9 @@ from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.cli import presets
 from arealite.cli.fold import fold
+from arealite.cli.texts import TEXTS
 
-THEN = """\
-stages: --config sft model.path=M dataset.train=chats.jsonl \\
-            --then async_ppo dataset.train=tasks.jsonl
-  Each --then begins a stage. A stage runs after the stage before has succeeded,
-  and starts from the newest exported policy unless it sets model.path.
-  Overrides before the first --then apply to every stage, others to their own.
-  The last stage has the trial's name; earlier ones add -stage1, -stage2, …
-  After a stop, the same command resumes.
-"""
-
+THEN = TEXTS["stages"]
 
 SHORT = {"model": "model.path", "dataset": "dataset.train"}
 """Keys of words that other programs use as flags."""

@@ -10,15 +10,8 @@ from pathlib import Path
 
 from arealite.api.config import run_paths
 from arealite.cli import configs, train
+from arealite.cli.texts import TEXTS
 from arealite.impl.demo.sorting import make_kit
-
-NEXT = """
-try next:
-  arealite report {run}
-  arealite audit {run}
-  arealite play tic_tac_toe
-  arealite presets
-model and data for your own runs: {kit}; the trained model: {export}"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,5 +33,5 @@ def main(argv: Sequence[str]) -> int:
     if code := train.main(words):
         return code
     paths = run_paths(configs.parse_stages(words, command=parser.prog, description="")[0])
-    print(NEXT.format(run=paths.root, kit=kit, export=paths.export))
+    print(TEXTS["quickstart"].format(run=paths.root, kit=kit, export=paths.export))
     return 0

@@ -23,15 +23,11 @@ from arealite.base.names import RunPaths
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.cli.options import run_parser
+from arealite.cli.texts import TEXTS
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.ledger.ledger import meta_number, open_read_only
 
 PROGRESS_S = 5.0
-MEANING = """\
-Possible causes. The first step differs: model.path has another model now, or
-torch, the type of processor or the number of threads differ from the run's. A
-later step differs: a trajectory was changed, a checkpoint was not loaded as it
-was saved, or the trainer is not deterministic (sums on a GPU may not be)."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) 
         loaded, folder, end = load(Path(config)), Path(scratch), int(stop)
         replay(loaded, paths.ledger, scratch=folder, stop=end, leave=bool(leave), on_step=on_step)
     except Differs as error:
-        print(fold(f"{error}\n{MEANING}", sys.stderr), file=sys.stderr)
+        print(fold(f"{error}\n{TEXTS['replay_differs']}", sys.stderr), file=sys.stderr)
         return 1
     except RuntimeError as error:
         if (rank := os.environ["RANK"]) == "0":
