@@ -10,11 +10,10 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from arealite.api.engine import Head
-from arealite.impl.weights.buckets import split
+from arealite.impl.weights.buckets import Named, split
 
 FILE_BYTES = 1 << 30
 """Weights are written in files of about this size; twice as much is held in memory at a time."""
@@ -40,10 +39,8 @@ def write_config(folder: Path, module: object, *, dtype: str, head: Head) -> Non
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_weights(
-    folder: Path, weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int | None = None
-) -> int:
-    """Write model.safetensors, or numbered files with their index; return the tensors' bytes.
+def write_weights(folder: Path, weights: Iterable[Named], max_bytes: int | None = None) -> None:
+    """Write model.safetensors, or numbered files with their index.
 
     A file has at most `max_bytes` of tensors (None: FILE_BYTES), or one larger tensor.
     """
@@ -60,4 +57,3 @@ def write_weights(
     else:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    return total

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Json = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -31,9 +33,7 @@ class Capabilities:
     dp: int
 
     @classmethod
-    def read(
-        cls, spec: Mapping[str, Any], info: Mapping[str, Any], meta: Mapping[str, Any]
-    ) -> Capabilities:
+    def read(cls, spec: Json, info: Json, meta: Json) -> Capabilities:
         """Read capabilities from the server's answers.
 
         Args:
@@ -41,8 +41,8 @@ class Capabilities:
             info: Answer of /server_info.
             meta: `meta_info` of a generation.
         """
-        paths: Mapping[str, object] = spec.get("paths") or {}
-        schemas: Mapping[str, Any] = (spec.get("components") or {}).get("schemas") or {}
+        paths: Json = spec.get("paths") or {}
+        schemas: Json = (spec.get("components") or {}).get("schemas") or {}
 
         def enum(schema: str, field: str) -> list[str] | None:
             """Return the allowed values of a body's field: [] any, None without such a field."""

@@ -246,9 +246,8 @@ class ServerControl:
         elif self.foreign_pause is None:
             why = "by a client that is not this trial's publisher"
             why += "" if resume else " (trainer.ppo.publisher.continue_paused=false)"
-            self.foreign_pause = Wait(
-                "its continuation", owner=PAUSE_OBSERVER, on=self.role, detail=why
-            )
+            what = "its continuation"
+            self.foreign_pause = Wait(what, owner=PAUSE_OBSERVER, on=self.role, detail=why)
             logger.warning("server is paused " + why, server=self.id, continued=resume)
         if resume and status != 200:
             with self.time_limit("a continue", CONTINUE_S):

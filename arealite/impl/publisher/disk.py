@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import torch
 from safetensors import SafetensorError
 
 from arealite.api.publisher import PublishReport
@@ -21,6 +20,7 @@ from arealite.base.names import TMPFS
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher
+from arealite.impl.weights.buckets import Named
 from arealite.system.locks import lock_folder, remove_unlocked
 from arealite.system.names.registry import Entry
 
@@ -30,7 +30,7 @@ class DiskPublisher(ServersPublisher):
 
     _sender: DiskSender | None = None
 
-    def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
+    def stage(self, version: int, weights: Iterator[Named]) -> bool:
         begin = time.perf_counter()
         if self._sender is None:
             self._sender = DiskSender(self.parent(), self.model_path)
@@ -82,9 +82,7 @@ class DiskSender:
         self._lock = lock_folder(new)  # before it has the name that `remove_unlocked` looks for
         self.folder = new.rename(parent / f"{prefix}{os.getpid()}-{new.name[-8:]}")
 
-    def write(
-        self, version: int, weights: Iterator[tuple[str, torch.Tensor]], file_bytes: int
-    ) -> None:
+    def write(self, version: int, weights: Iterator[Named], file_bytes: int) -> None:
         """Write `weights` as version `version`, in files of about `file_bytes`.
 
         Raises:

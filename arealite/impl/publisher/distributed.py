@@ -13,14 +13,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from arealite.api.config import ExperimentConfig
@@ -29,10 +28,10 @@ from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, RoleError
 from arealite.impl.publisher.control import ServerControl
-from arealite.impl.publisher.servers import GRACE_S, OnAll, PartialUpdate, ServersPublisher
+from arealite.impl.publisher.servers import GRACE_S, OnAll, PartialUpdate, Servers, ServersPublisher
 from arealite.impl.server.engine import resolve
 from arealite.impl.weights import group as groups
-from arealite.impl.weights.buckets import Bucket, pack
+from arealite.impl.weights.buckets import Bucket, Named, pack
 from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
@@ -47,7 +46,7 @@ class DistributedPublisher(ServersPublisher):
         super().__init__(config, engine)
         self._sender = GroupSender(self.config, self.host, self.submit)
 
-    def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
+    def stage(self, version: int, weights: Iterator[Named]) -> bool:
         try:
             return self._stage(version, weights)
         finally:
@@ -80,7 +79,7 @@ class DistributedPublisher(ServersPublisher):
         is_healthy = server.capabilities is not None and server.error is None
         return is_behind and is_healthy and time.monotonic() >= server.retry_at
 
-    def _stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
+    def _stage(self, version: int, weights: Iterator[Named]) -> bool:
         begin = time.perf_counter()
         if not self.shapes:  # check all tensors before the first is sent
             for _ in self.checked(weights):
@@ -119,7 +118,7 @@ class DistributedPublisher(ServersPublisher):
         wait_for_last()
 
     @contextmanager
-    def _updating(self, servers: Sequence[ServerControl], version: int) -> Iterator[OnAll]:
+    def _updating(self, servers: Servers, version: int) -> Iterator[OnAll]:
         """Lock the servers, and run `updating` in the publisher's thread around the body."""
         context = self._locked_update(servers, version)
         on_all = self.call(context.__aenter__())
@@ -131,9 +130,7 @@ class DistributedPublisher(ServersPublisher):
         self.call(context.__aexit__(None, None, None))
 
     @asynccontextmanager
-    async def _locked_update(
-        self, servers: Sequence[ServerControl], version: int
-    ) -> AsyncIterator[OnAll]:
+    async def _locked_update(self, servers: Servers, version: int) -> AsyncIterator[OnAll]:
         async with AsyncExitStack() as stack:
             for server in servers:
                 await stack.enter_async_context(server.lock)
@@ -149,12 +146,12 @@ class GroupSender:
     """Address at which rank 0 listens."""
     submit: Callable[[Coroutine[object, object, None]], Future[None]]
     """Starts a coroutine in the publisher's thread."""
-    members: Sequence[ServerControl] = ()
+    members: Servers = ()
     name: str = ""
     _backend: str = ""
     _group: dist.ProcessGroup | None = None
 
-    def join(self, servers: Sequence[ServerControl], device: str, on_all: OnAll) -> None:
+    def join(self, servers: Servers, device: str, on_all: OnAll) -> None:
         """Create a group with these servers, unless it exists.
 
         Args:

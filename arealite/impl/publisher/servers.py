@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
-import torch
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import TrainEngine
@@ -29,6 +28,7 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, Refused, ServerControl
 from arealite.impl.publisher.loop_thread import LoopThread
+from arealite.impl.weights.buckets import Named
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
@@ -42,6 +42,7 @@ GRACE_S = 1.0
 finish the step."""
 
 T = TypeVar("T")
+Servers = Sequence[ServerControl]
 Action = Callable[[ServerControl], Awaitable[None]]
 OnAll = Callable[[Action], Coroutine[object, object, None]]
 """Runs an action for all servers of an update concurrently."""
@@ -120,9 +121,7 @@ class ServersPublisher(WeightPublisher):
                 raise RoleError(f"the publisher was closed {pushed}{why}")
             return asyncio.run_coroutine_threadsafe(job, self._thread.loop)
 
-    def checked(
-        self, weights: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def checked(self, weights: Iterator[Named]) -> Iterator[Named]:
         """Yield the tensors; count their bytes and check their names and shapes.
 
         Raises:
@@ -146,9 +145,7 @@ class ServersPublisher(WeightPublisher):
         self.shapes, self.num_bytes = shapes, num_bytes
 
     @asynccontextmanager
-    async def updating(
-        self, servers: Sequence[ServerControl], version: int
-    ) -> AsyncIterator[OnAll]:
+    async def updating(self, servers: Servers, version: int) -> AsyncIterator[OnAll]:
         """Pause servers, run the body, which sends the weights, then continue and confirm.
 
         The caller holds the servers' locks. The body sends the weights through the function that
@@ -176,7 +173,7 @@ class ServersPublisher(WeightPublisher):
             raise
         await asyncio.gather(*(self._finish(server, version) for server in servers))
 
-    async def on_all(self, servers: Sequence[ServerControl], until: float, do: Action) -> None:
+    async def on_all(self, servers: Servers, until: float, do: Action) -> None:
         """Run an action for all servers concurrently, and quarantine the servers that fail.
 
         Args:

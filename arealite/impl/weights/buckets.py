@@ -12,6 +12,9 @@ from math import prod
 
 import torch
 
+Named = tuple[str, torch.Tensor]
+"""A tensor and its name."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -43,9 +46,7 @@ class Bucket:
         return torch.cat([tensor.view(-1).view(torch.uint8) for tensor in self.tensors])
 
 
-def split(
-    weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
+def split(weights: Iterable[Named], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield contiguous tensors in parts of at most `max_bytes`, in order.
 
     A larger tensor gets its own part. At most one part is held in memory at a time.
@@ -61,7 +62,7 @@ def split(
         yield part
 
 
-def pack(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
+def pack(weights: Iterable[Named], max_bytes: int) -> Iterator[Bucket]:
     """Yield each part of `split` with its layout."""
     for part in split(weights, max_bytes):
         tensors = list(part.values())
@@ -69,7 +70,7 @@ def pack(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterato
         yield Bucket(Layout(list(part), dtypes, [list(t.shape) for t in tensors]), tensors)
 
 
-def unpack(layout: Layout, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def unpack(layout: Layout, flat: torch.Tensor) -> Iterator[Named]:
     """Yield each tensor of a bucket, as a view where its bytes are aligned, else as a copy."""
     start = 0
     for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):

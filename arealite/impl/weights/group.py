@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -29,14 +29,11 @@ def open_store(
     return TCPStore(host, port, world_size, True, timeout=timeout, master_listen_fd=descriptor)
 
 
+Address = tuple[str, int] | socket.socket
+
+
 def join(
-    address: tuple[str, int] | socket.socket,
-    name: str,
-    *,
-    rank: int,
-    world_size: int,
-    backend: str,
-    seconds: float,
+    address: Address, name: str, *, rank: int, world_size: int, backend: str, seconds: float
 ) -> dist.ProcessGroup:
     """Join the group `name` whose rank 0 listens at `address`; blocks until all ranks have joined.
 
@@ -52,16 +49,10 @@ def join(
     listener = address if isinstance(address, socket.socket) else None
     host, port = address.getsockname()[:2] if isinstance(address, socket.socket) else address
     store = open_store(host, port, world_size, timeout, listener=listener)
-    made = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        c10d.Backend(backend),
-        c10d.PrefixStore(name, store),
-        group_name=name,  # type: ignore[arg-type]
-        timeout=timeout,
-    )
-    group: Any = made[0]
+    kind, keys, label = c10d.Backend(backend), c10d.PrefixStore(name, store), cast(Any, name)
+    group: Any = c10d._new_process_group_helper(
+        world_size, rank, [], kind, keys, group_name=label, timeout=timeout
+    )[0]
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 
