@@ -20,7 +20,7 @@ import arealite
 from arealite.base import log
 from arealite.impl.http_limits import MAX_BODY
 from arealite.impl.server import protocol
-from arealite.impl.server.engine import Engine
+from arealite.impl.server.engine import Engine, Job
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.group_member import GroupMember
 from arealite.impl.server.protocol import Empty, Handler, Refusal, ServedModel
@@ -34,6 +34,9 @@ MAX_PROMPT = MAX_BODY + 2**20
 less than 50 ms of CPU time to decode and check (tools/measure_requests.py)."""
 
 Events = AsyncGenerator[bytes, None]
+Json = dict[str, object]
+Routes = dict[str, Handler]
+"""Handlers by path."""
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
@@ -79,10 +82,7 @@ class App:
             "/v1/models": self._models,
             "/openapi.json": lambda: protocol.openapi(gets, posts),
         }
-        posts: dict[str, Handler] = {
-            "/generate": self._generate,
-            "/abort_request": self._abort_request,
-        }
+        posts: Routes = {"/generate": self._generate, "/abort_request": self._abort_request}
         if not self._is_shared:
             posts |= self._update_routes()
             app.on_cleanup.append(self._leave_groups)
@@ -152,11 +152,11 @@ class App:
             self.engine.call(self.engine.abort, lambda each: each.rid.startswith(prefix))
         return web.Response()  # also for an unknown id
 
-    async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> dict[str, object]:
+    async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> Json:
         await self._call(self.engine.pause, body.mode)
         return {"message": "Generation paused successfully.", "status": "ok"}
 
-    async def _continue_generation(self, body: Empty) -> dict[str, object]:
+    async def _continue_generation(self, body: Empty) -> Json:
         await self._call(self.engine.resume)
         return {"message": "Generation continued successfully.", "status": "ok"}
 
@@ -167,7 +167,7 @@ class App:
 
     # ------------------------------------------------------------ new weights
 
-    def _update_routes(self) -> dict[str, Handler]:
+    def _update_routes(self) -> Routes:
         """Return the handlers that change the model, by path."""
         return {
             "/pause_generation": self._pause_generation,
@@ -185,15 +185,13 @@ class App:
         for member in self._groups.values():
             member.leave()
 
-    async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> dict[str, object]:
+    async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> Json:
         path = body.model_path
         note = await self._update(body, lambda: stage_weights(self.tensors, path))
         logger.info("weights updated", version=self.engine.version, path=path)
         return _done("Succeeded to update model weights." + note)
 
-    async def _from_distributed(
-        self, body: protocol.UpdateWeightsFromDistributedReqInput
-    ) -> dict[str, object]:
+    async def _from_distributed(self, body: protocol.UpdateWeightsFromDistributedReqInput) -> Json:
         layout = Layout(body.names, body.dtypes, body.shapes)
         if (member := self._groups.get(body.group_name)) is None:
             what = f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}"
@@ -207,7 +205,7 @@ class App:
         note = await self._update(body, lambda: stage_tensors(self.tensors, named))
         return _done("Succeeded to update parameter online." + note)
 
-    async def _update(self, body: protocol.Update, stage: Callable[[], Callable[[], None]]) -> str:
+    async def _update(self, body: protocol.Update, stage: Callable[[], Job]) -> str:
         """Change the weights between requests; return a sentence about the version."""
         engine, version = self.engine, body.weight_version
         arguments = stage, version, body.flush_cache
@@ -218,7 +216,7 @@ class App:
         self.model.relabel(version)
         return f" Weight version updated to {version}."
 
-    async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> dict[str, object]:
+    async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> Json:
         failed, name = "Failed to initialize custom process group: ", body.group_name
         if name in self._groups:
             raise Refusal(failed + NAME_TAKEN)
@@ -235,15 +233,13 @@ class App:
         logger.info("weight group joined", group=name, size=body.world_size)
         return _done("Succeeded to initialize custom process group.")
 
-    async def _destroy_group(
-        self, body: protocol.DestroyWeightsUpdateGroupReqInput
-    ) -> dict[str, object]:
+    async def _destroy_group(self, body: protocol.DestroyWeightsUpdateGroupReqInput) -> Json:
         if (member := self._groups.pop(body.group_name, None)) is None:
             raise Refusal("The group to be destroyed does not exist.")
         await asyncio.wrap_future(member.leave())
         return _done("Succeeded to destroy custom process group.")
 
-    async def _relabel(self, body: protocol.UpdateWeightVersionReqInput) -> dict[str, object]:
+    async def _relabel(self, body: protocol.UpdateWeightVersionReqInput) -> Json:
         version = body.new_version
         if body.abort_all_requests:
             self.engine.call(self.engine.abort, lambda generation: True)
@@ -253,7 +249,7 @@ class App:
 
     # ------------------------------------------------------------ descriptions
 
-    def describe(self) -> dict[str, object]:
+    def describe(self) -> Json:
         """Return the answer of /model_info."""
         model = self.model
         return {
@@ -266,7 +262,7 @@ class App:
             "paused_s": self.engine.paused_s,
         }
 
-    def _server_info(self) -> dict[str, object]:
+    def _server_info(self) -> Json:
         return self.describe() | {
             "version": arealite.__version__,
             "backend": "arealite-embedded",
@@ -281,16 +277,11 @@ class App:
         decoder, waiting = self.engine.decoder, len(self.engine.waiting)
         return {"running": len(decoder.running), "waiting": waiting, "capacity": decoder.max_rows}
 
-    def _loads(self) -> dict[str, object]:
-        now = self.load()
-        load = {
-            "num_running_reqs": now["running"],
-            "num_waiting_reqs": now["waiting"],
-            "max_running_requests": now["capacity"],
-        }
-        return {"loads": [load]}
+    def _loads(self) -> Json:
+        names = "num_running_reqs", "num_waiting_reqs", "max_running_requests"
+        return {"loads": [dict(zip(names, self.load().values(), strict=True))]}
 
-    def _models(self) -> dict[str, object]:
+    def _models(self) -> Json:
         model = {"id": self.model.folder, "max_model_len": self.model.context_length}
         return {"object": "list", "data": [model]}
 
@@ -322,7 +313,7 @@ def _post(path: str, handler: Handler) -> web.RouteDef:
     return web.post(path, handle)
 
 
-def _done(message: str) -> dict[str, object]:
+def _done(message: str) -> Json:
     return {"success": True, "message": message}
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from arealite.impl.server.generation import Generation
@@ -27,9 +28,11 @@ WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
 BLOCK = 64
 """The cache holds a multiple of this many rows and positions, so that it rarely grows."""
-Index = tuple[slice | torch.Tensor, slice | torch.Tensor]
+Ids = tuple[int, ...]
+"""A prompt."""
+Index = tuple[slice | Tensor, slice | Tensor]
 """Rows and positions of the cache."""
-Mask = torch.Tensor | dict[str, torch.Tensor]
+Mask = Tensor | dict[str, Tensor]
 
 
 def window_of(model: PreTrainedModel) -> int | None:
@@ -54,7 +57,7 @@ class SlotCache(Cache):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
-        self._tensors_STHD: list[torch.Tensor] = []
+        self._tensors_STHD: list[Tensor] = []
         """Keys and values of layer 0, of layer 1, …"""
         self._shape = (0, 0)
         self._index: Index = (slice(0), slice(0))
@@ -83,8 +86,8 @@ class SlotCache(Cache):
         self._index, self._width = index, width
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object
+    ) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values [rows, H, L, D]; return those that attention reads."""
         read = [key_states, value_states]
         for i, new in enumerate((key_states, value_states)):
@@ -146,9 +149,7 @@ class Decoder:
         last = [index[len(prompts[source]) - 1] for source in sources]
         self._sample(generations, logits[sources, last], self._settings_of(generations))
 
-    def _forward_prompts(
-        self, prompts: Sequence[tuple[int, ...]], positions: Sequence[int]
-    ) -> torch.Tensor:
+    def _forward_prompts(self, prompts: Sequence[Ids], positions: Sequence[int]) -> Tensor:
         """Return logits [B, len(positions), V] of right-padded prompts."""
         longest = max(map(len, prompts))
         tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -182,11 +183,11 @@ class Decoder:
         self._longest += 1
         self._sample(self.running, logits[:, -1], settings)
 
-    def _mask(self, positions_BL: torch.Tensor, width: int) -> Mask:
+    def _mask(self, positions_BL: Tensor, width: int) -> Mask:
         """Return the attention mask [B, 1, L, width] for queries at `positions_BL`, `width` keys;
         a dict with a mask for each kind of layer if the model has `layer_types`."""
 
-        def mask(hidden: torch.Tensor) -> torch.Tensor:
+        def mask(hidden: Tensor) -> Tensor:
             return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -torch.inf)
 
         keys_T = torch.arange(width, device=self._device)
@@ -198,15 +199,13 @@ class Decoder:
         is_mixed = getattr(self.model.config.get_text_config(), "layer_types", None)
         return {"full_attention": mask(later), "sliding_attention": near} if is_mixed else near
 
-    def _admit(
-        self, waiting: deque[Generation]
-    ) -> tuple[list[tuple[int, ...]], list[Generation], list[int]]:
+    def _admit(self, waiting: deque[Generation]) -> tuple[list[Ids], list[Generation], list[int]]:
         """Remove the requests that fit from `waiting`.
 
         Returns:
             (the distinct prompts, the requests, the index of each request's prompt).
         """
-        rows: dict[tuple[int, ...], int] = {}
+        rows: dict[Ids, int] = {}
         fresh: list[Generation] = []
         sources: list[int] = []
         lengths: set[int] = set()
@@ -260,9 +259,7 @@ class Decoder:
     def _settings_of(self, generations: Sequence[Generation]) -> Settings:
         return settings_of(generations, vocab_size=self._vocab_size, device=self._device)
 
-    def _sample(
-        self, generations: list[Generation], logits_BV: torch.Tensor, settings: Settings
-    ) -> None:
+    def _sample(self, generations: list[Generation], logits_BV: Tensor, settings: Settings) -> None:
         """Draw a token for each generation and append it."""
         if settings.may_ban:
             ban_stops(logits_BV, generations)

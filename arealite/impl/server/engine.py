@@ -25,6 +25,7 @@ from arealite.impl.server.generation import Generation
 logger = log.get(__name__)
 
 T = TypeVar("T")
+Job = Callable[[], None]
 
 CLOSE_S = 30.0
 """Seconds that `close` waits for the running forward pass."""
@@ -47,9 +48,9 @@ class Engine:
         self.paused: str | None = None
         self.waiting: deque[Generation] = deque()
         self.last_pause_s = 0.0
-        self._inbox: list[Callable[[], None]] = []
+        self._inbox: list[Job] = []
         self._wake = threading.Condition()
-        self._updates: deque[Callable[[], None]] = deque()
+        self._updates: deque[Job] = deque()
         """Weight updates: each waits for a pause or the end of all running requests. Meanwhile no
         request is admitted."""
         self._outbox: list[Generation] = []
@@ -140,9 +141,7 @@ class Engine:
         self.decoder.clear()
         return True
 
-    def update(
-        self, stage: Callable[[], Callable[[], None]], version: str | None, flush: bool
-    ) -> bool:
+    def update(self, stage: Callable[[], Job], version: str | None, flush: bool) -> bool:
         """Load new weights; called through `call_between_requests`.
 
         Args:
@@ -172,7 +171,7 @@ class Engine:
                 generation.close_span(self.version)
             self.version = version
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Job) -> None:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()

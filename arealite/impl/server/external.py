@@ -52,9 +52,9 @@ class ExternalServers:
 
     async def run(self) -> None:
         """Register every server until cancelled."""
-        headers = self.registry.headers("external")
+        key = self.registry.headers("external")
         async with (
-            aiohttp.ClientSession(headers=headers) as self._session,
+            aiohttp.ClientSession(headers=key) as self._session,
             asyncio.TaskGroup() as tasks,
         ):
             for address in self.addresses:
@@ -116,7 +116,7 @@ class ExternalServers:
                 return msgspec.convert(answer, Loads)
 
         try:
-            await follow(entry, changed, version=version, load=load, heartbeat_s=beat_s)
+            await follow(entry, changed, version, load, heartbeat_s=beat_s)
         except (*SILENT, UserError) as error:
             return str(error) or repr(error)
 

@@ -85,13 +85,10 @@ class Generation:
 
     def close_span(self, version: str) -> None:
         """Attribute the tokens since the last span to `version`."""
-        start = self.covered
-        end = len(self.output)
-        if end == start:
-            return
+        start, end = self.covered, len(self.output)
         if self.spans and self.spans[-1][0] == version:
             self.spans[-1] = (version, self.spans[-1][1], end)
-        else:
+        elif end > start:
             self.spans.append((version, start, end))
 
     def append(self, token: int, logprob: float) -> bool:

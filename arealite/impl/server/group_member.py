@@ -19,12 +19,11 @@ import torch.distributed as dist
 
 from arealite.impl.server.engine import resolve
 from arealite.impl.weights import group as groups
-from arealite.impl.weights.buckets import Layout, unpack
+from arealite.impl.weights.buckets import Layout, Named, unpack
 
 TIMEOUT_S = 60.0
 """Limit for the other ranks to join, and for the tensors of one update to arrive."""
 
-Named = list[tuple[str, torch.Tensor]]
 T = TypeVar("T")
 
 
@@ -61,7 +60,7 @@ class GroupMember:
             self.leave()
             raise
 
-    async def receive(self, layout: Layout, *, flat: bool) -> Named:
+    async def receive(self, layout: Layout, *, flat: bool) -> list[Named]:
         """Receive tensors from rank 0: one broadcast each, or one of all their bytes (`flat`).
 
         Raises:
@@ -87,7 +86,7 @@ class GroupMember:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _receive(self, layout: Layout, flat: bool) -> Named:
+    def _receive(self, layout: Layout, flat: bool) -> list[Named]:
         send: Any = partial(dist.broadcast, src=0, group=self._group)
         if flat:
             buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
@@ -95,7 +94,7 @@ class GroupMember:
             named = list(unpack(layout, buffer))
         else:
             described = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
-            named: Named = [
+            named: list[Named] = [
                 (name, torch.empty(shape, dtype=getattr(torch, dtype), device=self.device))
                 for name, dtype, shape in described
             ]

@@ -183,15 +183,13 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         raise Refusal("top_k must be -1 (disable) or at least 1, got 0.")
     if most is not None and least > most:
         raise Refusal(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
-    generation = _generation(
-        body.input_ids, sampling, rid=body.rid or uuid.uuid4().hex, model=model
-    )
+    generation = _generation(body.input_ids, sampling, body.rid or uuid.uuid4().hex, model)
     generation.interval = (sampling.stream_interval or 1) if body.stream else 0
     return generation
 
 
 def _generation(
-    prompt: list[int], sampling: SamplingParams, *, rid: str, model: ServedModel
+    prompt: list[int], sampling: SamplingParams, rid: str, model: ServedModel
 ) -> Generation:
     length, context = len(prompt), model.context_length
     if length >= context:

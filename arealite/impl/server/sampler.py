@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Generator, Tensor
 
 from arealite.impl.server.generation import Generation
 
@@ -22,11 +23,11 @@ GREEDY_BELOW = 1e-6
 class Settings:
     """Sampling settings of a batch, as tensors; None if no row uses the setting."""
 
-    temperature_B1: torch.Tensor
+    temperature_B1: Tensor
     """1 for greedy rows: their log-probabilities are raw."""
-    greedy_B: torch.Tensor | None
+    greedy_B: Tensor | None
     all_greedy: bool
-    filtered: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    filtered: tuple[Tensor, Tensor, Tensor] | None
     """(rows, top_k, top_p) of the rows that cut the distribution."""
     may_ban: bool
     """Whether a row has `min_new_tokens`."""
@@ -55,7 +56,7 @@ def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: s
     )
 
 
-def ban_stops(logits_BV: torch.Tensor, generations: Sequence[Generation]) -> None:
+def ban_stops(logits_BV: Tensor, generations: Sequence[Generation]) -> None:
     """Forbid stop tokens, in place, in rows that have not reached their `min_new_tokens`."""
     banned = [
         (row, stop)
@@ -67,9 +68,7 @@ def ban_stops(logits_BV: torch.Tensor, generations: Sequence[Generation]) -> Non
         logits_BV[tuple(zip(*banned, strict=True))] = -torch.inf
 
 
-def draw(
-    logits_BV: torch.Tensor, settings: Settings, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[Tensor, Tensor]:
     """Return tokens [B] and their log_softmax(logits / T) [B], float32.
 
     Log-probabilities are not renormalised after top_k and top_p (as SGLang's). A token is drawn as
@@ -90,7 +89,7 @@ def draw(
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
-def _cut(probs_BV: torch.Tensor, top_k_B1: torch.Tensor, top_p_B1: torch.Tensor) -> torch.Tensor:
+def _cut(probs_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor) -> Tensor:
     """Zero the tokens outside the `top_k` most likely and outside the `top_p` mass."""
     ordered, order = probs_BV.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered

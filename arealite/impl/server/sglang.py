@@ -129,8 +129,9 @@ def plan(config: ServerConfig) -> list[Launch]:
     metadata = describe(config)
     python = os.path.expanduser(options.python or sys.executable)
     devices = assign_devices(config, probe(python, options.device))
-    ports = find_ports(config)
-    logs = log_folder(config)
+    ports, logs = find_ports(config), run_paths(config).logs
+    check_folder(logs, "the servers' folder of logs", "cluster.run_root")
+    logs.mkdir(parents=True, exist_ok=True)
     return [
         Launch(
             command=partial(command, config, python, i, devices is None),
@@ -184,9 +185,8 @@ def probe(python: str, device: str) -> int:
         UserError: `python` cannot be run, or does not have sglang.
     """
     try:
-        done = subprocess.run(
-            [python, "-c", PROBE, device], capture_output=True, text=True, timeout=PROBE_S
-        )
+        words = [python, "-c", PROBE, device]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S)
         if done.returncode == 0:
             return int(done.stdout)
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -230,14 +230,6 @@ def find_ports(config: ServerConfig) -> list[int]:
     for number in range(count):
         check_address(server.host, server.port and server.port + number, at="llm_server")
     return take_ports(server.host, server.port, count)
-
-
-def log_folder(config: ServerConfig) -> Path:
-    """Create the trial's log folder, and return it."""
-    logs = run_paths(config).logs
-    check_folder(logs, "the servers' folder of logs", "cluster.run_root")
-    logs.mkdir(parents=True, exist_ok=True)
-    return logs
 
 
 def environment(devices: str | None) -> dict[str, str]:

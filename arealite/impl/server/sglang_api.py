@@ -69,9 +69,9 @@ def note_load(entry: dict[str, object], loads: Loads | None) -> None:
 async def follow(
     entry: dict[str, object],
     changed: asyncio.Event,
-    *,
     version: Callable[[], Awaitable[str | int | None]],
     load: Callable[[], Awaitable[Loads | None]],
+    *,
     heartbeat_s: float,
 ) -> NoReturn:
     """Update the version and the load in the content of a server's name, until `version` raises.

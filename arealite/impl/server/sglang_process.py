@@ -181,9 +181,8 @@ class SGLangProcess(Supervisor):
         log_file = self.launch.logs / f"{name}.log"
         words, own = self.launch.command(self.port), self.launch.environment
         try:
-            self.launch.logs.mkdir(
-                parents=True, exist_ok=True
-            )  # the user may have removed the run folder
+            # The user may have removed the run folder.
+            self.launch.logs.mkdir(parents=True, exist_ok=True)
             child = await spawn(name, words, log=log_file, environment=own, guard=GUARD)
         except (UserError, OSError):
             if not self._served:
@@ -222,17 +221,14 @@ class SGLangProcess(Supervisor):
             # second. The publisher requests it as soon as the name exists.
             await self._get("/openapi.json", dict, self.options.silence_s / 3)
             self._entry["version"] = await self._version()
-            note_load(self._entry, await self._load(LOAD_S))
+            note_load(self._entry, await self._load())
         took = round(time.monotonic() - begin, 1)
         logger.info("server ready", address=self.address, seconds=took, server=self.children[0].pid)
 
     async def _follow(self) -> None:
         """Update the name; raise DeadlineError when the server no longer replies."""
         beat_s = self.config.cluster.heartbeat_s
-        load = lambda: self._load(LOAD_S)  # noqa: E731
-        await follow(
-            self._entry, self._changed, version=self._version, load=load, heartbeat_s=beat_s
-        )
+        await follow(self._entry, self._changed, self._version, self._load, heartbeat_s=beat_s)
 
     def _value(self) -> dict[str, object] | None:
         """Return the content of the name; None after `ttl_s` without a reply.
@@ -249,7 +245,7 @@ class SGLangProcess(Supervisor):
         self._replied = time.monotonic()
         return info.weight_version
 
-    async def _load(self, seconds: float) -> Loads | None:
+    async def _load(self, seconds: float = LOAD_S) -> Loads | None:
         return await self._get("/v1/loads?include=core", Loads, seconds)
 
     async def _answer(self, path: str, kind: type[T], body: object = None) -> T:

@@ -7,7 +7,7 @@ would corrupt the training data.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,17 @@ from transformers import PreTrainedModel
 
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_layers, read_model
+from arealite.impl.server.engine import Job
 from arealite.impl.server.protocol import Refusal
-from arealite.impl.weights.buckets import Layout
+from arealite.impl.weights.buckets import Layout, Named
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = {*DTYPES.values(), torch.float64}
+Targets = Mapping[str, torch.Tensor]
+"""The tensors of a model, by name."""
 
 
-def stage_weights(targets: Mapping[str, torch.Tensor], path: str) -> Callable[[], None]:
+def stage_weights(targets: Targets, path: str) -> Job:
     """Check a folder of safetensors against the tensors of a model.
 
     Returns:
@@ -41,9 +44,7 @@ def stage_weights(targets: Mapping[str, torch.Tensor], path: str) -> Callable[[]
     return load
 
 
-def stage_tensors(
-    targets: Mapping[str, torch.Tensor], named: list[tuple[str, torch.Tensor]]
-) -> Callable[[], None]:
+def stage_tensors(targets: Targets, named: list[Named]) -> Job:
     """Check tensors, which may be a part of the model; return a function that copies them.
 
     Raises:
@@ -61,7 +62,7 @@ def stage_tensors(
     return load
 
 
-def check_layout(targets: Mapping[str, torch.Tensor], layout: Layout) -> None:
+def check_layout(targets: Targets, layout: Layout) -> None:
     """Check the description of tensors before they are received.
 
     Raises:
@@ -86,9 +87,7 @@ def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None
         raise Refusal(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
 
 
-def _target(
-    targets: Mapping[str, torch.Tensor], name: str, shape: list[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _target(targets: Targets, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Return the model's tensor of a name, after a check of shape and kind of number.
 
     Raises:
@@ -118,7 +117,7 @@ def _files(path: str) -> list[Path]:
     return files
 
 
-def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
+def _read(file: Path) -> list[Named]:
     """Return the names and tensors of a file, mapped into memory."""
     try:
         with safe_open(file, framework="pt") as opened:
