@@ -84,9 +84,8 @@ def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> t
     """Return each token's clamped log-ratio; at level `sequence` the mean of its row's."""
     if level == "sequence":
         index_N = (rows_N.diff(prepend=rows_N[:1]) != 0).cumsum(0)  # rows numbered without gaps
-        means_N = torch.zeros_like(log_ratio_N).scatter_reduce(
-            0, index_N, log_ratio_N, "mean", include_self=False
-        )
+        zeros_N = torch.zeros_like(log_ratio_N)
+        means_N = zeros_N.scatter_reduce(0, index_N, log_ratio_N, "mean", include_self=False)
         log_ratio_N = means_N[index_N]
     return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

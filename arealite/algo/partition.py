@@ -52,12 +52,7 @@ def balance(tokens: Sequence[int], *, ranks: int) -> list[int]:
 
 
 def partition(
-    group_ids: Sequence[str],
-    tokens: Sequence[int],
-    *,
-    updates: int,
-    ranks: int,
-    seed: int | None = None,
+    group_ids: Sequence[str], tokens: Sequence[int], *, updates: int, ranks: int, seed: int | None
 ) -> tuple[list[int], list[int]]:
     """Return (minibatch, rank) of each trajectory; tokens are balanced within each minibatch."""
     minibatches = deal_groups(group_ids, updates=updates, seed=seed)

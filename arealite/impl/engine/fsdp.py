@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from arealite.algo.packing import computed_tokens, microbatches
-from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training
+from arealite.algo.packing import Plan, computed_tokens, microbatches
+from arealite.api.engine import Head, Lengths, LossFn, LossInput, Sequence, TrainEngine, Training
 from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
@@ -97,9 +97,7 @@ class FSDPEngine(TrainEngine):
             raise InvariantError("an engine without `training` is frozen: forward only")
         return self._optimizer
 
-    def forward(
-        self, rows: list[Sequence], all_lengths: list[list[int]]
-    ) -> dict[str, list[np.ndarray]]:
+    def forward(self, rows: list[Sequence], all_lengths: Lengths) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs; see TrainEngine."""
         results: dict[str, list[np.ndarray]] = {}
         base_model = lora.switched_off(self.module) if self._skips_adapter else nullcontext()
@@ -120,7 +118,7 @@ class FSDPEngine(TrainEngine):
     def train_batch(
         self,
         rows: list[Sequence],
-        all_lengths: list[list[int]],
+        all_lengths: Lengths,
         loss_fn: LossFn,
         *,
         rows_per_example: int = 1,
@@ -185,41 +183,34 @@ class FSDPEngine(TrainEngine):
         tensor = tensor.to(self.device)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def _plan(
-        self, rows: list[Sequence], all_lengths: list[list[int]], rows_per_example: int = 1
-    ) -> list[list[int]]:
+    def _plan(self, rows: list[Sequence], all_lengths: Lengths, size: int = 1) -> Plan:
+        """Return the indices of the rows of each micro-batch; `size` rows stay together."""
         limit = exact_length(self.module.config.get_text_config().to_dict())
         longest = max((length for each in all_lengths for length in each), default=0)
         if limit and longest > limit:
             what = f"Positions of '{self.source}' beyond {limit} depend on the rows beside it"
             fix = f"use llm_server.context_length={limit}, or shorter rows."
             raise UserError(f"A row has {longest} tokens. {what}: {fix}")
+        lengths, budget = [len(row.tokens) for row in rows], self.config.max_tokens_per_microbatch
         return microbatches(
-            [len(row.tokens) for row in rows],
-            self.config.max_tokens_per_microbatch,
-            layout=self.layout,
-            rows_per_example=rows_per_example,
-            all_lengths=all_lengths,
+            lengths, budget, layout=self.layout, rows_per_example=size, all_lengths=all_lengths
         )
 
 
 def backward(
-    model: nn.Module,
-    batch: MicroBatch,
-    loss_fn: LossFn,
-    record_outputs: Mapping[str, str] | None = None,
+    model: nn.Module, batch: MicroBatch, loss_fn: LossFn, record: Mapping[str, str] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Run one micro-batch forward and backward; gradients are added to those of the parameters.
 
     Args:
-        record_outputs: {output: field}: outputs of the model that the loss function also gets as
+        record: {output: field}: outputs of the model that the loss function also gets as
             fields, without gradient.
 
     Returns:
         (stats of the loss, the recorded outputs by field, float32 [N] each).
     """
     outputs = model(batch)
-    recorded = {field: outputs[name].detach() for name, field in (record_outputs or {}).items()}
+    recorded = {field: outputs[name].detach() for name, field in (record or {}).items()}
     loss, stats = loss_fn(LossInput(outputs, batch.rows_N, batch.fields | recorded))
     loss.backward()
     return stats, recorded

@@ -35,12 +35,10 @@ class LogprobModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return logprobs and entropy, float32 [N]."""
+        hidden_NH, head = _hidden(self.module, batch), self.module.get_output_embeddings()
+        targets_N, temperature_N = batch.targets_N, batch.temperature_N
         logprobs_N, entropy_N = token_logprobs(
-            _hidden(self.module, batch),
-            self.module.get_output_embeddings().weight,
-            batch.targets_N,
-            temperature_N=batch.temperature_N,
-            chunk=self.chunk,
+            hidden_NH, head.weight, targets_N, temperature_N=temperature_N, chunk=self.chunk
         )
         return {"logprobs": logprobs_N, "entropy": entropy_N}
 

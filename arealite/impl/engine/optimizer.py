@@ -9,7 +9,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from arealite.algo.schedules import learning_rate
@@ -21,34 +21,29 @@ class Optimizer:
     """One optimizer and its schedule; `updates` counts applied updates, `skipped` the updates that
     were skipped since the last applied one."""
 
+    _torch: optim.Optimizer
+
     def __init__(self, model: nn.Module, training: Training) -> None:
         self.updates = self.skipped = 0
         self._training, config = training, training.optimizer
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        params = self._named.values()
+        params, lr = self._named.values(), training.lr
         mesh = getattr(next(iter(params)), "device_mesh", None)
         self._copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
         # Weight decay is applied here: torch's SGD would add it to the momentum.
         self._matrices = [p for p in params if p.ndim > 1]
         if config.type == "sgd":
-            self._torch: torch.optim.Optimizer = torch.optim.SGD(
-                params, lr=training.lr, momentum=config.beta1, foreach=True
-            )
+            self._torch = optim.SGD(params, lr, momentum=config.beta1, foreach=True)
             moments = ["momentum_buffer"] if config.beta1 else []
         else:
             betas = config.beta1, config.beta2
-            self._torch = torch.optim.AdamW(
-                params, lr=training.lr, betas=betas, eps=config.eps, weight_decay=0.0, fused=True
-            )
+            self._torch = optim.AdamW(params, lr, betas, config.eps, weight_decay=0.0, fused=True)
             moments = ["step", "exp_avg", "exp_avg_sq"]
         for param in params:
             # Created here, not at the first step, so that every checkpoint has the same tensors.
-            self._torch.state[param] = {
-                key: torch.zeros((), dtype=torch.float32, device=param.device)
-                if key == "step"
-                else torch.zeros_like(param)
-                for key in moments
-            }
+            step = torch.zeros((), dtype=torch.float32, device=param.device)
+            state = {key: step if key == "step" else torch.zeros_like(param) for key in moments}
+            self._torch.state[param] = state
 
     def step(self) -> dict[str, float]:
         """Clip, update and clear the gradients; return grad_norm, lr and skipped_update.
