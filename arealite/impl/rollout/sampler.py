@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,11 +18,11 @@ from arealite.api.agent import Agent
 from arealite.api.config import ExperimentConfig
 from arealite.api.episode import Action
 from arealite.api.observation import messages
-from arealite.api.rollout_messages import Episode, Failure, Lease
+from arealite.api.rollout_messages import Failure, Lease
 from arealite.api.task import Task
 from arealite.api.trajectory import decode_segments, encode_segments
 from arealite.base.errors import RoleError
-from arealite.impl.rollout.collector import Collector, Part
+from arealite.impl.rollout.collector import Agents, Collector, Part, Played
 from arealite.system.data.samples import Samples
 from arealite.system.datapipe.group_store import FAILURE_WINDOW
 from arealite.system.health.waits import is_cancelled
@@ -40,9 +41,7 @@ class ObservingCollector(Collector):
         self._seen = dict[tuple[str, int], dict[str, dict[int, str]]]()
         """The observations of each episode and seat, by the number of tokens sampled before."""
 
-    async def run(
-        self, lease: Lease, member: int, turns: Sequence[bytes] = ()
-    ) -> tuple[Episode, list[bytes]]:
+    async def run(self, lease: Lease, member: int, turns: Sequence[bytes] = ()) -> Played:
         """Run one episode; see Collector.run."""
         episode, payloads = await super().run(lease, member, turns)
         seen = self._seen.pop((lease.group_id, member), {})
@@ -55,9 +54,7 @@ class ObservingCollector(Collector):
             episode.headers[number] = replace(header, payload_sum=payload_sum(payloads[number]))
         return episode, payloads
 
-    def _make_agents(
-        self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]
-    ) -> dict[str, Agent]:
+    def _make_agents(self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]) -> Agents:
         agents = super()._make_agents(part, lease, member, turns)
         seats = self._seen[lease.group_id, member] = {name: dict[int, str]() for name in agents}
         for name, agent in agents.items():
@@ -79,30 +76,27 @@ def watch(agent: Agent, seen: dict[int, str]) -> None:
     setattr(agent, "act", watched)  # noqa: B010  (a method)
 
 
+@dataclass(eq=False)
 class Sampler:
     """Runs `concurrency` episodes at a time."""
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        *,
-        collector: Collector,
-        samples: Samples,
-        split: str,
-        progress: Callable[[int, int], None] = lambda done, all_: None,
-    ) -> None:
-        self.collector = collector
-        self.samples = samples
-        self.split = split
-        """"train" samples as training does, "eval-0" as its evaluations do."""
+    config: ExperimentConfig
+    _: KW_ONLY
+    collector: Collector
+    samples: Samples
+    split: str
+    """"train" samples as training does, "eval-0" as its evaluations do."""
+    progress: Callable[[int, int], None] = lambda done, all_: None
+    """Called after each sample with the numbers of finished and of all samples."""
+
+    def __post_init__(self) -> None:
         self.failed: Counter[str] = Counter()
         """By source: samples that failed `max_attempts` times. The next run retries them."""
-        self._ppo, self._share = config.trainer.ppo, config.datapipe.max_failed_share
+        self._ppo, self._share = self.config.trainer.ppo, self.config.datapipe.max_failed_share
         # External servers may have no version.
-        self._version = -1 if config.llm_server.addresses else 0
+        self._version = -1 if self.config.llm_server.addresses else 0
         self._window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self._first: Failure | None = None
-        self._progress = progress
 
     async def run(self, tasks: Sequence[Task], n: int) -> None:
         """Sample each task `n` times, or in an evaluation as `Task.eval_samples` says.
@@ -137,7 +131,7 @@ class Sampler:
                     break
             else:
                 self.failed[job[1].source] += 1
-            self._progress(self._done, self._all)
+            self.progress(self._done, self._all)
 
     async def _attempt(self, number: int, task: Task, member: int) -> bool:
         """Run an episode and store it; return False if it failed."""
