@@ -20,7 +20,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from arealite.base.errors import UserError
+from arealite.base.errors import UserError, one_line
 from arealite.base.registry import UNNAMED, module_named
 
 C = TypeVar("C")
@@ -173,8 +173,8 @@ def read(file: Path) -> DictConfig:
     try:
         loaded = OmegaConf.load(file)
     except READ_ERRORS as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"config file {file} is not readable YAML: {line}") from error
+        what = f"config file {file} is not readable YAML"
+        raise UserError(f"{what}: {one_line(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise UserError(f"config file {file} must hold `key: value` pairs.")
     return loaded
@@ -193,8 +193,7 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"an override cannot be parsed: {line}") from error
+        raise UserError(f"an override cannot be parsed: {one_line(error)}") from error
 
 
 def save(config: Any, file: Path) -> None:
@@ -328,9 +327,8 @@ def _new_name(item: dataclasses.Field[object], value: object) -> str | None:
 
 def _suggest(key: str, schema: type) -> str:
     known = [path for path, _, _ in keys(schema)]
-    known += sorted(
-        {path.rsplit(".", n)[0] for path in known for n in range(1, path.count(".") + 1)}
-    )
+    sections = {path.rsplit(".", n)[0] for path in known for n in range(1, path.count(".") + 1)}
+    known += sorted(sections)
     leaf = key.rsplit(".", 1)[-1]
     same_leaf = [path for path in known if path.rsplit(".", 1)[-1] == leaf]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -101,6 +101,11 @@ class ServerUnavailable(EpisodeError, failure_class="server_unavailable"):
     """No live server finished the request before its deadline."""
 
 
+def one_line(error: Exception) -> str:
+    """Return the text of an error on one line."""
+    return " ".join(str(error).split())
+
+
 def failure_class(error: BaseException) -> str:
     """Return the failure class that counts an episode that failed with `error`."""
     if isinstance(error, EpisodeError):

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from arealite.base.errors import RoleError, UserError
+from arealite.base.errors import RoleError, UserError, one_line
 
 LENGTHS = {"embed_tokens.weight": "vocab_size", "input_layernorm.weight": "hidden_size"}
 """Maps the end of a tensor's name to the config.json field that its first dimension equals."""
@@ -46,7 +46,7 @@ def local_folder(path: str | None) -> str | None:
     try:
         return hub.snapshot_download(path, allow_patterns=HUB_FILES)
     except (OSError, ValueError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
+        why = one_line(error).rstrip(".")
         what = "is no folder here, and no model of the Hugging Face hub that can be read"
         fix = "Name a folder, or download the model where a network is."
         raise UserError(f"model.path={path} {what} ({why:.200}). {fix}") from error
@@ -209,13 +209,8 @@ def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> No
 
 
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from arealite.base.errors import UserError
+from arealite.base.errors import UserError, one_line
 from arealite.base.extras import import_optional
 from arealite.base.registry import unknown
 
@@ -141,7 +141,7 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
         table = parquet.read_table(file, columns=wanted if is_own else None)
     except (pyarrow.ArrowException, OSError) as error:
         what = f"dataset file {file} is not readable Parquet"
-        raise UserError(f"{what}: {one_line(error)}") from error
+        raise UserError(f"{what}: {one_line(error):.300}") from error
     yield from _numbered(file, table.to_pylist())
 
 
@@ -162,7 +162,7 @@ def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
         files = [folder / f["filename"] for f in json.loads(state.read_text())["_data_files"]]
         rows = [r for f in files for r in ipc.open_stream(f.read_bytes()).read_all().to_pylist()]
     except (OSError, ValueError, KeyError) as error:  # errors of Arrow are ValueErrors
-        what = f"{folder} is not a readable dataset: {one_line(error)}"
+        what = f"{folder} is not a readable dataset: {one_line(error):.300}"
         raise UserError(f"{what}. Save it again.") from error
     yield from _numbered(folder, rows)
 
@@ -176,13 +176,8 @@ def _hub_rows(name: str, split: str) -> Iterator[Place]:
         rows = found[chosen or _pick_split([*found], split, f"{owner}:{config}", ":")]
     except Exception as error:  # the library and the network may raise anything
         fix = "Correct it, or download the dataset and name a file or a folder"
-        raise UserError(f"{what}: {one_line(error)}. {fix}.") from error
+        raise UserError(f"{what}: {one_line(error):.300}. {fix}.") from error
     yield from _numbered(name, rows)
-
-
-def one_line(error: Exception) -> str:
-    """Return the beginning of an error's text in one line."""
-    return " ".join(str(error).split())[:300]
 
 
 def _pick_split(names: Sequence[str], split: str, where: str, mark: str) -> str:

@@ -19,7 +19,7 @@ from arealite.api.reward import Reward, RewardConfig, make_reward, rewards
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.system.data.chats import read_dataset
-from arealite.system.data.dataset import load_tasks, make_task, read_tasks
+from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, read_tasks
 from arealite.system.data.forms import chat_form, task_form
 from arealite.system.data.sources import read_rows
 
@@ -66,9 +66,7 @@ def reads_columns(config: EnvConfig) -> bool:
     return reward is not None and rewards.get(reward.type).score_task is not Reward.score_task
 
 
-def first_tasks(
-    config: ExperimentConfig, part: PartConfig, split: str
-) -> Iterator[tuple[str, Task]]:
+def first_tasks(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[PlacedTask]:
     """Yield the place and the task of the first rows of a part: FIRST_ROWS of a file, or one
     generated row."""
     files = part if config.trainer.ppo.collector.envs else config.dataset
@@ -91,7 +89,7 @@ def check_first_rows(config: ExperimentConfig, splits: Sequence[str] = ("train",
         asyncio.run(_check_tasks(part.env, first_tasks(config, part, split)))
 
 
-async def _check_tasks(config: EnvConfig, rows: Iterator[tuple[str, Task]]) -> None:
+async def _check_tasks(config: EnvConfig, rows: Iterator[PlacedTask]) -> None:
     reward, kind = reward_of(config), config.type
     scorer = make_reward(reward) if reward else None
     is_scored = getattr(envs.options(config), "reward_from", "function") == "function"
@@ -155,16 +153,10 @@ def shares(weights: dict[str, float], count: int) -> dict[str, int]:
 def _mixed(config: ExperimentConfig, split: str, count: int) -> list[Task]:
     parts = config.trainer.ppo.collector.envs
     if split == "train":
-        counts = shares({name: part.weight for name, part in parts.items()}, count)
-        drawn = {n: islice(_own(config, p, split), counts[n]) for n, p in parts.items()}
-    else:
-        held_out = {name: part for name, part in parts.items() if part.eval}
-        drawn = {
-            name: islice(_own(config, part, split), count)
-            if part.eval == GENERATED
-            else _read(part, split)
-            for name, part in held_out.items()
-        }
+        most = shares({name: part.weight for name, part in parts.items()}, count)
+    else:  # None: all rows of a file
+        most = {n: count if p.eval == GENERATED else None for n, p in parts.items() if p.eval}
+    drawn = {name: islice(_own(config, parts[name], split), most[name]) for name in most}
     named = [_named(task, name) for name, tasks in drawn.items() for task in tasks]
     return [structs.replace(task, task_id=f"{split}-{n}") for n, task in enumerate(named)]
 
@@ -173,12 +165,8 @@ def _own(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[Tas
     path = part.train if split == "train" else part.eval
     if path == GENERATED:
         return generate(part.env, split, config.seed)
-    return cycle(_read(part, split))
-
-
-def _read(part: PartConfig, split: str) -> list[Task]:
-    path = (part.train if split == "train" else part.eval) or ""
-    return load_tasks(path, split, part.columns, keep=reads_columns(part.env))
+    tasks = load_tasks(path or "", split, part.columns, keep=reads_columns(part.env))
+    return cycle(tasks) if split == "train" else iter(tasks)
 
 
 def _named(task: Task, name: str) -> Task:
