@@ -106,15 +106,7 @@ class Agent(ABC):
         return turn.response
 
 
-agents: Registry[Agent] = Registry(
-    "agent",
-    math_code_single_step="arealite.impl.agent.math_code_single_step:MathCodeSingleStepAgent",
-    chat="arealite.impl.agent.chat:ChatAgent",
-    tool_use="arealite.impl.agent.tool_use:ToolUseAgent",
-    reasoning="arealite.impl.agent.reasoning:ReasoningAgent",
-    scripted="arealite.impl.agent.scripted:ScriptedAgent",
-    fixed_policy="arealite.impl.agent.fixed_policy:FixedPolicyAgent",
-)
+agents = Registry[Agent].built_in("agent")
 
 
 class AgentFactory:

@@ -142,6 +142,4 @@ class TrainEngine(ABC):
         """
 
 
-engines: Registry[TrainEngine] = Registry(
-    "train_engine", fsdp="arealite.impl.engine.fsdp:FSDPEngine"
-)
+engines = Registry[TrainEngine].built_in("train_engine")

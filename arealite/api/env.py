@@ -114,24 +114,4 @@ class StepEnv(Env):
             observation, done = result.observation, result.done or action.is_last
 
 
-envs: Registry[Env] = Registry(
-    "env",
-    math="arealite.impl.env.math.env:MathEnv",
-    code="arealite.impl.env.code.env:CodeEnv",
-    tools="arealite.impl.env.tools:ToolsEnv",
-    debate="arealite.impl.env.debate.env:DebateEnv",
-    tic_tac_toe="arealite.impl.env.games.tic_tac_toe:TicTacToeEnv",
-    matrix_game="arealite.impl.env.games.matrix_game:MatrixGameEnv",
-    iterated_prisoners_dilemma="arealite.impl.env.games.matrix_game:PrisonersDilemmaEnv",
-    reverse="arealite.impl.env.games.reverse:ReverseEnv",
-    reverse_echo="arealite.impl.env.games.reverse:ReverseEchoEnv",
-    browser="arealite.impl.env.web.miniwob:BrowserEnv",
-    webarena="arealite.impl.env.web.webarena:WebArenaEnv",
-    reasoning_gym="arealite.impl.env.adapters.reasoning_gym:ReasoningGymEnv",
-    gymnasium="arealite.impl.env.adapters.gymnasium:GymnasiumEnv",
-    gyllm="arealite.impl.env.adapters.gyllm:GyLLMEnv",
-    textarena="arealite.impl.env.adapters.textarena:TextArenaEnv",
-    openenv="arealite.impl.env.adapters.openenv:OpenEnvEnv",
-    verifiers="arealite.impl.env.adapters.verifiers:VerifiersEnv",
-    harness="arealite.impl.env.harness.env:HarnessEnv",
-)
+envs = Registry[Env].built_in("env")

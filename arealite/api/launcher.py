@@ -82,9 +82,4 @@ class Launcher(ABC):
         """
 
 
-launchers: Registry[Launcher] = Registry(
-    "launcher",
-    local="arealite.impl.launcher.local:LocalLauncher",
-    slurm="arealite.impl.launcher.slurm:SlurmLauncher",
-    ray="arealite.impl.launcher.ray:RayLauncher",
-)
+launchers = Registry[Launcher].built_in("launcher")

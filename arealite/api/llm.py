@@ -121,6 +121,4 @@ class LLMClient(ABC):
         return {}
 
 
-clients: Registry[LLMClient] = Registry(
-    "llm_client", sglang="arealite.impl.client.sglang:SGLangClient"
-)
+clients = Registry[LLMClient].built_in("llm_client")

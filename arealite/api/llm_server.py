@@ -81,8 +81,4 @@ class LLMServer(ABC):
         """Load the model, listen, register under the trial's names, and serve until cancelled."""
 
 
-servers: Registry[LLMServer] = Registry(
-    "llm_server",
-    embedded="arealite.impl.server.embedded:EmbeddedServer",
-    sglang="arealite.impl.server.sglang:SGLangServer",
-)
+servers = Registry[LLMServer].built_in("llm_server")

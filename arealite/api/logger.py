@@ -43,10 +43,4 @@ class MetricLogger(ABC):
         """Flush and close."""
 
 
-loggers: Registry[MetricLogger] = Registry(
-    "logger",
-    jsonl="arealite.impl.logger.jsonl:JSONLLogger",
-    tensorboard="arealite.impl.logger.tensorboard:TensorBoardLogger",
-    trackio="arealite.impl.logger.services:TrackioLogger",
-    wandb="arealite.impl.logger.services:WandbLogger",
-)
+loggers = Registry[MetricLogger].built_in("logger")

@@ -97,9 +97,4 @@ class WeightPublisher(ABC):
         """Stop background threads and remove staged files."""
 
 
-publishers: Registry[WeightPublisher] = Registry(
-    "weight_publisher",
-    disk="arealite.impl.publisher.disk:DiskPublisher",
-    distributed="arealite.impl.publisher.distributed:DistributedPublisher",
-    shared="arealite.impl.publisher.shared:SharedPublisher",
-)
+publishers = Registry[WeightPublisher].built_in("weight_publisher")

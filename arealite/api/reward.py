@@ -100,12 +100,7 @@ class Reward(ABC):
         """Stop the resources of `setup`."""
 
 
-rewards: Registry[Reward] = Registry(
-    "reward",
-    math_verify="arealite.impl.reward.math_verify:MathVerifyReward",
-    function="arealite.impl.reward.functions:FunctionReward",
-    exact_match="arealite.impl.reward.exact_match:ExactMatchReward",
-)
+rewards = Registry[Reward].built_in("reward")
 
 
 def make_reward(config: RewardConfig) -> Reward:

@@ -53,13 +53,7 @@ class Tool(ABC):
         """Stop the resources of `setup`."""
 
 
-tools: Registry[Tool] = Registry(
-    "tool",
-    calculator="arealite.impl.tool.calculator:CalculatorTool",
-    python="arealite.impl.tool.python:PythonTool",
-    search="arealite.impl.tool.search:SearchTool",
-    files="arealite.impl.tool.files:FilesTool",
-)
+tools = Registry[Tool].built_in("tool")
 
 
 def function(

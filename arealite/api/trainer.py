@@ -119,11 +119,4 @@ class Trainer(ABC):
         """Train to the last step or to a stop request, then write a checkpoint."""
 
 
-trainers: Registry[Trainer] = Registry(
-    "trainer",
-    ppo="arealite.impl.trainer.ppo:PPOTrainer",
-    async_ppo="arealite.impl.trainer.ppo:AsyncPPOTrainer",
-    sft="arealite.impl.trainer.sft:SFTTrainer",
-    dpo="arealite.impl.trainer.preference:DPOTrainer",
-    reward="arealite.impl.trainer.preference:RewardTrainer",
-)
+trainers = Registry[Trainer].built_in("trainer")

@@ -10,11 +10,13 @@ import importlib
 import importlib.metadata
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
+from functools import cache
 from inspect import iscoroutinefunction, isfunction, unwrap
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from arealite.base.errors import UserError
 
@@ -42,6 +44,11 @@ class Registry(Generic[T]):
         """Config class of each third-party part, by name."""
         self._table: dict[str, str | type[T]] = {**table}
         self._built_in = {line: name for name, line in table.items()}
+
+    @classmethod
+    def built_in(cls, kind: str) -> Self:
+        """Return the registry of a kind, with its parts in `parts.toml`."""
+        return cls(kind, **_parts()[kind])
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[C], C]:
         """Return a class decorator that registers a part under `name`.
@@ -110,6 +117,11 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """List the known names, sorted."""
         return sorted(self._table)
+
+
+@cache
+def _parts() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_name("parts.toml").read_text())
 
 
 def check_async(cls: type) -> None:
