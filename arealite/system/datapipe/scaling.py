@@ -98,14 +98,9 @@ class Scaling:
         if not loads_now:
             return
         capacities = [load.get("capacity") or 0 for load in loads_now]
-        self._readings.append(
-            Reading(
-                sum(load["running"] for load in loads_now),
-                sum(load["waiting"] for load in loads_now),
-                sum(capacities) if all(capacities) else 0,
-                self._in_flight,
-            )
-        )
+        running, waiting = (sum(load[k] for load in loads_now) for k in ("running", "waiting"))
+        capacity = sum(capacities) if all(capacities) else 0
+        self._readings.append(Reading(running, waiting, capacity, self._in_flight))
 
     @property
     def _in_flight(self) -> int:

@@ -262,13 +262,11 @@ class TrainerRequestHandler:
         if not is_slow or now - self._reported < SHARE_WINDOW_S:
             return
         self._reported = now
-        logger.warning(
-            "trainer waits for slow episodes",
-            share=round(share, 2),
-            allowed=allowed,
-            episodes=slow_episodes(self.store, self.workers),
-            ended_by=f"collector.episode_timeout_s={self.store.ppo.collector.episode_timeout_s:g}",
-        )
+        limit = f"collector.episode_timeout_s={self.store.ppo.collector.episode_timeout_s:g}"
+        numbers = {"share": round(share, 2), "allowed": allowed}
+        episodes = slow_episodes(self.store, self.workers)
+        what = "trainer waits for slow episodes"
+        logger.warning(what, **numbers, episodes=episodes, ended_by=limit)
 
     # ------------------------------------------------------------ requests
 
