@@ -90,17 +90,15 @@ class Completions:
             raise UserError(f"{what} or password in it. {fix}")
         key = os.environ.get(config.api_key_env or "", "").strip()
         if config.api_key_env and not key:
-            what = (
-                f"fixed_policy.api_key_env={config.api_key_env}: this environment variable is not"
-            )
-            raise UserError(f"{what} set. Export it where train.py is started.")
+            what = f"fixed_policy.api_key_env={config.api_key_env}"
+            fix = "Export it where train.py is started."
+            raise UserError(f"{what}: this environment variable is not set. {fix}")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=config.connections)
+        jar = aiohttp.DummyCookieJar()
+        limits = aiohttp.ClientTimeout()  # each attempt has a deadline of its own
         async with aiohttp.ClientSession(
-            connector=connector,
-            headers=headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(),  # each attempt has a deadline of its own
+            connector=connector, headers=headers, cookie_jar=jar, timeout=limits
         ) as session:
             yield cls(config, session, key)
 
