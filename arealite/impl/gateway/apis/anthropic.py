@@ -36,21 +36,18 @@ class Messages(Api):
     function_type, server_error = "custom", "api_error"
     keep_alive = sse({"type": "ping"})
 
-    def decode(self, body: bytes) -> ChatRequest:
-        fields: MessageBody = self.body(body)
-        if (fields.output_config or {}).get("format"):
+    def read(self, body: MessageBody) -> dict[str, Any]:
+        if (body.output_config or {}).get("format"):
             raise ApiError(400, f"output_config.format is not supported: remove it. {shared.WHY}")
-        edits = (fields.context_management or {}).get("edits", ())
+        edits = (body.context_management or {}).get("edits", ())
         if not all(str(edit.get("type")).startswith("clear_thinking") for edit in edits):
             raise ApiError(400, "context_management: remove all edits but clear_thinking")
-        if decode(ITEM, bytes(fields.messages[-1])).role == "assistant":
+        if decode(ITEM, bytes(body.messages[-1])).role == "assistant":
             raise ApiError(400, "the last message must not be the assistant's: send the user's")
-        choice = fields.tool_choice
-        return self.request(
-            fields,
-            [*shared.message("system", fields.system), *map(bytes, fields.messages)],
-            is_parallel=not (isinstance(choice, Tool) and choice.disable_parallel_tool_use),
-        )
+        items = [*shared.message("system", body.system), *map(bytes, body.messages)]
+        choice = body.tool_choice
+        is_single = isinstance(choice, Tool) and choice.disable_parallel_tool_use
+        return {"items": items, "is_parallel": not is_single}
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         answer = answers[0]

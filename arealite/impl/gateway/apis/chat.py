@@ -29,10 +29,9 @@ class ChatCompletions(Api):
     names = "chatcmpl", "chat.completion", "chat.completion.chunk"
     """Prefix of the id; `object` of an answer and of an event."""
 
-    def decode(self, body: bytes) -> ChatRequest:
-        chat: ChatBody = self.body(body)
-        limit = chat.max_completion_tokens or chat.max_tokens
-        return self.request(chat, [*map(bytes, chat.messages)], max_tokens=limit)
+    def read(self, body: Any) -> dict[str, Any]:
+        limit = body.max_completion_tokens or body.max_tokens
+        return {"items": [*map(bytes, body.messages)], "max_tokens": limit}
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         prefix, kind, _ = self.names

@@ -28,15 +28,14 @@ class Completions(ChatCompletions):
     request_type = CompletionBody
     names = "cmpl", "text_completion", "text_completion"
 
-    def decode(self, body: bytes) -> ChatRequest:
-        fields: CompletionBody = self.body(body)
-        prompt, has_logprobs = fields.prompt, fields.logprobs is not None
+    def read(self, body: CompletionBody) -> dict[str, Any]:
+        prompt, has_logprobs = body.prompt, body.logprobs is not None
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         is_tokens = isinstance(prompt, list) and all(type(each) is int for each in prompt)
         if not prompt or not (isinstance(prompt, str) or is_tokens):
             raise ApiError(400, "prompt must be a text or a list of token ids: one in a request")
-        return self.request(fields, [], prompt=prompt, logprobs=has_logprobs)
+        return {"items": [], "prompt": prompt, "logprobs": has_logprobs}
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}

@@ -38,19 +38,15 @@ class Responses(Api):
 
     request_type = ResponseBody
 
-    def decode(self, body: bytes) -> ChatRequest:
-        fields: ResponseBody = self.body(body)
-        if (fields.text or {}).get("format") not in (None, {"type": "text"}):
+    def read(self, body: ResponseBody) -> dict[str, Any]:
+        if (body.text or {}).get("format") not in (None, {"type": "text"}):
             raise ApiError(400, f"text.format is not supported: remove it. {shared.WHY}")
-        if "message.output_text.logprobs" in (fields.include or ()):
+        if "message.output_text.logprobs" in (body.include or ()):
             raise ApiError(400, "include: use /v1/chat/completions for logprobs")
-        text, rest = (fields.input, []) if isinstance(fields.input, str) else ("", fields.input)
-        new = [*shared.message("user", text), *map(bytes, rest)]
-        return self.request(
-            fields,
-            [*shared.message("system", fields.instructions), *new],
-            previous=(fields.previous_response_id or "").removeprefix("resp_"),
-        )
+        text, rest = (body.input, []) if isinstance(body.input, str) else ("", body.input)
+        items = [*shared.message("system", body.instructions), *shared.message("user", text)]
+        previous = (body.previous_response_id or "").removeprefix("resp_")
+        return {"items": [*items, *map(bytes, rest)], "previous": previous}
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         answer = answers[0]

@@ -76,17 +76,17 @@ class Api(ABC):
         body = msgspec.defstruct("Body", fields, bases=(self.request_type,), frozen=True)
         self._decoder = msgspec.json.Decoder(body)
 
-    def body(self, data: bytes) -> Any:
-        """Return the body as a `request_type`; refuse fields that would change the answer."""
+    def decode(self, data: bytes) -> ChatRequest:
+        """Decode a request.
+
+        Raises:
+            ApiError: 400: the body is invalid, or has a field that would change the answer.
+        """
         body = decode(self._decoder, data)
         for name in self._refused:
             value = getattr(body, name)
             if value and value != FIELDS["neutral"].get(name):
                 raise ApiError(400, f"{name} is not supported: remove it. {WHY}", "unsupported")
-        return body
-
-    def request(self, body: Body, items: list[bytes], **fields: Any) -> ChatRequest:
-        """Return the request of a body; `fields` replace those of the body."""
         tools, _ = read_tools(body.tools, self.function_type)
         names, stop = ("max_tokens", "temperature", "top_p"), body.stop or ()
         made: dict[str, Any] = {name: getattr(body, name) for name in names}
@@ -94,14 +94,14 @@ class Api(ABC):
         made |= {"is_parallel": body.parallel_tool_calls is not False, "n": body.n or 1}
         made |= {"is_stream": bool(body.stream), "logprobs": bool(body.logprobs)}
         made["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-        return ChatRequest(items=items, options=body, **made | fields)
+        return ChatRequest(options=body, **made | self.read(body))
 
     @abstractmethod
-    def decode(self, body: bytes) -> ChatRequest:
-        """Decode a request.
+    def read(self, body: Any) -> dict[str, Any]:
+        """Return the fields of a request that this API has in a form of its own.
 
         Raises:
-            ApiError: The body is invalid (400), or asks for something that cannot be done.
+            ApiError: 400: the body asks for something that cannot be done.
         """
 
     @abstractmethod
