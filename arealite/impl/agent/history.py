@@ -38,7 +38,7 @@ first = lru_cache(maxsize=1024)(encode)
 """Tokenise a first prompt. The episodes of a group have the same first prompt."""
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2**14)
 def ending(tokenizer: Any, token: int) -> str:
     """Return the text of a special token, which may end a turn; "" for an ordinary token."""
     is_text = tokenizer.decode([token], skip_special_tokens=True)

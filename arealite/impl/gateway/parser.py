@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
 
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
+from arealite.impl.agent.history import ending
 from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
 from arealite.impl.gateway.families import FAMILIES, CallError, Family, Part, RawCall, Tools, skip
 from arealite.system.data.chats import decode
@@ -137,12 +137,6 @@ def read_calls(
     )
 
 
-@lru_cache(maxsize=16)
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of the special tokens, which may end a turn."""
-    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-
-
 class Decoder:
     """Decodes tokens as they are sampled; half a character waits for its rest."""
 
@@ -159,16 +153,13 @@ class Decoder:
             return ""
         if len(self.ids) > WINDOW:
             self.ids = self.ids[-WINDOW // 2 :]
-            self.shown = self._certain(self._decode())
+            self.shown = self._certain(decode(self.tokenizer, self.ids))
         self.ids += ids
-        text = self._decode()
+        text = decode(self.tokenizer, self.ids)
         end = len(text) if is_end else self._certain(text)
         new, self.has_rest = text[self.shown : end], end < len(text)
         self.shown = max(self.shown, end)
         return new
-
-    def _decode(self) -> str:
-        return decode(self.tokenizer, self.ids)
 
     def _certain(self, text: str) -> int:
         """Return the length of the text without the replacements of a half character's bytes."""
@@ -208,8 +199,8 @@ class Parser:
         """Return what new tokens add to the answer."""
         self.count += len(ids)
         ids, self.last = [*self.last, *ids], []
-        if ids and ids[-1] in special_ids(self.decoder.tokenizer):
-            self.last.append(ids.pop())  # it may end the turn
+        if ids and ending(self.decoder.tokenizer, ids[-1]):
+            self.last.append(ids.pop())
         return self._read(self.decoder.feed(ids), is_end=False)
 
     def finish(
