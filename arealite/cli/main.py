@@ -7,20 +7,18 @@ import os
 import select
 import signal
 import sys
-import tomllib
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import cast
 
 from arealite import __version__
+from arealite.base.data import read_toml
 from arealite.base.errors import ArealiteError, UserError
 from arealite.base.printable import guard_output
 from arealite.base.registry import unknown
 from arealite.cli.fold import fold
 
-_FILE = Path(__file__).with_name("commands.toml")
-COMMANDS: dict[str, tuple[str, str]] = tomllib.loads(_FILE.read_text("utf-8"))
+COMMANDS: dict[str, tuple[str, str]] = read_toml(__file__, "commands.toml")
 
 
 def usage() -> str:

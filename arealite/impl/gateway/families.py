@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 
@@ -221,9 +220,7 @@ _decode_calls = msgspec.json.Decoder(Annotated[list[_Object], msgspec.Meta(min_l
 # ------------------------------------------------------------ families
 
 READERS = {"json": read_json, "tags": read_tags, "channel": read_channel}
-DATA: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("families.toml").read_text(encoding="utf-8")
-)
+DATA: dict[str, dict[str, Any]] = read_toml(__file__, "families.toml")
 FAMILIES = {name: Family(name=name, **options) for name, options in DATA["families"].items()}
 HERMES, THINK = FAMILIES["qwen2_5"], FAMILIES["qwen3"].think
 FOREIGN = re.compile("|".join(f"(?P<{k}>{v})" for k, v in DATA["foreign"].items()), re.MULTILINE)

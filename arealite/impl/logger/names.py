@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from functools import cache
-from pathlib import Path
+
+from arealite.base.data import read_toml
 
 
 @cache
@@ -14,7 +14,7 @@ def catalogue() -> dict[str, str]:
 
     In a pattern, `{a,b}` matches a or b, and `<x>` matches any text.
     """
-    groups = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    groups = read_toml(__file__, "names.toml")
     return {f"{group}/{name}": text for group, own in groups.items() for name, text in own.items()}
 
 

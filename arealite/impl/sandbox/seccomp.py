@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from errno import ENOSYS, EPERM
-from pathlib import Path
 from struct import pack
 
+from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """AUDIT_ARCH, and the column of the numbers in CALLS."""
-CALLS = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text())
+CALLS = read_toml(__file__, "system_calls.toml")
 CLONE3 = 435
 """Answered with ENOSYS, so that the C library uses clone: a filter cannot read clone3's flags."""
 

@@ -6,7 +6,6 @@ has just begun, or that has no ledger.
 
 from __future__ import annotations
 
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
@@ -15,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from arealite.base.data import read_toml
 from arealite.base.names import RunPaths
 from arealite.impl.logger import names
 from arealite.system.health.snapshot import Line, Metrics, is_step
@@ -26,7 +26,7 @@ POINTS = 2000
 AGES = 7
 """Ages of tokens, in versions, that the report counts apart; older ones are one band."""
 EPISODE = "episode/wait/"
-LABELS = tomllib.loads(Path(__file__).with_name("report.toml").read_text("utf-8"))
+LABELS = read_toml(__file__, "report.toml")
 """Titles of charts and groups of metrics, and words for roles and their times."""
 
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 import re
 import time
-import tomllib
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -24,13 +22,13 @@ from arealite.api.adapter_config import ReasoningGymConfig
 from arealite.api.agent import Agent
 from arealite.api.env import Env
 from arealite.api.task import Row, Task
+from arealite.base.data import read_toml
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.env.adapters.blocking import Threads
 from arealite.impl.env.adapters.foreign import constructing
 
-_FILE = Path(__file__).with_suffix(".toml")
-FLAWED: dict[str, str] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+FLAWED: dict[str, str] = read_toml(__file__, "reasoning_gym.toml")
 """Datasets with a fault of their own or of their scorer (reasoning-gym 0.1.25)."""
 ARITHMETIC = ("coin_flip", "countdown", "puzzle24")
 """Datasets whose scorer evaluates answers as Python. Only answers that match PLAIN are scored."""

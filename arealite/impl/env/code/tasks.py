@@ -6,16 +6,14 @@ Level 1 asks for one expression. Levels 2 to 5 ask for a function with as many s
 from __future__ import annotations
 
 import random
-import tomllib
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from arealite.api.task import Row
+from arealite.base.data import read_toml
 
-_FILE = Path(__file__).with_suffix(".toml")
-PROGRAMS: dict[str, dict[str, str]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+PROGRAMS: dict[str, dict[str, str]] = read_toml(__file__, "tasks.toml")
 """Python expressions by description, in groups."""
 HELD_OUT = 8
 """One in HELD_OUT tasks is left out of the split train and used by all other splits. Level 1 alone

@@ -7,14 +7,13 @@ a model as judge for anything else.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 
-_FILE = Path(__file__).with_name("words.toml")
-WORDS: dict[str, list[str]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+from arealite.base.data import read_toml
+
+WORDS: dict[str, list[str]] = read_toml(__file__, "words.toml")
 FILLERS = frozenset(WORDS["fillers"])
 ENOUGH = 3
 """Number of different markers of one kind that gives the full score."""

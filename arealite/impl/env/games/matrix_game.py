@@ -6,10 +6,8 @@ Each observation holds the rules, the payoffs and all earlier choices.
 from __future__ import annotations
 
 import asyncio
-import tomllib
 from collections.abc import Iterator
 from itertools import product, repeat
-from pathlib import Path
 from statistics import fmean
 
 from arealite.api.agent import Agent
@@ -18,14 +16,14 @@ from arealite.api.game_config import MatrixGameConfig, PrisonersDilemmaConfig
 from arealite.api.observation import Observation
 from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
+from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 from arealite.impl.env.games.choices import chosen
 
 Payoffs = dict[tuple[str, str], tuple[float, float]]
-_FILE = Path(__file__).with_name("payoffs.toml")
 EXAMPLE = "{'stag stag': [4, 4], 'stag hare': [0, 3], 'hare stag': [3, 0], 'hare hare': [2, 2]}"
-GAMES: dict[str, dict[str, list[float]]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+GAMES: dict[str, dict[str, list[float]]] = read_toml(__file__, "payoffs.toml")
 """Payoffs of row and column by game and by both choices, as "row column"."""
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
 
+from arealite.base.data import read_toml
 from arealite.impl.gateway.apis.history import decode
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
-FIELDS = tomllib.loads(Path(__file__).with_name("fields.toml").read_text("utf-8"))
+FIELDS = read_toml(__file__, "fields.toml")
 """The fields that are refused, and their values that are not."""
 WHY = "The run's options decide the sampling, and answers follow no grammar."
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}

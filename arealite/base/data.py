@@ -1,0 +1,12 @@
+"""Read the data files of the package, which lie beside the modules that use them."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def read_toml(module: str, name: str) -> dict[str, Any]:
+    """Return the data of a TOML file beside a module, which passes its `__file__`."""
+    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
