@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,18 @@ def remove_unlocked(folders: Iterable[Path]) -> None:
         with suppress(OSError):
             os.close(lock_folder(folder))
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Make and lock `<parent>/<prefix><pid>-…` (0700); remove such folders of ended processes.
+
+    Returns:
+        The folder, and the file descriptor of its lock.
+    """
+    remove_unlocked(parent.glob(f"{prefix}*"))
+    new = Path(tempfile.mkdtemp(dir=parent, prefix=f".{prefix}"))
+    lock = lock_folder(new)  # before it has the name that `remove_unlocked` looks for
+    return new.rename(parent / f"{prefix}{os.getpid()}-{new.name[-8:]}"), lock
 
 
 def lock_holder(file: Path) -> int:

@@ -54,7 +54,7 @@ def opened(gate: Path) -> float:
         return math.inf
 
 
-def write(gate: Path, tasks: int) -> None:
+def write(gate: Path, tasks: int | str) -> None:
     """Set the number of tasks that may be played, atomically."""
     new = gate.with_suffix(".new")
     new.write_text(str(tasks))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +20,7 @@ from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher
 from arealite.impl.weights.buckets import Named
-from arealite.system.locks import lock_folder, remove_unlocked
+from arealite.system.locks import make_locked
 from arealite.system.names.registry import Entry
 
 
@@ -75,12 +74,8 @@ class DiskSender:
     def __init__(self, parent: Path, model_path: Path) -> None:
         """Make `<parent>/arealite-<uid>-<pid>-…` (0700), and remove folders of ended processes."""
         self.model_path, self.newest = model_path, Path()
-        prefix = f"arealite-{os.getuid()}-"
         parent.mkdir(parents=True, exist_ok=True)
-        remove_unlocked(parent.glob(f"{prefix}*"))
-        new = Path(tempfile.mkdtemp(dir=parent, prefix=".arealite-"))
-        self._lock = lock_folder(new)  # before it has the name that `remove_unlocked` looks for
-        self.folder = new.rename(parent / f"{prefix}{os.getpid()}-{new.name[-8:]}")
+        self.folder, self._lock = make_locked(parent, f"arealite-{os.getuid()}-")
 
     def write(self, version: int, weights: Iterator[Named], file_bytes: int) -> None:
         """Write `weights` as version `version`, in files of about `file_bytes`.

@@ -29,6 +29,7 @@ from arealite.base.registry import unknown
 from arealite.impl.env.harness import confined
 from arealite.impl.launcher.processes import GUARD, how_ended
 from arealite.impl.sandbox.process import bubblewrap, spawn, stop
+from arealite.system.locks import make_locked
 
 if TYPE_CHECKING:
     from arealite.impl.gateway.session import Endpoint
@@ -96,9 +97,17 @@ class Programs:
                 raise UserError(f"{what}. Install it, or {other}.")
 
     async def setup(self, port: int) -> None:
-        """Make the folder of all episodes, and the socket that leads to the gateway's port."""
-        root = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="arealite-harness-"))
-        self._root, self._port = Path(root), port
+        """Make the folder of all episodes, and the socket that leads to the gateway's port.
+
+        The folders that killed workers left are removed.
+        """
+        parent = Path(tempfile.gettempdir())
+        root, lock = await asyncio.to_thread(
+            make_locked, parent, f"arealite-harness-{os.getuid()}-"
+        )
+        self._root, self._port = root, port
+        self._stack.callback(os.close, lock)
+        self._stack.callback(shutil.rmtree, root, ignore_errors=True)
         if self.config.sandbox:
             server = await asyncio.start_unix_server(self._connect, self._root / "gateway.sock")
             self._stack.callback(server.close)

@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,14 @@ def test_program_is_killed_with_its_worker(options: dict[str, Any]) -> None:
         worker.send_signal(signal.SIGKILL)
         worker.wait()
     until(lambda: has_exited(process), what="the end of the program")
+    left = partial(Path(tempfile.gettempdir()).glob, f"arealite-harness-*-{worker.pid}-*")
+    assert [*left()]
+
+    async def next_worker() -> None:
+        async with collecting(**options):
+            assert not [*left()], "the next worker removes the folder"
+
+    asyncio.run(next_worker())
 
 
 def sleeping(parent: int) -> list[psutil.Process]:
