@@ -193,11 +193,9 @@ def find_task(config: ExperimentConfig, options: Namespace) -> Task:
         UserError: There is no task with this number, or the environment generates no tasks.
     """
     row, file, env = options.row, options.task, config.trainer.ppo.collector.env
-    drawn: Iterable[Task] = (
-        load_tasks(file, "play", config.dataset.columns, keep=reads_columns(env))
-        if file
-        else generate(env, "play", options.seed)
-    )
+    drawn: Iterable[Task] = generate(env, "play", options.seed)
+    if file:
+        drawn = load_tasks(file, "play", config.dataset.columns, keep=reads_columns(env))
     if row < 0 or not (found := [*islice(drawn, row, row + 1)]):
         raise UserError(f"--row {row}: {file or env.type} has no such row. Rows begin with 0.")
     return found[0]
