@@ -112,10 +112,8 @@ class Session:
         self.steps, self.rewards, self._failure = 0, [], None
         self.episodes += 1
         self._turns.clear()
-        seats = {
-            name: RemoteSeat(name, self, trainable=name not in reset.untrained)
-            for name in self.env.seats
-        }
+        frozen, names = reset.untrained, self.env.seats
+        seats = {name: RemoteSeat(name, self, trainable=name not in frozen) for name in names}
         self._run = asyncio.create_task(self._play(task, seats), name=f"episode {self.episode_id}")
         return await self._reply()
 

@@ -83,11 +83,9 @@ def same(got: object, expected: object, tolerance: float) -> bool:
     if isinstance(got, (set, frozenset)) and isinstance(expected, list):
         got, expected = sorted(got, key=repr), sorted(expected, key=repr)
     if isinstance(expected, (list, tuple)):
-        return (
-            isinstance(got, (list, tuple))
-            and len(got) == len(expected)
-            and all(same(*pair, tolerance) for pair in zip(got, expected, strict=True))
-        )
+        if not isinstance(got, (list, tuple)) or len(got) != len(expected):
+            return False
+        return all(same(*pair, tolerance) for pair in zip(got, expected, strict=True))
     if isinstance(expected, float) or isinstance(got, float):
         return close(got, expected, tolerance)
     return type(got) is not object and got == expected

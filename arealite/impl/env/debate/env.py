@@ -91,11 +91,8 @@ class DebateEnv(Env):
             raise UserError(f"collector.seats.judge.type: {what}. Use fixed_policy.")
         found: dict[str, list[float]] = {"pro": [], "con": []}
         for order in (("pro", "con"), ("con", "pro")):
-            text = "".join(
-                f"[{side}, speech {n}] {text}\n"
-                for side in order
-                for n, text in enumerate(speeches[side], start=1)
-            )
+            said = [(side, *each) for side in order for each in enumerate(speeches[side], start=1)]
+            text = "".join(f"[{side}, speech {number}] {speech}\n" for side, number, speech in said)
             answer = (await agent.act(f"{rules}{text}{ASK}")).text
             verdicts = VERDICT.findall(answer)
             if not verdicts or max(map(float, verdicts[-1])) > 10:
