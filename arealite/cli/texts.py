@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
+from arealite.base.data import read_toml
 
-TEXTS: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+TEXTS: dict[str, str] = read_toml(__file__, "texts.toml")

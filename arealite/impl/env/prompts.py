@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
+from arealite.base.data import read_toml
 
-_FILE = Path(__file__).with_suffix(".toml")
-PROMPTS: dict[str, dict[str, str]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+PROMPTS: dict[str, dict[str, str]] = read_toml(__file__, "prompts.toml")
