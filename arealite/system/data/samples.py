@@ -17,12 +17,7 @@ from arealite.api.trajectory import TrajectoryHeader
 from arealite.base.errors import UserError
 from arealite.system.ledger.ledger import connect
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE IF NOT EXISTS samples (
-    task INTEGER, member INTEGER, headers BLOB, payloads BLOB, PRIMARY KEY (task, member));
-CREATE TABLE IF NOT EXISTS failures (kind TEXT PRIMARY KEY, count INTEGER, detail TEXT);
-"""
+SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 SHOWN = 80
 """Maximum length of a value in an error, in characters."""
 encode = msgspec.msgpack.encode
