@@ -13,7 +13,7 @@ import pytest
 
 from arealite.cli.configs import CONFIG_DIR
 from arealite.impl.demo.sorting import make_kit
-from arealite.impl.trainer.batch import LocalTrajectory
+from arealite.impl.trainer.batch import Trajectory
 from tests.learning.loop import learn
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(300)]
@@ -47,12 +47,12 @@ def test_preset_raises_the_accuracy(kit: Path, tmp_path: Path, preset: str) -> N
 def test_negated_advantages_lower_the_accuracy(
     kit: Path, tmp_path: Path, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scatter = LocalTrajectory.scatter
+    scatter = Trajectory.scatter
 
-    def turned(self: LocalTrajectory, name: str, values_N: np.ndarray) -> None:
+    def turned(self: Trajectory, name: str, values_N: np.ndarray) -> None:
         scatter(self, name, -values_N if name == "advantages" else values_N)
 
-    monkeypatch.setattr(LocalTrajectory, "scatter", turned)
+    monkeypatch.setattr(Trajectory, "scatter", turned)
     before, after = learn(kit, tmp_path, preset, *OPTIONS.get(preset, []))
     print(f"{preset}, turned round: {before:.3f} -> {after:.3f}")
     assert after < before

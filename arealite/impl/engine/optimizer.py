@@ -56,7 +56,7 @@ class Optimizer:
         training = self._training
         total, config = training.total_updates, training.optimizer
         lr = learning_rate(self.updates, lr=training.lr, total=total, config=config)
-        gradients = self._gradients()
+        gradients = [_local(p.grad) for p in self._named.values() if p.grad is not None]
         norm = _global_norm(gradients, copies=self._copies)
         finite = math.isfinite(norm)
         if finite:
@@ -90,10 +90,6 @@ class Optimizer:
             for name, param in self._named.items()
             for key, tensor in self._torch.state[param].items()
         }
-
-    def _gradients(self) -> list[torch.Tensor]:
-        """List this rank's shards of the gradients."""
-        return [_local(p.grad) for p in self._named.values() if p.grad is not None]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

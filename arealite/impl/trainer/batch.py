@@ -48,7 +48,7 @@ class Minibatch:
 
 
 @dataclass
-class LocalTrajectory:
+class Trajectory:
     """A trajectory that this rank trains: a row for each of its segments, in their order."""
 
     index: int
@@ -112,7 +112,7 @@ class TrainBatch:
     """Batch `step` on this rank."""
 
     plan: Batch
-    local: list[LocalTrajectory]
+    local: list[Trajectory]
     """The trajectories that this rank trains, in the headers' order."""
     world_size: int
     scores: list[float] = field(default_factory=list)
@@ -210,7 +210,7 @@ def make_train_batch(
     weights = _token_weights(batch, config)
     made = TrainBatch(batch, [], world_size)
     for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
-        header, trajectory = batch.headers[index], LocalTrajectory(index, [], [], [], [])
+        header, trajectory = batch.headers[index], Trajectory(index, [], [], [], [])
         for segment in decode_segments(payload):
             row = _make_row(segment, weight=weights[index])
             trajectory.rows.append(row)

@@ -17,7 +17,7 @@ from arealite.algo import advantages as algo
 from arealite.algo.losses import kl_estimate
 from arealite.api.algorithm import ShapingConfig
 from arealite.api.trainer import PPOConfig
-from arealite.impl.trainer.batch import LocalTrajectory, Minibatch, TrainBatch
+from arealite.impl.trainer.batch import Minibatch, TrainBatch, Trajectory
 from arealite.impl.trainer.world import World
 
 
@@ -54,9 +54,7 @@ def _group_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> lis
     return [advantages[each.index] for each in batch.local]
 
 
-def _token_advantages(
-    batch: TrainBatch, trajectory: LocalTrajectory, config: PPOConfig
-) -> np.ndarray:
+def _token_advantages(batch: TrainBatch, trajectory: Trajectory, config: PPOConfig) -> np.ndarray:
     """Return advantages [N] from the returns over the trajectory's sampled tokens."""
     rewards_N, options = _rewards(batch, trajectory, config), config.advantage
     gamma, lam = options.gamma, options.gae_lambda
@@ -69,7 +67,7 @@ def _token_advantages(
     return advantages_N
 
 
-def _rewards(batch: TrainBatch, trajectory: LocalTrajectory, config: PPOConfig) -> np.ndarray:
+def _rewards(batch: TrainBatch, trajectory: Trajectory, config: PPOConfig) -> np.ndarray:
     """Return the shaped reward of each sampled token, float64 [N]."""
     shaping = config.reward
     rewards_N = algo.shape_rewards(trajectory.rewards_N, shaping)

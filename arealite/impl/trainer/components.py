@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NotRequired, TypedDict
 
 from arealite.api.config import ExperimentConfig, run_paths
@@ -53,16 +54,12 @@ def build_components(config: ExperimentConfig, load_engines: LoadEngines) -> Com
     """Join the other ranks, load the engines, and open publisher and loggers on rank 0."""
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     registry = NameRegistry.of(config)
-    components = Components(
-        world=world,
-        **load_engines(config),
-        connect=lambda: TrainerLink(
-            lambda: registry.address("datapipe"),
-            rank=world.rank,
-            world_size=world.size,
-            secret=registry.secret,
-        ),
-    )
+
+    def connect() -> TrainerLink:
+        resolve = partial(registry.address, "datapipe")
+        return TrainerLink(resolve, world.rank, world.size, secret=registry.secret)
+
+    components = Components(world, **load_engines(config), connect=connect)
     if world.is_rank0:
         if not config.trainer.is_offline:
             publisher = publishers.get(config.trainer.ppo.publisher.type)
