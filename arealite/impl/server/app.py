@@ -84,7 +84,16 @@ class App:
         }
         posts: Routes = {"/generate": self._generate, "/abort_request": self._abort_request}
         if not self._is_shared:
-            posts |= self._update_routes()
+            posts |= {
+                "/pause_generation": self._pause_generation,
+                "/continue_generation": self._continue_generation,
+                "/flush_cache": self._flush_cache,
+                "/update_weights_from_disk": self._from_disk,
+                "/update_weights_from_distributed": self._from_distributed,
+                "/init_weights_update_group": self._init_group,
+                "/destroy_weights_update_group": self._destroy_group,
+                "/update_weight_version": self._relabel,
+            }
             app.on_cleanup.append(self._leave_groups)
         app.add_routes([_get(path, handler) for path, handler in gets.items()])
         app.add_routes([_post(path, handler) for path, handler in posts.items()])
@@ -166,19 +175,6 @@ class App:
         return web.Response(status=400, text="Flush cache failed.\n")
 
     # ------------------------------------------------------------ new weights
-
-    def _update_routes(self) -> Routes:
-        """Return the handlers that change the model, by path."""
-        return {
-            "/pause_generation": self._pause_generation,
-            "/continue_generation": self._continue_generation,
-            "/flush_cache": self._flush_cache,
-            "/update_weights_from_disk": self._from_disk,
-            "/update_weights_from_distributed": self._from_distributed,
-            "/init_weights_update_group": self._init_group,
-            "/destroy_weights_update_group": self._destroy_group,
-            "/update_weight_version": self._relabel,
-        }
 
     async def _leave_groups(self, app: web.Application) -> None:
         """Leave all process groups; do not wait until they are destroyed."""

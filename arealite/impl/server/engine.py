@@ -188,8 +188,7 @@ class Engine:
 
     def _run_iteration(self) -> None:
         with self._wake:
-            while not self._inbox and not self._has_work():
-                self._wake.wait()
+            self._wake.wait_for(lambda: self._inbox or self._has_work())
             inbox, self._inbox = self._inbox, []
         for command in inbox:
             command()
