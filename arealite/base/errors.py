@@ -51,8 +51,6 @@ class DeadlineError(RoleError):
 
     def __init__(self, waiting_for: str, *, owner: str, seconds: float) -> None:
         super().__init__(f"{owner} waited {seconds:.1f} s for {waiting_for}")
-        self.waiting_for = waiting_for
-        self.owner = owner
         self.seconds = seconds
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType
 
 OWN_STOP = "AREALITE_OWN_STOP"
 """Environment variable that replaces SIGTERM by SIGUSR2 as the stop signal."""
@@ -18,8 +17,4 @@ STOP = signal.SIGUSR2 if os.environ.get(OWN_STOP) else signal.SIGTERM
 def ignore_other_stops() -> None:
     """Ignore SIGTERM if it is not the stop signal."""
     if STOP is not signal.SIGTERM:
-        signal.signal(signal.SIGTERM, _do_nothing)  # SIG_IGN would be inherited
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    pass
+        signal.signal(signal.SIGTERM, lambda *_: None)  # SIG_IGN would be inherited
