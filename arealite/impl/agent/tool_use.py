@@ -42,12 +42,8 @@ class ToolUseAgent(ChatAgent):
             error = f"the call has the format {other}, not {self.config.format}"
             calls = (ToolCall(ids.format(0), "", {}, error),)
             self.warn(other, text)
-        calls = tuple(
-            call
-            if call.error or call.name in known
-            else replace(call, error=unknown("tool", call.name, known))
-            for call in calls
-        )
+        wrong = {c.name: unknown("tool", c.name, known) for c in calls if c.name not in known}
+        calls = tuple(replace(c, error=c.error or wrong.get(c.name, "")) for c in calls)
         parts = self.record.reward_parts
         bad = sum(bool(call.error) for call in calls)
         parts["malformed_calls"] = parts.get("malformed_calls", 0.0) + bad

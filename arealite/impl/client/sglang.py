@@ -130,9 +130,8 @@ class SGLangClient(LLMClient):
         generation = Generation(request, asyncio.get_running_loop().time() + seconds)
         self._stats["requests"] += 1
         while True:
-            server = self._router.pick(
-                request.group_id, request.min_version, avoid=generation.failed_at
-            ) or await self._wait_for_server(generation)
+            wanted = request.group_id, request.min_version, generation.failed_at
+            server = self._router.pick(*wanted) or await self._wait_for_server(generation)
             wire.check_request(request, server.vocab_size, server.context_length)
             acknowledged = server.version
             answer = await self._attempt(generation, server)

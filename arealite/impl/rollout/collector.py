@@ -151,14 +151,12 @@ class Collector:
     def progress(self, resend_all: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
         """Yield the unsent turns of running episodes; with `resend_all`, all their turns."""
         for (_, member), (lease, agents) in self._playing.items():
-            turns = [
-                (each, turn)
-                for each in agents.values()
-                for turn in unsent_turns(each, resend_all=resend_all)
+            unsent = [(each, unsent_turns(each, resend_all=resend_all)) for each in agents.values()]
+            headers = [
+                turn_header(lease, member, each, turn) for each, own in unsent for turn in own
             ]
-            if turns:
-                headers = [turn_header(lease, member, agent, turn) for agent, turn in turns]
-                yield lease, headers, [encode_turn(turn) for _, turn in turns]
+            if headers:
+                yield lease, headers, [encode_turn(turn) for _, own in unsent for turn in own]
 
     async def _run_episode(self, lease: Lease, member: int, turns: Sequence[bytes]) -> list[Made]:
         """Run one episode under its deadline; return one trajectory for each trainable seat."""
