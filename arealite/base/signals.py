@@ -17,4 +17,4 @@ STOP = signal.SIGUSR2 if os.environ.get(OWN_STOP) else signal.SIGTERM
 def ignore_other_stops() -> None:
     """Ignore SIGTERM if it is not the stop signal."""
     if STOP is not signal.SIGTERM:
-        signal.signal(signal.SIGTERM, lambda *_: None)  # SIG_IGN would be inherited
+        signal.signal(signal.SIGTERM, lambda _number, _frame: None)  # SIG_IGN would be inherited

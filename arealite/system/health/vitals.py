@@ -141,7 +141,7 @@ class Recorder(threading.Thread):
         # After `close`, this handler replaces faulthandler's: `arealite why` may send SIGUSR1 to a
         # role that exits. SIG_IGN would be inherited by child processes.
         with suppress(ValueError):  # only the main thread may set a handler
-            signal.signal(signal.SIGUSR1, lambda *_: None)
+            signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._request_ns = modified_ns(self.folder / STACKS_REQUEST)
         self.beat()
