@@ -8,6 +8,7 @@ and tokenised. A message that differs begins a branch.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,6 +40,9 @@ from arealite.system.data.forms import tool_calls
 LONG = 2000
 """Texts with more characters are rendered and tokenised in a thread."""
 MEMO_BYTES = 32 << 20
+_turn = threading.Lock()
+"""Held by the thread that renders. Several threads would hold up the event loop longer: each may
+keep the interpreter for its switch interval."""
 
 
 class Place(NamedTuple):
@@ -385,4 +389,9 @@ def _anew(text: str) -> Start:
 
 async def _run(size: int, function: Callable[..., Prompt], *args: object) -> Prompt:
     """Call a function; for long texts in a thread."""
-    return await asyncio.to_thread(function, *args) if size > LONG else function(*args)
+    return await asyncio.to_thread(_alone, function, *args) if size > LONG else function(*args)
+
+
+def _alone(function: Callable[..., Prompt], *args: object) -> Prompt:
+    with _turn:
+        return function(*args)
