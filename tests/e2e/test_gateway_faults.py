@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,23 +150,33 @@ class Live:
         lines = [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
         return max(line.get(name, 0.0) for line in lines)
 
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for a condition while the launcher runs."""
+
+        def is_true() -> object:
+            assert self.place.launcher.poll() is None, self.shown()
+            return condition()
+
+        until(is_true, what=lambda: f"{what} in\n{self.shown()}", seconds=SLOW_S)
+
     def role(self, name: str, *, after: int = 0) -> psutil.Process:
         """Return the process of a role; wait for one, if `after` was the last."""
 
-        def found() -> psutil.Process | None:
-            assert self.place.launcher.poll() is None, self.shown()
-            there = self.place.roles().get(name)
-            return None if there is None or there.pid == after else there
+        found = list[psutil.Process]()
 
-        until(found, what=lambda: f"{name} in\n{self.shown()}", seconds=SLOW_S)
-        return self.place.roles()[name]
+        def is_found() -> bool:
+            there = self.place.roles().get(name)
+            found.extend([there] if there and there.pid != after else [])
+            return bool(found)
+
+        self.wait(is_found, name)
+        return found[0]
 
     def strike(self, kind: str, role: str) -> Kill:
         """Kill a role in the middle of a turn of a kind of session; wait for the session's end."""
         server, before = self.role("llm_server-0"), len(self.told("stopped"))
         gated.write(self.folder / "order", f"{kind} {server.pid}")
-        is_stopped = lambda: len(self.told("stopped")) > before  # noqa: E731
-        until(is_stopped, what=lambda: f"a stop in\n{self.shown()}", seconds=SLOW_S)
+        self.wait(lambda: len(self.told("stopped")) > before, "a stop of the server")
         try:
             kill = self._in_flight(self.told("stopped")[-1]["task"], kind, role)
             kill.victim.kill()
@@ -175,8 +185,7 @@ class Live:
             if role != "llm_server-0":
                 server.resume()
         self.role(role, after=kill.victim.pid)
-        ended = lambda: kill.in_flight <= {*self.trained()}  # noqa: E731
-        until(ended, what=lambda: f"the struck sessions in\n{self.shown()}", seconds=SLOW_S)
+        self.wait(lambda: kill.in_flight <= {*self.trained()}, "the end of the struck sessions")
         self.kills.append(kill)
         return kill
 
@@ -204,7 +213,7 @@ class Live:
                 worker.resume()
             return bool(found)
 
-        until(is_stored, what=lambda: f"stored turns in\n{self.shown()}", seconds=SLOW_S)
+        self.wait(is_stored, "every finished turn in the ledger")
         return found[0]
 
 
@@ -232,15 +241,11 @@ def running(site: Site, folder: Path, *overrides: str) -> Iterator[Live]:
     place.start()
     try:
         yield live
+        place.launcher.send_signal(signal.SIGINT)
+        assert place.launcher.wait(SLOW_S) == 130, live.shown()
     finally:
         place.stop()
     all_gone(folder)
-
-
-def end(live: Live) -> None:
-    """Stop the run as Ctrl-C does."""
-    live.place.launcher.send_signal(signal.SIGINT)
-    assert live.place.launcher.wait(SLOW_S) == 130, live.shown()
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +255,6 @@ def struck(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Live:
     with running(site, folder, f"{ENV}.harness.run={sessions.FILE}:solve") as live:
         for kind, role in KILLS:
             live.strike(kind, role)
-        end(live)
     return live
 
 
@@ -331,7 +335,7 @@ def test_programs_of_a_killed_worker_die_and_are_started_again(site: Site, tmp_p
         site,
         tmp_path,
         f"{ENV}.harness.command=[{sys.executable},{sessions.FILE}]",
-        f"{ENV}.harness.environment={{TOLD:$TOLD,ORDER:$ORDER}}",
+        *(f"{ENV}.harness.environment.{name}=${name}" for name in ("TOLD", "ORDER")),
         "trainer.ppo.collector.concurrency=4",
         "trainer.ppo.batch_size=4",
     ) as live:
@@ -341,8 +345,7 @@ def test_programs_of_a_killed_worker_die_and_are_started_again(site: Site, tmp_p
             struck = began & {child.pid for child in kill.children}
             assert len(struck) >= 2, "a program and its child"
             until_exited(*kill.children)
-        end(live)
-        folders = {Path(line["folder"]) for line in live.told("began")}
+    folders = {Path(line["folder"]) for line in live.told("began")}
     left = [each for folder in folders for each in (folder, folder.parent) if each.exists()]
     assert not left
     done, report = live.generations(), audit(live.paths.ledger)
