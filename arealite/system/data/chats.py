@@ -131,7 +131,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Return the text of tokens, including special tokens; `tokenizer.decode`, but faster."""
-    if not _is_plain(type(tokenizer)) or not isinstance(ids, list):
+    if not _is_plain(tokenizer.__class__) or not isinstance(ids, list):
         return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
