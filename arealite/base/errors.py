@@ -104,11 +104,6 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def one_line(error: Exception) -> str:
-    """Return the text of an error on one line."""
-    return " ".join(str(error).split())
-
-
 def failure_class(error: BaseException) -> str:
     """Return the failure class that counts an episode that failed with `error`."""
     if isinstance(error, EpisodeError):
