@@ -43,10 +43,6 @@ T = TypeVar("T")
 LONG_ANSWER = 10_000
 """Tokens, which take 7 ms of CPU time to encode; a longer answer is encoded in another thread."""
 
-NOT_FLUSHED = (
-    "Weights were updated, but the cache was not flushed because requests are still running or "
-    "queued. Retract or finish them, then call /flush_cache."
-)
 NAME_TAKEN = "The specified group name has already been created, please use a different group name."
 
 
@@ -206,7 +202,9 @@ class App:
         engine, version = self.engine, body.weight_version
         arguments = stage, version, body.flush_cache
         if not await asyncio.wrap_future(engine.call_between_requests(engine.update, *arguments)):
-            raise Refusal(NOT_FLUSHED)
+            what = "Weights were updated, but the cache was not flushed because requests are still"
+            fix = "Retract or finish them, then call /flush_cache."
+            raise Refusal(f"{what} running or queued. {fix}")
         if version is None:
             return ""
         self.model.relabel(version)

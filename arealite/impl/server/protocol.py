@@ -170,12 +170,12 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     Raises:
         Refusal: The request is wrong.
     """
-    if not body.input_ids:
+    prompt, sampling = body.input_ids, body.sampling_params or SamplingParams()
+    if not prompt:
         what = "Either text, input_ids or input_embeds should be provided"
         raise Refusal(f"{what}. The embedded server takes input_ids only.")
     if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
         raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
-    sampling = body.sampling_params or SamplingParams()
     least, most = sampling.min_new_tokens, sampling.max_new_tokens
     if sampling.temperature < 0:
         raise Refusal(f"temperature must be a non-negative number, got {sampling.temperature}.")
@@ -183,19 +183,11 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         raise Refusal("top_k must be -1 (disable) or at least 1, got 0.")
     if most is not None and least > most:
         raise Refusal(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
-    generation = _generation(body.input_ids, sampling, body.rid or uuid.uuid4().hex, model)
-    generation.interval = (sampling.stream_interval or 1) if body.stream else 0
-    return generation
-
-
-def _generation(
-    prompt: list[int], sampling: SamplingParams, rid: str, model: ServedModel
-) -> Generation:
     length, context = len(prompt), model.context_length
     if length >= context:
         what = f"The input ({length} tokens) is longer than the model's context length"
         raise Refusal(f"{what} ({context} tokens).")
-    limit = context - length if sampling.max_new_tokens is None else sampling.max_new_tokens
+    limit = context - length if most is None else most
     if length + limit > context:
         what = "Requested token count exceeds the model's maximum context length of"
         total = f"You requested a total of {length + limit} tokens"
@@ -208,13 +200,14 @@ def _generation(
     stops = model.eos_token_ids | frozenset(stop_ids)
     stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     return Generation(
-        rid=rid,
+        rid=body.rid or uuid.uuid4().hex,
         prompt=prompt,
         sampling=sampling,
         limit=limit,
         stops=frozenset() if sampling.ignore_eos else stops,  # stop_token_ids too, as SGLang does
         stop_strings=tuple(filter(None, stop)),
         decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
+        interval=(sampling.stream_interval or 1) if body.stream else 0,
     )
 
 
