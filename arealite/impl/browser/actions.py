@@ -11,17 +11,9 @@ from urllib.parse import urljoin, urlsplit
 
 import msgspec
 
-SHORT = (
-    "Actions: click [id] | type [id] [text] | select [id] [option] | press [key] | "
-    "scroll [up|down] | goto [url] | stop [answer]"
-)
-FULL = f"""You act on a web page. Each of your turns is one action, on a line of its own.
-{SHORT}
-Elements have their id before them, as in [3] button "OK". Ids change whenever the page does.
-type replaces what is in the field. press takes a key's name, as Enter or Control+a. scroll moves
-the window, or with an id, as in scroll [down] [3], that element. stop ends the task: with the
-answer, if a question was asked."""
-RULES = {"full": FULL, "short": SHORT, "none": ""}
+from arealite.base.data import read_toml
+
+RULES: dict[str, str] = read_toml(__file__, "actions.toml")
 
 LINE = re.compile(r"^\W*(click|type|select|press|scroll|goto|stop)\b[ \t]*(.*?)`*\s*$", re.I | re.M)
 WITH_ID = re.compile(r"\[?(\d+)\]?(?:\s+(.*))?$", re.S)

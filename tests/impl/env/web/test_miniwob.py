@@ -17,7 +17,7 @@ from arealite.api.episode import Action
 from arealite.api.observation import Observation
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.impl.browser.actions import SHORT
+from arealite.impl.browser.actions import RULES
 from arealite.impl.env.web import miniwob as module
 from arealite.impl.env.web.miniwob import BrowserEnv, page_path, task_names
 from tests.impl.browser.sites import needs_chromium
@@ -75,7 +75,7 @@ async def test_solved_task_is_rewarded(env) -> None:
     player = await play(env, "click-test", "click [1]")
     assert (player.reward_total, player.parts) == (1.0, {"success": 1.0, "bad_actions": 0.0})
     assert player.seen[0].endswith('Goal: Click the button.\n[1] button "Click Me!"')
-    assert SHORT in player.seen[0]
+    assert RULES["short"] in player.seen[0]
     assert "http" not in player.seen[0]  # each worker has another port
 
 
@@ -95,7 +95,7 @@ async def test_each_observation_holds_the_goal(env) -> None:
     assert player.reward_total == 1.0
     assert len(player.seen) == 2
     assert all("Goal: Enter " in seen for seen in player.seen)
-    assert player.seen[1].startswith(SHORT)
+    assert player.seen[1].startswith(RULES["short"])
 
 
 async def test_bad_actions_are_reported_and_counted_until_max_steps(env) -> None:
