@@ -25,34 +25,33 @@ class ReasoningGymConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GymnasiumConfig:
-    """An environment with Gymnasium's API and text observations."""
+class LibraryConfig:
+    """An environment of another package."""
 
-    env_id: str = opt("", "id for gymnasium.make")
+    env_id: str = opt("", "name of the environment, for the package's function make")
     factory: str = opt("", "module:callable that creates the environment, instead of env_id")
     kwargs: dict[str, Any] = sub(dict, "constructor arguments, like kwargs.is_slippery=false")
-    rules: str = opt("", "text before the first observation; '': the list of actions, if finite")
-    repeat_rules: bool = opt(False, "repeat the rules in every turn, for agents without memory")
-    actions: list[str] = sub(list, "names of the actions 0, 1, …; []: their numbers")
-    illegal_reward: float = opt(0.0, "reward of an answer that names no action")
-    max_illegal: int = opt(3, "illegal answers after which the episode ends", at_least=1)
+    illegal_reward: float = opt(0.0, "reward of an answer that is no action, or is rejected")
+    max_illegal: int = opt(3, "such answers after which the episode ends", at_least=1)
     max_steps: int = opt(100, "turns after which the episode ends", at_least=1)
     threads: int = opt(8, "environments of a worker that compute at a time", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GyLLMConfig:
+class GymnasiumConfig(LibraryConfig):
+    """An environment with Gymnasium's API and text observations."""
+
+    rules: str = opt("", "text before the first observation; '': the list of actions, if finite")
+    repeat_rules: bool = opt(False, "repeat the rules in every turn, for agents without memory")
+    actions: list[str] = sub(list, "names of the actions 0, 1, …; []: their numbers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GyLLMConfig(LibraryConfig):
     """An environment with GyLLM's API of Requests."""
 
-    env_id: str = opt("", "id for gyllm.make")
-    factory: str = opt("", "module:callable that creates the environment, instead of env_id")
-    kwargs: dict[str, Any] = sub(dict, "constructor arguments")
     seats: list[str] = sub(lambda: ["agent"], "actors, for example [player_a,player_b]")
     options: dict[str, Any] = sub(dict, "options of reset, besides the task's seed")
-    illegal_reward: float = opt(0.0, "reward of an answer that the environment rejects")
-    max_illegal: int = opt(3, "rejected answers after which the episode ends", at_least=1)
-    max_steps: int = opt(100, "steps after which the episode ends", at_least=1)
-    threads: int = opt(8, "environments of a worker that compute at a time", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

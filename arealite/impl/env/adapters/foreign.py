@@ -10,7 +10,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from arealite.api.adapter_config import GyLLMConfig, GymnasiumConfig
+from arealite.api.adapter_config import LibraryConfig
 from arealite.api.env import Env
 from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
@@ -41,13 +41,13 @@ class LibraryEnv(Env):
     """Requirement for pip that installs the package."""
     check_row = staticmethod(seed_of)
 
-    def __init__(self, args: TrialConfig, config: GyLLMConfig | GymnasiumConfig) -> None:
+    def __init__(self, args: TrialConfig, config: LibraryConfig) -> None:
         super().__init__(args, config)
         self.threads = Threads(config.threads)
         self._idle: list[Instance] = []
 
     @classmethod
-    def rows(cls, config: GyLLMConfig | GymnasiumConfig, *, split: str, seed: int) -> Iterator[Row]:
+    def rows(cls, config: LibraryConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield rows with different seeds, without end."""
         module, _, name = (config.factory or config.env_id).rpartition(":")
         if name == "make":  # the game's name is its argument, or that of its module
