@@ -120,7 +120,7 @@ class Live:
         for group, member, payload in self.read("SELECT group_id, member, payload FROM turns"):
             if (turn := decode_turn(payload)).stop_reason:
                 answer = blake2b(turn.output_ids + turn.logprobs + turn.versions)
-                found[group, member][turn.turn] = answer.hexdigest()
+                found[group, member][turn.index] = answer.hexdigest()
         return dict(found)
 
     def trained(self) -> dict[Key, Trained]:
