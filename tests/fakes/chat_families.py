@@ -148,7 +148,7 @@ def scattered(name: str, text: str, rng: random.Random) -> list[int]:
     ids: list[int] = []
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         written = tokenizer.convert_ids_to_tokens(token)
-        if token in added and rng.random() < 0.9 or rng.random() < 0.5:
+        if (token in added and rng.random() < 0.9) or rng.random() < 0.5:
             ids.append(token)
             continue
         if token in added:
