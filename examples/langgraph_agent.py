@@ -16,7 +16,7 @@ from functools import cache
 
 def calculator(expression: str) -> str:
     """Compute an expression of numbers with + - *."""
-    is_valid = len(expression) < 100 and re.fullmatch(r"\d+([-+*]\d+)*", expression)
+    is_valid = len(expression) < 100 and re.fullmatch(r"(?!0\d)\d+([-+*](?!0\d)\d+)*", expression)
     return str(eval(expression)) if is_valid else "error: invalid expression"
 
 

@@ -20,7 +20,7 @@ TOOL = {"name": "calculator", "description": "Compute.", "input_schema": SCHEMA}
 
 
 def calculate(expression: str) -> str:
-    is_valid = len(expression) < 100 and re.fullmatch(r"\d+([-+*]\d+)*", expression)
+    is_valid = len(expression) < 100 and re.fullmatch(r"(?!0\d)\d+([-+*](?!0\d)\d+)*", expression)
     return str(eval(expression)) if is_valid else "error: invalid expression"
 
 

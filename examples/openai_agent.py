@@ -27,7 +27,7 @@ def connect(url: str) -> AsyncOpenAI:  # once a worker; aiohttp is fast with man
 
 def calculate(arguments: str) -> str:
     expression = str(json.loads(arguments).get("expression"))
-    is_valid = len(expression) < 100 and re.fullmatch(r"\d+([-+*]\d+)*", expression)
+    is_valid = len(expression) < 100 and re.fullmatch(r"(?!0\d)\d+([-+*](?!0\d)\d+)*", expression)
     return str(eval(expression)) if is_valid else "error: invalid expression"
 
 

@@ -298,8 +298,9 @@ class Gateway:
         """Store the reward of a session; a later one replaces it."""
         session, body = self._session(request), decode_reward(await request.read())
         value = sum(body.parts.values()) if body.reward is None else body.reward
-        if not math.isfinite(value):
-            raise ApiError(400, f"the reward must be finite, got {value}", "invalid_request")
+        if not math.isfinite(value) or (body.reward is None and not body.parts):
+            text = f"send a finite reward, parts, or both; got {body.reward} and {body.parts}"
+            raise ApiError(400, text, "invalid_request")
         session.reported = value, body.parts
         return await self._state(request)
 

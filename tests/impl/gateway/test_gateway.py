@@ -153,7 +153,8 @@ async def test_agent_takes_a_task_reports_its_reward_and_ends(served: Served) ->
     assert (turn["seat"], turn["reason"]) == ("agent", "first")
     assert turn["taken"] + turn["rendered"] == len(served.client.requests[0].input_ids)
     huge = {"parts": {"a": 1e308, "b": 1e308}}
-    for bad in ({"reward": "x"}, {"reward": 1, "parts": {"a": "b"}}, b"{", huge):
+    wrong = ({"reward": "x"}, {"reward": 1, "parts": {"a": "b"}}, {"rewrad": 1.0}, {})
+    for bad in (*wrong, b"{", huge):
         assert (await served.send(key, bad, f"{at}/reward"))[0] == 400
     reward = {"reward": 0.5, "parts": {"style": 0.1}}
     assert (await served.send(key, reward, f"{SESSIONS}/current/reward"))[0] == 200
