@@ -193,7 +193,7 @@ def test_tool_choice_has_one_form(path: str, choice: object, expected: str) -> N
     [
         (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs is not supported: remove it. Only sampled tok"),
         (CHAT, {"presence_penalty": 0.5}, "presence_penalty"),
         (CHAT, {"functions": [FUNCTION]}, "functions"),
         (CHAT, {"temperature": "hot"}, "$.temperature"),

@@ -25,7 +25,6 @@ class MessageBody(Body, kw_only=True, frozen=True):
     messages: Annotated[list[Raw], Meta(min_length=1)]
     system: str | list[Item] | None = None
     stop: list[Text] | None = msgspec.field(default=None, name="stop_sequences")
-    output_config: dict[str, Any] | None = None
     context_management: dict[str, list[dict[str, Any]]] | None = None
 
 
@@ -37,8 +36,6 @@ class Messages(Api):
     keep_alive = sse({"type": "ping"})
 
     def read(self, body: MessageBody) -> dict[str, Any]:
-        if (body.output_config or {}).get("format"):
-            raise ApiError(400, f"output_config.format is not supported: remove it. {shared.WHY}")
         edits = (body.context_management or {}).get("edits", ())
         if not all(str(edit.get("type")).startswith("clear_thinking") for edit in edits):
             raise ApiError(400, "context_management: remove all edits but clear_thinking")

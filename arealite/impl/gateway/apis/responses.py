@@ -28,7 +28,6 @@ class ResponseBody(Body, kw_only=True, frozen=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_tokens: Count | None = msgspec.field(default=None, name="max_output_tokens")
-    text: dict[str, Any] | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
 
@@ -39,8 +38,6 @@ class Responses(Api):
     request_type = ResponseBody
 
     def read(self, body: ResponseBody) -> dict[str, Any]:
-        if (body.text or {}).get("format") not in (None, {"type": "text"}):
-            raise ApiError(400, f"text.format is not supported: remove it. {shared.WHY}")
         if "message.output_text.logprobs" in (body.include or ()):
             raise ApiError(400, "include: use /v1/chat/completions for logprobs")
         text, rest = (body.input, []) if isinstance(body.input, str) else ("", body.input)

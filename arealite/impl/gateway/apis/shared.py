@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -16,8 +17,7 @@ from arealite.impl.gateway.apis.history import decode
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 FIELDS = read_toml(__file__, "fields.toml")
-"""The fields that are refused, and their values that are not."""
-WHY = "The run's options decide the sampling, and answers follow no grammar."
+"""The fields that are refused, by reason, and their values that are not."""
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 """Types of errors by status."""
@@ -69,9 +69,9 @@ class Api(ABC):
     server_error = "server_error"
 
     def __init__(self) -> None:
-        refused = FIELDS["refused"]
-        self._refused = [*refused["all"], *refused[type(self).__name__]]
-        fields = [(name, Any, None) for name in self._refused]
+        reasons = [FIELDS["refused"][api].items() for api in ("all", type(self).__name__)]
+        self._refused = [(n.split("."), why) for why, names in chain(*reasons) for n in names]
+        fields = [(path[0], Any, None) for path, _ in self._refused]
         body = msgspec.defstruct("Body", fields, bases=(self.request_type,), frozen=True)
         self._decoder = msgspec.json.Decoder(body)
 
@@ -82,10 +82,11 @@ class Api(ABC):
             ApiError: 400: the body is invalid, or has a field that would change the answer.
         """
         body = decode(self._decoder, data)
-        for name in self._refused:
-            value = getattr(body, name)
-            if value and value != FIELDS["neutral"].get(name):
-                raise ApiError(400, f"{name} is not supported: remove it. {WHY}", "unsupported")
+        for (name, *inner), why in self._refused:
+            value, path = getattr(body, name), ".".join([name, *inner])
+            value = value.get(*inner) if inner and isinstance(value, dict) else value
+            if value and value != FIELDS["neutral"].get(path):
+                raise ApiError(400, f"{path} is not supported: remove it. {why}", "unsupported")
         tools, _ = read_tools(body.tools, self.function_type)
         names, stop = ("max_tokens", "temperature", "top_p"), body.stop or ()
         made: dict[str, Any] = {name: getattr(body, name) for name in names}
