@@ -244,7 +244,9 @@ class Conversation:
             ApiError: 404: no such answer.
         """
         if (sample := self._samples.get(previous)) is None:
-            raise ApiError(404, f"No answer of this session has the id {previous}.")
+            raise ApiError(
+                404, f"No answer of this session has the id {previous}. Send all messages."
+            )
         known = [Item(node.key, node.message) for node in sample.node.path()]
         new = len(items) > 0 and items[0].is_system
         return sample, items[:new] + known[known[0].is_system :] + items[new:]
@@ -364,6 +366,9 @@ class Conversation:
     def _complete(self, prompt: str | list[int]) -> Prompt:
         """Return the prompt of a text or of tokens, which may continue an earlier completion."""
         tokenizer, known = self.renderer.tokenizer, self._completions
+        size = len(tokenizer)
+        if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < size:
+            raise ApiError(400, f"prompt has ids that are not tokens. Ids are below {size}")
         text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
         best = Completion("", [], "edited" if known else "first")
         for each in known:

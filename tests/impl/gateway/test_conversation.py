@@ -391,6 +391,13 @@ async def test_completion_that_repeats_prompt_and_answer_continues_its_tokens() 
     assert (await client.ask(prompt=ids)).origin == Origin(len(ids) - 2, 2, "edited")
 
 
+@pytest.mark.parametrize("token", [-1, 10**7, 10**400])
+async def test_completion_of_unknown_tokens_is_refused(token: int) -> None:
+    client = family_client("qwen2_5")
+    with pytest.raises(ApiError, match="prompt has ids that are not tokens"):
+        await client.ask(prompt=[1, token])
+
+
 # ------------------------------------------------------------ cost
 
 
