@@ -11,7 +11,7 @@ from msgspec import Meta, Raw
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.blocks import Block, blocks_of, steps
 from arealite.impl.gateway.apis.history import ITEM, Item, decode
-from arealite.impl.gateway.apis.shared import Api, Body, Text, Tool, dumps, sse
+from arealite.impl.gateway.apis.shared import Api, Body, Stops, Tool, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
@@ -24,7 +24,7 @@ class MessageBody(Body, kw_only=True, frozen=True):
 
     messages: Annotated[list[Raw], Meta(min_length=1)]
     system: str | list[Item] | None = None
-    stop: list[Text] | None = msgspec.field(default=None, name="stop_sequences")
+    stop: Stops | None = msgspec.field(default=None, name="stop_sequences")
     context_management: dict[str, list[dict[str, Any]]] | None = None
 
 

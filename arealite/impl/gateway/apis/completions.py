@@ -10,14 +10,14 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from arealite.impl.gateway.apis.chat import ChatCompletions
-from arealite.impl.gateway.apis.shared import Body, Text
+from arealite.impl.gateway.apis.shared import Body
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 
 
 class CompletionBody(Body, kw_only=True, frozen=True):
     """Body of POST /v1/completions."""
 
-    prompt: Text | Annotated[list[Any], Meta(min_length=1)]
+    prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
     """0 or 1: return the log-probabilities of the sampled tokens."""
 

@@ -21,7 +21,8 @@ FIELDS = read_toml(__file__, "fields.toml")
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 """Types of errors by status."""
-Text = Annotated[str, Meta(min_length=1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
+Stops = Annotated[list[Stop], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 dumps = msgspec.json.encode
 
@@ -48,7 +49,7 @@ class Body(msgspec.Struct, kw_only=True, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     max_tokens: Count | None = None
-    stop: Text | list[Text] | None = None
+    stop: Stop | Stops | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     logprobs: bool | int | None = None
     tools: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
@@ -159,9 +160,11 @@ def _tools(data: bytes, function_type: str) -> Tools:
         is_group = outer.type == "namespace"
         for each in (outer.tools or ()) if is_group else (outer,):
             tool = each.function or each
-            if each.type not in ("", function_type) or not tool.name:
+            if each.type not in ("", function_type):
                 what = f"tool '{tool.name}' of type '{each.type}' is no function that the client"
                 raise ApiError(400, f"{what} runs. Turn it off in the client", "unsupported")
+            if not tool.name:
+                raise ApiError(400, f"tool {len(tools)} has no name. Name each function", "invalid")
             name = f"{outer.name}__{tool.name}" if is_group else tool.name
             if is_group:
                 namespaces[name] = outer.name, tool.name
