@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -20,7 +20,6 @@ import msgspec
 from arealite.api.observation import ChatMessage
 from arealite.impl.agent.history import encode_after
 from arealite.impl.gateway.exchange import ApiError, function_call
-from arealite.impl.gateway.recipes import Recipe, can_see
 from arealite.system.data.forms import tool_calls
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 SYSTEM, CALLS, THOUGHTS, ANSWERS, TOOLS = 1, 2, 4, 8, 16
 """Kinds of conversations, as bits: with a system message, with answers that have calls, that have
 thoughts, with any answers, and with schemas of tools."""
-MAX_RECIPES = 256
 
 
 class Ending(NamedTuple):
@@ -66,7 +64,6 @@ class Renderer:
         schema = {"type": "object", "properties": {}, "required": []}
         tool = {"name": self._number("F", 0), "description": "", "parameters": schema}
         self._tools = [{"type": "function", "function": tool}]
-        self._recipes: dict[str, Recipe] = {}
         self._is_json_text = False
         self._is_json_text = "tool_calls" in source and self._needs_json()
 
@@ -124,17 +121,8 @@ class Renderer:
     def _compile(self, has_tools: bool) -> Any:
         from transformers.utils import chat_template_utils  # slow to import
 
-        return chat_template_utils._compile_jinja_template(self._source(has_tools))  # pyright: ignore
-
-    def _source(self, has_tools: bool) -> str:
-        return self.tokenizer.get_chat_template(tools=[{}] if has_tools else None)
-
-    @cached_property
-    def _is_seen(self) -> bool:
-        """Whether all that the templates do with texts can be seen."""
-        return all(
-            can_see(self._compiled(t).environment.parse(self._source(t))) for t in (False, True)
-        )
+        source = self.tokenizer.get_chat_template(tools=[{}] if has_tools else None)
+        return chat_template_utils._compile_jinja_template(source)  # pyright: ignore
 
     def _needs_json(self) -> bool:
         """Return whether the template needs the arguments of calls as JSON text."""
@@ -218,38 +206,6 @@ class Renderer:
         Returns:
             The text; None if the new messages may change what the template renders before them.
         """
-        texts = [str(each["content"]) for each in new]
-        if (form := self._form(kinds, answer, new, texts)) is None:
-            return self._follow(kinds, answer, new, texts)
-        render = partial(self._follow, kinds, answer, new)
-        if (recipe := self._recipes.get(form)) is None:
-            if len(self._recipes) > MAX_RECIPES:
-                self._recipes.clear()
-            recipe = self._recipes[form] = Recipe(texts, render)
-        made = recipe.fill(texts)
-        return render(texts) if made is None else made
-
-    def _form(
-        self, kinds: int, answer: ChatMessage, new: Sequence[ChatMessage], texts: Sequence[str]
-    ) -> str | None:
-        """Return all but the texts that a rendering depends on; None: it is rendered each time."""
-        calls, roles = tool_calls(answer), [each["role"] for each in new]
-        if "assistant" in roles or (self.has_ids and (calls or "tool" in roles)):
-            return None
-        if not self._is_seen:
-            return None
-        unused = ("content", "tool_call_id")
-        about = [[each.get(k) for k in sorted(each) if k not in unused] for each in new]
-        names = [call["function"]["name"] for call in calls]
-        has_thought = bool(answer.get("reasoning_content"))
-        shapes = [(text != "", text == text.strip()) for text in texts]
-        return repr((kinds, bool(answer["content"]), has_thought, names, about, shapes))
-
-    def _follow(
-        self, kinds: int, answer: ChatMessage, new: Sequence[ChatMessage], texts: Sequence[str]
-    ) -> str | None:
-        """Return what `follow` returns, with other texts of the new messages."""
-        new = [{**each, "content": text} for each, text in zip(new, texts, strict=True)]
         try:
             end, short = self.ending(kinds, answer), self.stand_in(answer, 0)
             tools = self._tools if kinds & TOOLS else ()
