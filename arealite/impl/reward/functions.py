@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from traceback import extract_tb
 from typing import Any, SupportsFloat
@@ -24,6 +23,7 @@ from arealite.api.reward import FunctionRewardConfig, Reward, Score
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_function
+from arealite.impl.env.adapters.blocking import Threads, outcome
 
 THREADS = 16
 """Concurrent calls of functions that are not async, in one worker."""
@@ -60,13 +60,13 @@ class FunctionReward(_RowReward):
         if not config.paths or len(self.weights) != len(config.paths):
             what = f"{OPTION}={config.paths} with reward.function.weights={config.weights}"
             raise UserError(f"{what}: name functions, and one weight for each function or none.")
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
+        threads = Threads(THREADS)
         self.parts = dict[str, Reward]()
         for path in config.paths:
             name = path.rpartition(":")[2]
             while name in (*TAKEN, *self.parts):
                 name += "_"
-            self.parts[name] = make_part(path, self.threads)
+            self.parts[name] = make_part(path, threads)
 
     async def setup(self) -> None:
         """Set up the `Reward` classes."""
@@ -97,14 +97,13 @@ class FunctionReward(_RowReward):
     async def close(self) -> None:
         """Stop the `Reward` classes. Does not wait for running functions."""
         await asyncio.gather(*(part.close() for part in self.parts.values()))
-        self.threads.shutdown(wait=False, cancel_futures=True)
 
 
 NO_OPINION = Score(0.0)
 """The result of a function that returned None."""
 
 
-def make_part(path: str, threads: ThreadPoolExecutor) -> Reward:
+def make_part(path: str, threads: Threads) -> Reward:
     """Import the function or `Reward` class that a path names.
 
     Raises:
@@ -119,7 +118,7 @@ def make_part(path: str, threads: ThreadPoolExecutor) -> Reward:
 class _Function(_RowReward):
     """One function."""
 
-    def __init__(self, path: str, target: Any, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, path: str, target: Any, threads: Threads) -> None:
         super().__init__(None)
         self.path, self.target, self.threads = path, target, threads
         try:
@@ -167,8 +166,8 @@ class _Function(_RowReward):
         Raises:
             FunctionFailed: The function raised an exception, or returned no number.
         """
-        call = partial(self._call, self.arguments(completion, task))
-        value, error = await asyncio.get_running_loop().run_in_executor(self.threads, call)
+        call = partial(self.target, **self.arguments(completion, task))
+        value, error = await self.threads.call(outcome, call)
         try:
             if error is not None:
                 raise error
@@ -188,10 +187,3 @@ class _Function(_RowReward):
         wanted = "a list with one number per completion" if self.is_batched else "a number or None"
         what = f"returned {value!r:.60}, and must return {wanted}"
         raise FunctionFailed(f"reward function {self.path} {what}")
-
-    def _call(self, given: dict[str, Any]) -> tuple[Any, BaseException | None]:
-        """Return (result, None) or (None, exception): a future cannot hold a StopIteration."""
-        try:
-            return self.target(**given), None
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (a function may raise anything)
-            return None, error
