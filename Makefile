@@ -37,10 +37,12 @@ AREAL_VENV ?= .venv-areal
 ATTACKS_VENV ?= .venv-attacks
 # Virtual environment of the clients of make test-agents.
 AGENTS_VENV ?= .venv-agents
+# Virtual environment of make test-verifiers.
+VERIFIERS_VENV ?= .venv-verifiers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -52,6 +54,7 @@ help:
 	@echo "make test-faults  kill, stop, block and starve processes of runs; replay runs"
 	@echo "make test-attacks attack live runs: unauthorized clients, web pages, broken peers"
 	@echo "make test-agents  run real agent programs against a gateway; installs them into $(AGENTS_VENV)"
+	@echo "make test-verifiers  run an environment of verifiers through the gateway; installs it into $(VERIFIERS_VENV)"
 	@echo "make test-clusters  run under torchrun, and on Slurm and Ray if they are installed"
 	@echo "make test-sglang  run the tests on real SGLang servers on the CPU; test-sglang-short: a part, two minutes"
 	@echo "make test-learning  train the demo's task with each algorithm"
@@ -128,6 +131,17 @@ $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
 	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]"
 	@tools/setup_envs.sh $(VENV)/install.log
 	@touch $@
+
+# verifiers needs another mcp than the extra tools, so it is installed on top of the packages of .venv.
+$(VERIFIERS_VENV)/.dev: $(VENV)/.dev
+	@$(call venv,$(VERIFIERS_VENV))
+	@$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  >"$$(echo $(VERIFIERS_VENV)/lib/python3*/site-packages)/base.pth"
+	@$(call install,verifiers,$(VERIFIERS_VENV)) "verifiers>=0.4,<0.5"
+	@touch $@
+
+test-verifiers: $(VERIFIERS_VENV)/.dev
+	$(VERIFIERS_VENV)/bin/python -m pytest tests/impl/env/adapters/test_verifiers.py
 
 bench-envs: $(VENV)/.envs
 	for name in episodes sandbox openenv browser reward; do $(PY) tools/bench_$$name.py || exit 1; done
