@@ -1,5 +1,7 @@
 """The plugin `noted`: the training client notes its requests and answers in the file NOTES.
 
+It changes the client of the process that imports it, so only the processes of a run do.
+
 Digests are those of `TurnReceipt`, so a note names the turn in which its tokens are trained.
 """
 
@@ -8,14 +10,12 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from pathlib import Path
 from typing import Any
 
 from arealite.api.llm import LLMRequest, LLMResponse
 from arealite.api.turns import arrays, blake2b
 from arealite.impl.client.sglang import SGLangClient
 
-FILE = Path(__file__)
 generate, post = SGLangClient.generate, SGLangClient._post
 
 

@@ -26,13 +26,15 @@ from arealite.api.turns import blake2b, decode_turn
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
-from tests.e2e import gated, noted, sessions
+from tests.e2e import gated, sessions
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.waiting import until, until_exited
 from tools import soak
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1200)]
 
+NOTED = Path(__file__).with_name("noted.py")
+"""Not imported here: it changes the client of its process."""
 KILLS = [
     ("plain", "rollout-0"),
     ("stamped", "rollout-0"),
@@ -225,7 +227,7 @@ def running(site: Site, folder: Path, *overrides: str) -> Iterator[Live]:
     command = site.command(
         folder,
         *names,
-        f"imports=[{noted.FILE}]",
+        f"imports=[{NOTED}]",
         f"{ENV}.type=harness",
         "dataset.eval=null",
         "trainer.ppo.total_steps=100000",
