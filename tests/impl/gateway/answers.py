@@ -36,6 +36,7 @@ def random_answer(rng: Random, *, names: list[str]) -> Answer:
         prompt_tokens=11,
         cached_tokens=4,
         response=LLMResponse([*range(tokens)], [-0.5] * tokens, [0] * tokens, "stop"),
+        tokens=tuple(rng.choices(LETTERS, k=tokens)),
     )
 
 

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from arealite.api.llm import LLMResponse
 from arealite.impl.gateway.apis import APIS, Api
@@ -183,6 +184,8 @@ def test_stream_adds_up_to_whole_body(path: str) -> None:
         api, made = request(path)
         names = [tool["function"]["name"] for tool in made.tools]
         answers = [random_answer(rng, names=names) for _ in range(made.n)]
+        if path == COMPLETIONS:  # a raw text has no thoughts
+            answers = [replace(answer, thought="") for answer in answers]
         deltas = [*random_deltas(rng, answers)]
         whole = json.loads(api.encode(made, answers, "policy"))
         folded = FOLDS[path](events_of(path, made, deltas, answers[0].id))
@@ -222,6 +225,7 @@ ANSWER = Answer(
     calls=(Call("c1", "ns__g", '{"n": 1}'),),
     stop_reason="calls",
     response=LLMResponse([1, 2], [-1.0, -2.0], [0, 0], "stop"),
+    tokens=("X", "!"),
 )
 DELTAS = [Delta("thought", "T"), Delta("text", "X"), Delta("call", call=ANSWER.calls[0])]
 DELTAS += [Delta("end", answer=ANSWER)]
@@ -269,7 +273,7 @@ def test_length_ends_each_api_in_its_own_words() -> None:
 
 
 def test_usage_counts_tokens_in_the_words_of_each_api() -> None:
-    answer = Answer("a1", "", "X", (), "stop", "", 11, 4, ANSWER.response)
+    answer = Answer("a1", "", "X", (), "stop", "", 11, 4, ANSWER.response, ANSWER.tokens)
     bodies = {path: APIS[path].encode(request(path)[1], [answer], "policy") for path in BODIES}
     usage = {path: json.loads(body)["usage"] for path, body in bodies.items()}
     for path in (CHAT, COMPLETIONS):
@@ -298,21 +302,19 @@ def test_answer_names_the_model_that_the_client_asked_for(path: str) -> None:
         assert first.get("message", first.get("response", first))["model"] == name
 
 
-def test_logprobs_have_the_text_of_each_token_or_its_id() -> None:
+def test_logprobs_have_the_text_of_each_token() -> None:
     api, made = request(CHAT, n=1)
-    for tokens, texts in ((("X", "!"), ["X", "!"]), ((), ["token_id:1", "token_id:2"])):
-        answer = Answer("a1", "", "X!", (), "stop", response=ANSWER.response, tokens=tokens)
-        body = json.loads(api.encode(made, [answer], "policy"))
-        logprobs = body["choices"][0]["logprobs"]["content"]
-        assert [each["token"] for each in logprobs] == texts
-        assert [each["logprob"] for each in logprobs] == [-1.0, -2.0]
+    body = json.loads(api.encode(made, [ANSWER], "policy"))
+    logprobs = body["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in logprobs] == ["X", "!"]
+    assert [each["logprob"] for each in logprobs] == [-1.0, -2.0]
 
 
 def test_errors_have_the_form_of_their_api() -> None:
     error = ApiError(429, "wait", "slow")
     openai = {"type": "rate_limit_error", "message": "wait", "param": None, "code": "slow"}
     for path in (CHAT, COMPLETIONS, RESPONSES):
-        assert json.loads(APIS[path].error(error)) == {"error": openai}
+        assert APIS[path].error(error) == {"error": openai}
     assert parse([APIS[CHAT].failed(error)]) == [{"error": openai}]
     [failed] = parse([APIS[RESPONSES].failed(error)])
     assert failed["response"]["error"] == {"code": "slow", "message": "wait"}

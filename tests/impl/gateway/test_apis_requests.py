@@ -336,5 +336,5 @@ def test_random_bodies_raise_nothing_but_refusals(path: str) -> None:
             assert all(isinstance(message["content"], str) for message in messages)
             accepted += 1
         except ApiError as error:
-            assert error.status == 400 and json.loads(api.error(error))["error"]["message"]
+            assert error.status == 400 and api.error(error)["error"]["message"]
     assert 10 < accepted < len(bodies)

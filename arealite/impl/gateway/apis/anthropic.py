@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
@@ -11,8 +10,8 @@ from msgspec import Meta, Raw
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.blocks import Block, blocks_of, steps
 from arealite.impl.gateway.apis.history import ITEM, Item, decode
-from arealite.impl.gateway.apis.shared import Api, Body, Stops, Tool, dumps, sse
-from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
+from arealite.impl.gateway.apis.shared import Api, Body, Deltas, Events, Stops, Tool, dumps, sse
+from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
 DELTAS = {"text": "text", "thought": "thinking", "call": "input_json"}
@@ -52,9 +51,7 @@ class Messages(Api):
         end = {"content": content, **_stop(request, answer), "usage": _usage(answer)}
         return dumps({**_head(answer.id, request, model), **end})
 
-    async def events(
-        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
-    ) -> AsyncIterator[bytes]:
+    async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
         message = {**_head(id, request, model), "content": [], "stop_reason": None}
         message |= {"stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
         yield sse({"type": "message_start", "message": message})
@@ -76,8 +73,8 @@ class Messages(Api):
                 yield sse({"type": "message_delta", "delta": stop, "usage": usage})
                 yield sse({"type": "message_stop"})
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
-        return {"type": "error", **super().error_body(error)}
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return {"type": "error", **super().error(error)}
 
 
 def _block(block: Block, id: str) -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
 from arealite.impl.gateway.apis.chat import ChatCompletions
 from arealite.impl.gateway.apis.shared import Body
-from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
+from arealite.impl.gateway.exchange import Answer, ApiError, Delta
 
 
 class CompletionBody(Body, kw_only=True, frozen=True):
@@ -27,6 +25,7 @@ class Completions(ChatCompletions):
 
     request_type = CompletionBody
     names = "cmpl", "text_completion", "text_completion"
+    first: ClassVar[dict[str, Any]] = {"text": ""}
 
     def read(self, body: CompletionBody) -> dict[str, Any]:
         prompt, has_logprobs = body.prompt, body.logprobs is not None
@@ -40,14 +39,10 @@ class Completions(ChatCompletions):
     def _whole(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
-    def _pieces(
-        self, request: ChatRequest, delta: Delta, calls: Counter[int]
-    ) -> Iterator[dict[str, Any]]:
-        if delta.kind in ("text", "end"):
-            end = self._end(request, delta.answer) if delta.answer else {}
-            yield {"text": delta.text, **end}
+    def _piece(self, delta: Delta, calls: int) -> dict[str, Any]:
+        return {"text": delta.text}
 
-    def _logprobs(self, texts: list[str], values: list[float]) -> dict[str, Any]:
+    def _logprobs(self, texts: tuple[str, ...], values: list[float]) -> dict[str, Any]:
         offsets = [0, *accumulate(map(len, texts))][: len(texts)]
         fields = {"token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
         return {"tokens": texts, **fields}

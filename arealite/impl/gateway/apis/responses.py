@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Annotated, Any
 from uuid import uuid4
@@ -12,8 +12,8 @@ from msgspec import Meta, Raw
 
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.blocks import Block, Step, blocks_of, steps
-from arealite.impl.gateway.apis.shared import Api, Body, Count, dumps, sse
-from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
+from arealite.impl.gateway.apis.shared import Api, Body, Count, Deltas, Events, dumps, sse
+from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 
 KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 """Name of the events of a block, by its kind."""
@@ -50,9 +50,7 @@ class Responses(Api):
         items = [_item(request, answer.id, block) for block in blocks_of(answer, has_message=True)]
         return dumps({**_begin(request, answer.id, model), "output": items, **_end(answer)})
 
-    async def events(
-        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
-    ) -> AsyncIterator[bytes]:
+    async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
         numbers, response, item = count(), _begin(request, id, model), dict[str, Any]()
 
         def event(kind: str, fields: dict[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_e
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Deltas, Events = AsyncIterator[Delta], AsyncIterator[bytes]
 dumps = msgspec.json.encode
 
 
@@ -110,9 +111,7 @@ class Api(ABC):
         """Return the body of the answers (`request.n`)."""
 
     @abstractmethod
-    def events(
-        self, request: ChatRequest, deltas: AsyncIterator[Delta], model: str, *, id: str
-    ) -> AsyncIterator[bytes]:
+    def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
         """Yield the server-sent events of a stream, each with its blank line.
 
         Args:
@@ -122,15 +121,11 @@ class Api(ABC):
             id: `Answer.id` of answer 0, which the first event needs.
         """
 
-    def error(self, error: ApiError) -> bytes:
-        """Return the body of an error."""
-        return dumps(self.error_body(error))
-
     def failed(self, error: ApiError) -> bytes:
         """Return the event that ends a stream with an error."""
-        return sse(self.error_body(error))
+        return sse(self.error(error))
 
-    def error_body(self, error: ApiError) -> dict[str, Any]:
+    def error(self, error: ApiError) -> dict[str, Any]:
         """Return the body of an error."""
         kind = "invalid_request_error" if error.status < 500 else self.server_error
         about = {"type": ERRORS.get(error.status, kind), "message": error.message}
