@@ -7,12 +7,10 @@ the score of a reward function.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from math import fsum
-from traceback import extract_tb
 from typing import Any, cast
 
 import msgspec
@@ -27,19 +25,14 @@ from arealite.api.trial import TrialConfig
 from arealite.base import log
 from arealite.base.config import check_constraints
 from arealite.base.errors import EpisodeError, UserError
-from arealite.base.registry import import_function
-from arealite.impl.env.adapters.blocking import Threads
+from arealite.impl.env.harness.functions import Functions
 from arealite.impl.env.harness.programs import AT, Finished, HarnessFailed, Programs
 from arealite.impl.env.tools import arithmetic
 from arealite.impl.env_server.wire import read_token
 from arealite.impl.gateway.gateway import Gateway
 from arealite.impl.gateway.session import Session
-from arealite.impl.rollout.failures import root_error
 
 logger = log.get(__name__)
-
-THREADS = 256
-"""Concurrent calls of a function that is not async, in one worker."""
 
 
 class HarnessSilent(EpisodeError, failure_class="harness_silent"):
@@ -66,12 +59,12 @@ class HarnessEnv(Env):
         self.seats = tuple(config.seats)
         self.scorer = make_reward(config.reward)
         self._is_scoring = False
+        self._stack = AsyncExitStack()
         self._lock = asyncio.Lock()
         token = read_token(config.gateway.token_env, f"{AT}gateway.")
         self.gateway = Gateway(config.gateway, args=args, token=token)
         self.programs = Programs(config) if config.command else None
-        self.function: Any = function(config.run) if config.run else None
-        self.threads = Threads(THREADS)
+        self.functions = Functions(config.run) if config.run else None
         self._offered = asyncio.Queue[tuple[Session, asyncio.Event]]()
         """Sessions that no agent has leased yet, and an event for the lease."""
 
@@ -81,13 +74,20 @@ class HarnessEnv(Env):
         return arithmetic(config.arithmetic, split=split, seed=seed)
 
     async def setup(self) -> None:
-        """Start the gateway, and prepare the folder of programs."""
+        """Start the gateway, the event loop of functions, and the folder of programs."""
+        stack, gateway = self._stack, self.gateway
+        stack.push_async_callback(self.scorer.close)
         if self.config.pull:
-            self.gateway.lease = self._lease
-        await self.gateway.start()
-        logger.info("gateway", url=self.gateway.url)
+            gateway.lease = self._lease
+        if self.functions:
+            self.functions.setup()
+            stack.callback(self.functions.close)
+        stack.push_async_callback(gateway.close)
+        await gateway.start()
+        logger.info("gateway", url=gateway.url)
         if self.programs:
-            await self.programs.setup(int(self.gateway.url.rpartition(":")[2].partition("/")[0]))
+            stack.push_async_callback(self.programs.close)
+            await self.programs.setup(int(gateway.url.rpartition(":")[2]))
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Run the agent for one episode, and set its reward.
@@ -119,13 +119,8 @@ class HarnessEnv(Env):
                 each.reward(score, **score.parts)
 
     async def close(self) -> None:
-        """Stop the gateway, the folder of programs and the reward function."""
-        try:
-            await self.gateway.close()
-        finally:
-            if self.programs:
-                await self.programs.close()
-            await self.scorer.close()
+        """Stop what `setup` has started, and the reward function."""
+        await self._stack.aclose()
 
     @asynccontextmanager
     async def _play(
@@ -135,29 +130,11 @@ class HarnessEnv(Env):
         if self.programs:
             async with self.programs.run(task, session.endpoint) as finished:
                 yield None, finished
-        elif self.function:
-            yield await self._call(task, session), None
+        elif self.functions:
+            yield await self.functions.run(task, session.endpoint), None
         else:
             await self._wait_for_end(session)
             yield None, None
-
-    async def _call(self, task: Task, session: Session) -> object:
-        """Return the result of the function; one that is not async runs in a thread."""
-        try:
-            if inspect.iscoroutinefunction(self.function):
-                return await self.function(task, session.endpoint)
-            result = await self.threads.call(self.function, task, session.endpoint)
-            return await cast(Awaitable[object], result) if inspect.isawaitable(result) else result
-        except (Exception, SystemExit) as raised:
-            error = root_error(raised)
-            if isinstance(error, EpisodeError | UserError):
-                raise error from raised
-            frames = extract_tb(error.__traceback__)
-            file = inspect.getsourcefile(inspect.unwrap(self.function))
-            at = [frame for frame in frames if frame.filename == file][-1:] or frames[-1:]
-            where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in at)
-            what = f"{type(error).__name__}: {error}"
-            raise HarnessFailed(f"{self.config.run} raised {what:.400}{where}") from raised
 
     async def _lease(self) -> Session:
         """Return the next task's session. Called for `POST /v1/rl/sessions`."""
@@ -226,21 +203,6 @@ class HarnessEnv(Env):
         task = structs.replace(task, extra_info={**task.extra_info, **folder})
         found = await self.scorer.score_task(text, task)
         return found if isinstance(found, Score) else Score(found)
-
-
-def function(path: str) -> Any:
-    """Import the function that plays episodes.
-
-    Raises:
-        UserError: There is no such function, or it does not accept (task, endpoint).
-    """
-    found = import_function(path, f"{AT}run={path}")
-    try:
-        inspect.signature(found).bind("task", "endpoint")
-    except (TypeError, ValueError) as error:
-        fix = "Write def solve(task, endpoint)."
-        raise UserError(f"{AT}run={path} cannot be called: {error}. {fix}") from error
-    return found
 
 
 def parse(text: str | None, where: str) -> Score:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 import urllib.request
 from typing import Any
 
@@ -36,7 +37,7 @@ def ask_blocking(base_url: str, key: str, text: str = "1+1=") -> str:
     data, headers = json.dumps(body([{"role": "user", "content": text}])).encode(), {}
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{base_url}/chat/completions", data, headers)
-    with urllib.request.urlopen(request) as answer:
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 
@@ -47,6 +48,10 @@ async def number(task: Any, endpoint: Any) -> float:
 def blocking(task: Any, endpoint: Any) -> float:
     ask_blocking(endpoint.base_url, endpoint.api_key)
     return 0.5
+
+
+async def blocking_the_loop(task: Any, endpoint: Any) -> float:
+    return blocking(task, endpoint)
 
 
 async def row(task: Any, endpoint: Any) -> Any:
@@ -67,6 +72,10 @@ async def raising(task: Any, endpoint: Any) -> float:
 async def leaving(task: Any, endpoint: Any) -> float:
     await ask(endpoint)
     sys.exit(3)
+
+
+async def task_leaves(task: Any, endpoint: Any) -> None:
+    await asyncio.create_task(leaving(task, endpoint))
 
 
 async def two_errors(task: Any, endpoint: Any) -> None:
@@ -97,8 +106,15 @@ async def posting(task: Any, endpoint: Any) -> None:
         await (await http.post(url, json={"reward": 0.25, "parts": {"style": 2.0}})).read()
 
 
+began, cancelled = threading.Event(), threading.Event()
+
+
 async def waiting(task: Any, endpoint: Any) -> float:
-    await asyncio.Event().wait()
+    began.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        cancelled.set()
     return 0.0
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from arealite.base.errors import ServerUnavailable, UserError
+from arealite.impl.env.harness import functions
 from arealite.impl.env.harness.env import HarnessEnv
 from arealite.impl.rollout.collector import Collector
 from tests.fakes.client import ScriptedClient
@@ -23,8 +25,9 @@ async def test_reward_of_a_function_belongs_to_its_sampled_turn() -> None:
         assert (header.reward, header.turns, header.trained_tokens) == (reward, 1, 2)
 
 
-async def test_function_that_is_not_async_runs_in_a_thread() -> None:
-    async with collecting(run="blocking") as made:  # on the loop it would block the gateway
+@pytest.mark.parametrize("name", ["blocking", "blocking_the_loop"])
+async def test_function_that_blocks_gets_its_answers(name: str) -> None:
+    async with collecting(run=name) as made:  # in the worker's loop it would block the gateway
         done = await asyncio.gather(*(made.run(lease(n), 0) for n in range(4)))
     assert [episode.headers[0].reward for episode, _ in done] == [0.5] * 4
 
@@ -104,9 +107,32 @@ async def test_reward_from_another_source_is_refused(name: str, source: str, wor
     assert f"reward_from={words}: the agent gave no reward that way" in detail
 
 
-async def test_cancelled_episode_ends_its_session() -> None:
-    async with collecting(run="waiting", episode_timeout_s=0.05) as made:
-        episode, _ = await asyncio.create_task(made.run(lease(), 0))
+async def test_agent_that_blocks_the_loop_of_others_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(functions, "BLOCKED_S", -1.0)  # each coroutine begins too late
+    async with collecting(run="number") as made:
+        for number in range(2):
+            await made.run(lease(number), 0)
+    assert capsys.readouterr().out.count("write def, not async") == 1
+
+
+async def test_exit_in_a_task_of_an_agent_fails_only_its_episode() -> None:
+    async with collecting(run="task_leaves") as made:
+        for number in range(2):
+            episode, _ = await made.run(lease(number), 0)
+            assert episode.failure is not None and "SystemExit: 3" in episode.failure.detail
+
+
+async def test_cancelled_episode_ends_its_session_and_its_agent() -> None:
+    async with collecting(run="waiting") as made:
+        playing = asyncio.create_task(made.run(lease(), 0))
+        agents = sys.modules["agents"]
+        assert await asyncio.to_thread(agents.began.wait, 30)
+        (wait,) = made._running
+        wait.expire()
+        episode, _ = await playing
+        assert await asyncio.to_thread(agents.cancelled.wait, 30)
         assert episode.failure is not None
         assert episode.failure.failure_class == "episode_timeout"
         env = made.parts[""].env

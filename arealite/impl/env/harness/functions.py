@@ -1,0 +1,109 @@
+"""Plays episodes with a function of the user, outside the event loop of the worker.
+
+A function that is not async runs in a thread. All coroutines run in one event loop in a thread of
+its own, so they can share clients. The gateway is in the worker's event loop: a coroutine that
+blocks holds up other coroutines, but gets its answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from traceback import extract_tb
+from typing import Any
+
+from arealite.api.task import Task
+from arealite.base import log
+from arealite.base.errors import EpisodeError, UserError
+from arealite.base.registry import import_function
+from arealite.impl.env.adapters.blocking import Threads, start
+from arealite.impl.env.harness.programs import AT, HarnessFailed
+from arealite.impl.gateway.session import Endpoint
+from arealite.impl.rollout.failures import root_error
+
+logger = log.get(__name__)
+
+THREADS = 256
+"""Concurrent calls of a function that is not async, in one worker."""
+BLOCKED_S = 5.0
+"""A coroutine that begins this late is logged: another one blocks the event loop."""
+
+
+class Functions:
+    """Calls the function of `env.harness.run`."""
+
+    def __init__(self, path: str) -> None:
+        """Import the function.
+
+        Raises:
+            UserError: There is no such function, or it does not accept (task, endpoint).
+        """
+        self.path = path
+        self._function = import_function(path, f"{AT}run={path}")
+        self._threads = Threads(THREADS)
+        self._is_blocked = False
+        try:
+            inspect.signature(self._function).bind("task", "endpoint")
+        except (TypeError, ValueError) as error:
+            fix = "Write def solve(task, endpoint)."
+            raise UserError(f"{AT}run={path} cannot be called: {error}. {fix}") from error
+
+    def setup(self) -> None:
+        """Start the event loop of coroutines."""
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop, self._closed = self._runner.get_loop(), asyncio.Event()
+        start(self._run_loop)
+
+    def close(self) -> None:
+        """Cancel all coroutines, and stop their event loop."""
+        self._loop.call_soon_threadsafe(self._closed.set)
+
+    def _run_loop(self) -> None:
+        with self._runner:
+            while not self._closed.is_set():
+                with suppress(SystemExit):  # of a task that a coroutine started
+                    self._runner.run(self._closed.wait())
+
+    async def run(self, task: Task, endpoint: Endpoint) -> object:
+        """Return the result of the function.
+
+        Raises:
+            HarnessFailed: The function raised an exception. The message names its line.
+        """
+        try:
+            result = await self._threads.call(self._function, task, endpoint)
+            if not inspect.isawaitable(result):
+                return result
+            running = asyncio.run_coroutine_threadsafe(
+                self._outcome(result, time.monotonic()), self._loop
+            )
+            result, raised = await asyncio.wrap_future(running)
+            if raised is not None:
+                raise raised
+            return result
+        except (Exception, SystemExit) as raised:
+            error = root_error(raised)
+            if isinstance(error, EpisodeError | UserError):
+                raise error from raised
+            frames = extract_tb(error.__traceback__)
+            file = inspect.getsourcefile(inspect.unwrap(self._function))
+            at = [frame for frame in frames if frame.filename == file][-1:] or frames[-1:]
+            where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in at)
+            what = f"{type(error).__name__}: {error}"
+            raise HarnessFailed(f"{self.path} raised {what:.250}{where}") from raised
+
+    async def _outcome(
+        self, result: Awaitable[Any], since: float
+    ) -> tuple[Any, BaseException | None]:
+        """Return the value of an awaitable, and its exception: SystemExit would end the loop."""
+        if time.monotonic() - since > BLOCKED_S and not self._is_blocked:
+            self._is_blocked = True
+            what = "an agent blocks the event loop of all agents, so they run one after the other"
+            logger.warning(what, run=self.path, hint="use an async client, or write def, not async")
+        try:
+            return await result, None
+        except BaseException as error:  # noqa: BLE001  (`run` raises it)
+            return None, error
