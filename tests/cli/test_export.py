@@ -14,7 +14,7 @@ from arealite.base import config as base_config
 from arealite.base.names import RunPaths
 from arealite.cli import configs
 from arealite.cli import main as cli
-from arealite.impl.trainer import checkpoints
+from arealite.impl.trainer.base import write_engines
 from arealite.impl.trainer.components import make_engine
 from arealite.impl.trainer.world import World
 from tests.models import tiny_model
@@ -35,7 +35,7 @@ def make_run(folder: Path, *overrides: str, head: str = "lm") -> RunPaths:
         for parameter in engine.module.parameters():
             parameter.data.fill_(float(step))
         path = paths.checkpoints / f"step-{step:06d}"
-        checkpoints.save(path, {".": engine}, {"step": step}, world)
+        write_engines(path, {".": engine}, {"step": step}, world)
     world.destroy()
     part = "offline" if config.trainer.is_offline else "ppo"
     many = f"trainer.{part}.engine.fsdp.shard_size=8"  # as with eight ranks

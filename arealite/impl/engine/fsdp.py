@@ -1,12 +1,14 @@
 """The train engine over FSDP2: one Hugging Face model, sharded over the ranks.
 
-This module holds the collective operations. The modules beside it hold the model, the batches, the
-optimizer and the files.
+This module holds the collective operations and the checkpoints. The modules beside it hold the
+model, the batches, the optimizer and the files of a Hugging Face folder.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
 from arealite.algo.packing import Plan, computed_tokens, microbatches
@@ -23,10 +28,11 @@ from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
-from arealite.impl.engine import attention, export, loading, lora, shards
+from arealite.impl.engine import attention, checkpoint, loading, lora
 from arealite.impl.engine import model as models
 from arealite.impl.engine.batch import MicroBatch, collate, scatter
 from arealite.impl.engine.fingerprint import fingerprint
+from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.optimizer import Optimizer
 
 log = get(__name__)
@@ -157,16 +163,43 @@ class FSDPEngine(TrainEngine):
 
     def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write this rank's shards; see TrainEngine."""
-        shards.save(folder, self.module, self.optimizer, extra)
+        save_state(self._live_state(), checkpoint_id=folder / "state")
+        if dist.get_rank() == 0:
+            inside = {"updates": self.optimizer.updates, "extra": extra}
+            (folder / "extra.json").write_text(json.dumps(inside))
 
     def load(self, folder: Path) -> dict[str, object]:
         """Read this rank's shards; see TrainEngine."""
         models.reshard(self._model)
-        return shards.load(folder, self.module, self.optimizer)
+        state = self._live_state()
+        stored = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
+        names = (f"{part}.{name}" for part, tensors in state.items() for name in tensors)
+        if absent := next((name for name in names if name not in stored), None):
+            what = "use the model, engine.fsdp.lora and optimizer.type that it was written with"
+            fix = f"{what}, or start a new run with resume=never."
+            raise UserError(f"Checkpoint '{folder}' has no '{absent}': {fix}")
+        load_state(state, checkpoint_id=folder / "state")
+        inside = json.loads((folder / "extra.json").read_text())
+        self.optimizer.updates = inside["updates"]
+        return inside["extra"]
 
     def export(self, path: Path) -> None:
-        """Write the model in the compute dtype, adapters merged; see `export.export`."""
-        export.export(self, path)
+        """Write the model in the compute dtype, adapters merged, and `adapter/` for peft."""
+        temp = checkpoint.begin(path) if dist.get_rank() == 0 else None
+        weights = self.stream_weights()
+        if temp:
+            copy_small_files(self.source, temp)
+            write_config(temp, self.module, dtype=self.config.dtype, head=self.head)
+            write_weights(temp, weights)
+        else:
+            deque(weights, maxlen=0)
+        if self.adapter is not None:
+            folder = temp / "adapter" if temp else None
+            lora.write(self.module, self.full, self.adapter, folder, base=self.source)
+        if temp:
+            checkpoint.commit(path, {"world_size": dist.get_world_size(), **checkpoint.versions()})
+            log.info("model exported", path=str(path))
+        dist.barrier()
 
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield weights in the compute dtype, tied ones once, adapters merged; see TrainEngine."""
@@ -182,6 +215,15 @@ class FSDPEngine(TrainEngine):
         """Return a whole parameter on the engine's device, gathered from all ranks."""
         tensor = tensor.to(self.device)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def _live_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors that training changes, to save them or to load into them."""
+        model = {
+            name: tensor.detach()
+            for name, tensor in lora.state_tensors(self.module)
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        }
+        return {"model": model, "optimizer": self.optimizer.state()}
 
     def _plan(self, rows: list[Sequence], all_lengths: Lengths, size: int = 1) -> Plan:
         """Return the indices of the rows of each micro-batch; `size` rows stay together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -15,11 +15,12 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import TrainEngine
 from arealite.api.trainer import Trainer
 from arealite.base import log
+from arealite.base.errors import UserError
 from arealite.base.signals import STOP
 from arealite.impl.engine import checkpoint
-from arealite.impl.trainer import checkpoints
 from arealite.impl.trainer.components import Components, LoadEngines, build_components
 from arealite.impl.trainer.metrics import Stopwatch
+from arealite.impl.trainer.world import World
 
 logger = log.get(__name__)
 
@@ -80,18 +81,25 @@ class BaseTrainer(Trainer):
         Raises:
             UserError: `resume` contradicts the checkpoints, or the checkpoint is of other models.
         """
-        step, extra, path = 0, dict[str, Any](), checkpoints.find(self.config)
-        if path is not None:
-            extra = checkpoints.load(path, self.engines)
+        folder, wanted = self.paths.checkpoints, self.config.resume
+        step, extra, newest = 0, dict[str, Any](), checkpoint.latest(folder)
+        name = newest.name if newest else "none"
+        fits = {"auto": True, "must": newest is not None, "never": newest is None}
+        if not fits.get(wanted, wanted == name):
+            what = f"resume={wanted}, but the newest good checkpoint in {folder} is {name}"
+            fix = "Use resume=auto; or run train.py once without RANK to go back or to start over."
+            raise UserError(f"{what}. {fix}")
+        if newest is not None:
+            extra = read_engines(newest, self.engines)
             step = self.saved_step = int(extra["step"])
-        logger.info("training starts", step=step, checkpoint=str(path or "none"))
+        logger.info("training starts", step=step, checkpoint=str(newest or "none"))
         return step, extra
 
     def checkpoint(self, step: int) -> None:
         """Write the checkpoint after `step` steps, and remove old checkpoints."""
         path = self.paths.checkpoints / f"step-{step:06d}"
         with self.clock("time/checkpoint_s"):
-            checkpoints.save(path, self.engines, {"step": step} | self.progress, self.world)
+            write_engines(path, self.engines, {"step": step} | self.progress, self.world)
             self.saved_step = step
             if self.world.is_rank0:
                 self.on_checkpoint(step, path)
@@ -129,6 +137,46 @@ def _close(close: Callable[[], None]) -> None:
         close()
     except Exception as error:  # noqa: BLE001  (see close_at_end)
         logger.error("not closed", part=close.__qualname__, error=repr(error))
+
+
+def write_engines(
+    path: Path, engines: Mapping[str, TrainEngine], extra: dict[str, object], world: World
+) -> None:
+    """Write a checkpoint; `path` appears once all ranks have written all of it.
+
+    Args:
+        path: the checkpoint's folder.
+        engines: by folder inside `path`.
+        extra: what `read_engines` returns; the manifest names its `step`.
+        world: the ranks.
+    """
+    if world.is_rank0:
+        checkpoint.begin(path)
+    world.barrier()
+    for folder, engine in engines.items():
+        engine.save(checkpoint.temporary(path) / folder, extra)
+    world.barrier()
+    if world.is_rank0:
+        facts: dict[str, object] = {"step": extra.get("step", 0), "world_size": world.size}
+        checkpoint.commit(path, facts | checkpoint.versions())
+        logger.info("checkpoint written", path=str(path))
+    world.barrier()
+
+
+def read_engines(path: Path, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
+    """Read a checkpoint into `engines`, at any number of ranks; return its `extra`.
+
+    Raises:
+        UserError: the checkpoint is missing or broken, or of other models or another optimizer.
+    """
+    checkpoint.require(path)
+    for folder in engines:
+        if not (path / folder).is_dir():
+            fix = "another trial_name, or resume=never to start over."
+            what = f"checkpoint {path} has no {folder}"
+            raise UserError(f"{what}. Use the advantage.type that the run was started with, {fix}")
+    found = [engine.load(path / folder) for folder, engine in engines.items()]
+    return found[0]
 
 
 class StopRequest:

@@ -15,7 +15,7 @@ from arealite.api.algorithm import LossConfig
 from arealite.api.engine import Head, LossFn, LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
 from arealite.impl.engine.fsdp import FSDPEngine
-from arealite.impl.trainer import checkpoints
+from arealite.impl.trainer.base import read_engines, write_engines
 from arealite.impl.trainer.world import World
 
 LOSS = make_policy_loss(LossConfig(eps_low=0.9, eps_high=9.0))
@@ -100,12 +100,12 @@ def weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
 def save(engine: FSDPEngine, path: Path, extra: dict[str, Any]) -> None:
     """Write a checkpoint as a trainer does."""
     world = World(dist.get_rank(), dist.get_world_size())
-    checkpoints.save(path, {".": engine}, extra, world)
+    write_engines(path, {".": engine}, extra, world)
 
 
 def load(engine: FSDPEngine, path: Path) -> dict[str, Any]:
     """Read a checkpoint as a trainer does."""
-    return checkpoints.load(path, {".": engine})
+    return read_engines(path, {".": engine})
 
 
 def gradients(
