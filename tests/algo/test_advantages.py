@@ -20,7 +20,7 @@ from arealite.algo.advantages import (
     overlong_penalty,
     shape_rewards,
 )
-from arealite.algo.value_loss import make_value_loss
+from arealite.algo.losses import make_value_loss
 from arealite.api.algorithm import CriticConfig, ShapingConfig
 from arealite.api.engine import LossInput
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from arealite.algo.losses import (
     effective_sample_share,
+    explained_variance,
     make_policy_loss,
+    make_value_loss,
 )
-from arealite.algo.value_loss import explained_variance, make_value_loss
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from tests.algo import naive_losses as naive

@@ -155,6 +155,34 @@ class TrainBatch:
         for row, values_T in zip(self.rows, arrays, strict=True):
             row.fields[name] = values_T
 
+    def critic_rows(self) -> tuple[list[Sequence], Lengths]:
+        """Return the critic's rows, over all sampled tokens, and the row lengths of every rank.
+
+        The last row of a truncated episode has an additional token. Its value is the value of the
+        state in which the episode was truncated.
+        """
+        cut = {i for i, header in enumerate(self.headers) if header.truncated}
+        rows: list[Sequence] = []
+        for trajectory in self.local:
+            pairs = zip(trajectory.rows, trajectory.sampled, strict=True)
+            rows += [Sequence(row.tokens, mask_T, row.temperature) for row, mask_T in pairs]
+            if trajectory.index in cut:
+                last = rows[-1]
+                last.tokens = np.append(last.tokens, last.tokens[-1:])
+                last.loss_mask = np.append(last.loss_mask, True)
+        return rows, self.lengths(range(len(self.headers)), longer=cut)
+
+    def store_values(self, values: Seq[np.ndarray]) -> None:
+        """Set the field `values` of the rows from the critic's output for `critic_rows`."""
+        begin = 0
+        for trajectory in self.local:
+            output = values[begin : begin + len(trajectory.rows)]
+            for row, values_T in zip(trajectory.rows, output, strict=True):
+                row.fields["values"] = values_T[: len(row.tokens)]
+            if self.headers[trajectory.index].truncated:
+                trajectory.bootstrap = float(output[-1][-1])
+            begin += len(trajectory.rows)
+
     def minibatches(self, included: Collection[int]) -> list[Minibatch]:
         """Split the `included` trajectories into the minibatches of the batch's updates."""
         found = list[Minibatch]()

@@ -16,8 +16,7 @@ from statistics import fmean
 import numpy as np
 
 from arealite.algo.advantages import group_counts
-from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share
-from arealite.algo.value_loss import explained_variance
+from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explained_variance
 from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base import log

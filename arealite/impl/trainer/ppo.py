@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
-from arealite.algo.losses import make_policy_loss
-from arealite.algo.value_loss import make_value_loss
+from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api import trainer_messages as messages
 from arealite.api.config import ExperimentConfig
 from arealite.api.publisher import PublishReport
@@ -24,7 +23,6 @@ from arealite.impl.trainer.base import BaseTrainer
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
 from arealite.impl.trainer.batch_advantages import compute_advantages
 from arealite.impl.trainer.components import Components, load_ppo_engines
-from arealite.impl.trainer.critic import critic_rows, store_values
 from arealite.impl.trainer.evaluation import Evaluations
 from arealite.system.links.trainer_link import TrainerLink
 
@@ -145,7 +143,7 @@ class PPOTrainer(BaseTrainer):
             if self.reference is not None:
                 batch.fill("ref_logprobs", self.reference.forward(rows, lengths)["logprobs"])
             if self.critic is not None:
-                store_values(batch, self.critic.forward(*critic_rows(batch))["values"])
+                batch.store_values(self.critic.forward(*batch.critic_rows())["values"])
 
     def compute_advantages(self, batch: TrainBatch) -> list[Minibatch]:
         """Set the advantages of the rows; return the minibatch of each update."""

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import arealite
-from arealite.algo.losses import make_policy_loss
-from arealite.algo.value_loss import make_value_loss
+from arealite.algo.losses import make_policy_loss, make_value_loss
 from arealite.api.algorithm import CriticConfig, KLConfig, LossConfig
 from arealite.api.engine import LossInput
 from arealite.api.publisher import PublishReport

@@ -18,7 +18,6 @@ from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_train_batch
 from arealite.impl.trainer.batch_advantages import compute_advantages
-from arealite.impl.trainer.critic import critic_rows, store_values
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
@@ -40,7 +39,7 @@ def forward(made: TrainBatch) -> None:
 
     made.fill("prox_logprobs", said(made.rows, 0.1, -1.25))
     made.fill("ref_logprobs", said(made.rows, 0.2, -1.5))
-    store_values(made, said(critic_rows(made)[0], 0.5, 0.25))
+    made.store_values(said(made.critic_rows()[0], 0.5, 0.25))
 
 
 def estimated(
@@ -102,7 +101,7 @@ def test_last_row_of_a_truncated_episode_has_one_more_token_for_the_critic_only(
     whole = episode("g/1/agent", segment([5, 6, 7, 8], sampled=2))
     sent = batch([cut, whole], ranks=[0, 1])
     made = make_train_batch(*sent, config("gae"), rank=0, world_size=2)
-    rows, lengths = critic_rows(made)
+    rows, lengths = made.critic_rows()
     assert lengths == [[2, 4], [4]]
     assert made.all_lengths == [[2, 3], [4]]
     assert [row.tokens.tolist() for row in rows] == [[5, 6], [5, 6, 7, 7]]
@@ -117,7 +116,7 @@ def test_masked_stale_token_still_has_a_value_for_returns() -> None:
         *batch([episode("g/0/agent", parts)], step=2), ppo, rank=0, world_size=1
     )
     assert made.rows[0].loss_mask.tolist() == [False, False, True]
-    assert critic_rows(made)[0][0].loss_mask.tolist() == [False, True, True]
+    assert made.critic_rows()[0][0].loss_mask.tolist() == [False, True, True]
     forward(made)
     compute_advantages(made, ppo, World())
     assert made.local[0].gather("values") == pytest.approx([0.75, 1.25])

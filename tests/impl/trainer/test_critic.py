@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from arealite.algo.value_loss import make_value_loss
+from arealite.algo.losses import make_value_loss
 from arealite.api.algorithm import AdvantageConfig, CriticConfig
 from arealite.api.engine import LossInput, Sequence
 from arealite.api.trainer import PPOConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.impl.trainer.batch import make_train_batch
 from arealite.impl.trainer.batch_advantages import compute_advantages
-from arealite.impl.trainer.critic import critic_rows, store_values
 from arealite.impl.trainer.world import World
 from tests.impl.trainer.trajectories import batch, header, segment
 
@@ -91,7 +90,7 @@ def test_tabular_critic_learns_the_values_of_a_markov_chain(lam: float, bootstra
     for _ in range(60):
         made = make_train_batch(*batch(played), ppo, rank=0, world_size=1)
         made.fill("prox_logprobs", [row.fields["behav_logprobs"] for row in made.rows])
-        store_values(made, critic.forward(critic_rows(made)[0]))
+        made.store_values(critic.forward(made.critic_rows()[0]))
         (minibatch,) = compute_advantages(made, ppo, World())
         critic.train_batch(minibatch.rows)
     start, later = critic.values[2].item(), critic.values[STAY].item()
