@@ -217,7 +217,7 @@ def broadcasting(size: int, times: int) -> Iterator[Callable[[], float]]:
             return time.perf_counter() - begin
 
         yield broadcast
-        group.leave(made)
+        dist.destroy_process_group(made)
         process.wait(60)
 
 
@@ -235,7 +235,7 @@ def receive(port: int, size: int, times: int) -> None:
     for _ in range(times):
         dist.broadcast(flat, src=0, group=made)
         dist.barrier(group=made)
-    group.leave(made)
+    dist.destroy_process_group(made)
 
 
 async def bench(folder: Path, only: list[str], repeats: int, note: Note) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from arealite.impl.weights.group import join, leave
+from arealite.impl.weights.group import join
 
 SECONDS = 60.0
 
@@ -46,7 +46,7 @@ def main() -> None:
                 weights = load_file(f"{command['folder']}/model.safetensors")
                 send(group, weights, command["names"], flat=command["flat"])
             else:
-                leave(group)
+                dist.destroy_process_group(group)
         except (RuntimeError, OSError) as error:
             told = f"{type(error).__name__}: {error}"
         print(json.dumps(told), flush=True)

@@ -234,7 +234,7 @@ class GroupSender:
         if group is None:
             return
         with suppress(RuntimeError):
-            groups.leave(group)
+            dist.destroy_process_group(group)
         body = {"group_name": self.name}
 
         async def leave() -> None:

@@ -106,4 +106,4 @@ class GroupMember:
 
     def _leave(self) -> None:
         if self._group is not None:
-            groups.leave(self._group)
+            dist.destroy_process_group(self._group)

@@ -55,8 +55,3 @@ def join(
     )[0]
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
-
-
-def leave(group: dist.ProcessGroup) -> None:
-    """Destroy the group, also after a failed collective."""
-    dist.destroy_process_group(group)

@@ -88,9 +88,7 @@ async def test_generation_continues_during_a_broadcast_that_times_out(
         made.append(groups.join(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(
-        group_member, "groups", SimpleNamespace(join=join_noted, leave=groups.leave)
-    )
+    monkeypatch.setattr(group_member, "groups", SimpleNamespace(join=join_noted))
     (layout,) = layouts(server.folders[1])
     body = {"names": layout.names, "dtypes": layout.dtypes, "shapes": layout.shapes}
     before = await server.checksum()

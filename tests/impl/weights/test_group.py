@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arealite.impl.weights.group import join, leave
+from arealite.impl.weights.group import join
 
 MEMBER = """
 import sys, torch, torch.distributed as dist
-from arealite.impl.weights.group import join, leave
+from arealite.impl.weights.group import join
 for number, port in enumerate(map(int, sys.argv[2:])):
     where, name = ("127.0.0.1", port), f"{sys.argv[1]}{number}"
     group = join(where, name, rank=1, world_size=2, backend="gloo", seconds=240.0)
     if sys.argv[1] != "lost":
         tensor = torch.zeros(5)
         dist.broadcast(tensor, src=0, group=group)
-        leave(group)
+        dist.destroy_process_group(group)
         print(tensor.tolist())
     else:
         sys.stdin.readline()
@@ -57,7 +57,7 @@ def test_tensor_is_broadcast_in_each_of_two_groups(member) -> None:
         assert {c.laddr.ip for c in listening if c.laddr.port == port} == {"127.0.0.1"}
         assert not dist.is_initialized(), "the default group stays untouched"
         dist.broadcast(torch.arange(5.0) + number, src=0, group=group)
-        leave(group)
+        dist.destroy_process_group(group)
     sent = [str([0.0 + number + i for i in range(5)]) for number in range(2)]
     assert other.communicate(timeout=60)[0].splitlines() == sent
 
@@ -71,7 +71,7 @@ def test_broadcast_fails_if_a_member_dies(member) -> None:
     assert other.returncode == 0
     with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer|Broken pipe"):
         dist.broadcast(torch.zeros(1 << 20), src=0, group=group)
-    leave(group)
+    dist.destroy_process_group(group)
 
 
 def test_join_times_out_without_other_members() -> None:
