@@ -29,7 +29,7 @@ from arealite.base.places import check_folder
 from arealite.base.registry import unknown
 from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
-from arealite.cli.words import Word, describe, translate
+from arealite.cli.options import Word, describe, translate
 from arealite.system.data.row_files import SUFFIXES, Row, write_rows
 from arealite.system.data.samples import Samples
 

@@ -29,7 +29,7 @@ from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
 from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
-from arealite.cli.words import describe, translate
+from arealite.cli.options import describe, translate
 from arealite.impl.view.terminal import Terminal
 from arealite.system.data.samples import Samples
 

@@ -1,4 +1,4 @@
-"""Command lines: --config, dotted overrides, --help with all keys, and stages of `train`."""
+"""Command lines: --config, dotted overrides, flags, --help with all keys, and stages of `train`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
@@ -85,6 +86,44 @@ def check_flags(argv: Sequence[str], schema: type) -> None:
         if near := [key for key in found if key.count(".") == depth][:2]:
             written = [f"{key}={value or after or 'VALUE'}" for key in near]
             raise UserError(f"{word} is no option of the command. Write {' or '.join(written)}.")
+
+
+class Word(NamedTuple):
+    """A flag that stands for dotted options: `--model M` is `model.path=M`."""
+
+    flags: str
+    """The flag and, after a space, its long form."""
+    value: str
+    """Name of its value in the help."""
+    options: str
+    """Overrides, separated by spaces; `{}` stands for the value."""
+
+
+def translate(argv: Sequence[str], words: Sequence[Word]) -> tuple[list[str], set[str]]:
+    """Replace flags by the overrides they stand for.
+
+    Args:
+        argv: The command line.
+        words: The flags of the command.
+
+    Returns:
+        The new command line, in which overrides of `argv` come after those of flags and win; and
+        the given `flags`.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for word in words:
+        parser.add_argument(*word.flags.split(), dest=word.flags, metavar=word.value)
+    found, rest = parser.parse_known_args(argv)
+    given = {flags: value for flags, value in vars(found).items() if value is not None}
+    used = [word for word in words if word.flags in given]
+    own = [each.format(given[word.flags]) for word in used for each in word.options.split()]
+    return [*own, *rest], {*given}
+
+
+def describe(words: Sequence[Word]) -> str:
+    """Return lines for the help of a command, one for each flag."""
+    rows = [(f"{each.flags} {each.value}", each.options, each.value) for each in words]
+    return "\n".join(f"    {flag:<25} {text.replace('{}', value)}" for flag, text, value in rows)
 
 
 def run_parser(command: str, description: str) -> argparse.ArgumentParser:

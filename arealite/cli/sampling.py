@@ -24,8 +24,8 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model
 from arealite.base.places import check_name
 from arealite.cli import configs, preflight
+from arealite.cli.options import Word
 from arealite.cli.role import with_externals
-from arealite.cli.words import Word
 from arealite.impl.launcher.processes import own_servers
 from arealite.impl.rollout.collector import Collector
 from arealite.impl.rollout.sampler import ObservingCollector, Sampler

@@ -17,8 +17,8 @@ from typing import TextIO
 from arealite.api.env_server import EnvServerConfig
 from arealite.base import log
 from arealite.base.signals import STOP
-from arealite.cli import configs, options
-from arealite.cli.words import Word, describe, translate
+from arealite.cli import configs
+from arealite.cli.options import CommandLine, Word, describe, translate
 from arealite.impl.launcher.processes import die_with_parent
 
 WORDS = (
@@ -31,7 +31,7 @@ DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 def main(argv: Sequence[str]) -> int:
     """Serve rollout workers and clients of OpenEnv until SIGINT or SIGTERM."""
     default = configs.CONFIG_DIR / "env_server.yaml"
-    line = options.CommandLine("arealite serve", DESCRIPTION, EnvServerConfig, default)
+    line = CommandLine("arealite serve", DESCRIPTION, EnvServerConfig, default)
     layers = line.parse(translate(argv, WORDS)[0])
     die_with_parent()
     # The parent reads only one line of stdout. Other output of the environment would fill the pipe,

@@ -15,7 +15,7 @@ import pytest
 from arealite.api.sampling import EvaluateConfig
 from arealite.cli import sampling
 from arealite.cli.main import main
-from arealite.cli.words import describe, translate
+from arealite.cli.options import describe, translate
 from arealite.system.names.registry import Entry
 from tests.cli.sampled import Answering, Command, no_servers
 from tests.models import tiny_model

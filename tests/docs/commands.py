@@ -18,7 +18,7 @@ from arealite.api.env_server import EnvServerConfig
 from arealite.cli import collect, configs, evaluate, options, play, serve
 from arealite.cli.collect import CollectConfig
 from arealite.cli.main import COMMANDS
-from arealite.cli.words import translate
+from arealite.cli.options import translate
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGINS = re.compile(r"(?:[A-Z_]+=\S+ )*(?:python3|arealite|make|torchrun|tools/\S+\.sh)\s")
