@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm_server import UNTRUSTED
 from arealite.base import log, model_folder
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
-from arealite.impl.server.sglang_api import Loads, follow
+from arealite.impl.server.sglang_api import follow, total_load
 from arealite.system.health.waits import Wait
 from arealite.system.names.registry import Entry, NameRegistry
 
@@ -110,10 +109,9 @@ class ExternalServers:
             info = await self._get(f"{url}/model_info", seconds=self.cluster.ttl_s)
             return info.get("weight_version")
 
-        async def load() -> Loads | None:
-            with suppress(*SILENT, UserError, msgspec.ValidationError):
-                answer = await self._get(f"{url}/v1/loads", seconds=beat_s)
-                return msgspec.convert(answer, Loads)
+        async def load() -> dict[str, int] | None:
+            with suppress(*SILENT, UserError):
+                return total_load(await self._get(f"{url}/v1/loads", seconds=beat_s))
 
         try:
             await follow(entry, changed, version, load, heartbeat_s=beat_s)

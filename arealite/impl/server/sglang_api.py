@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Annotated, NoReturn
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NoReturn
 
 import msgspec
 
 FOLLOW_S = 0.2
 """Seconds between two requests for the version: the delay until clients can read a new version."""
-
-
-class ModelInfo(msgspec.Struct):
-    """Fields of /model_info that a name contains."""
-
-    weight_version: str | int | None = None
-
-
-class Model(msgspec.Struct):
-    """An item of /v1/models."""
-
-    max_model_len: int | None = None
-
-
-class Models(msgspec.Struct):
-    """Fields of /v1/models that a name contains."""
-
-    data: Annotated[list[Model], msgspec.Meta(min_length=1)]
-
-
-class ServerInfo(msgspec.Struct):
-    """Fields of /server_info that a name contains."""
-
-    max_req_input_len: int | None = None
 
 
 class Load(msgspec.Struct):
@@ -45,32 +21,31 @@ class Load(msgspec.Struct):
     """0: unknown."""
 
 
-class Loads(msgspec.Struct):
-    """Fields of /v1/loads that a name contains."""
+def total_load(answer: Mapping[str, object]) -> dict[str, int] | None:
+    """Return the running and waiting requests of all copies of the model, and the capacity.
 
-    loads: list[Load]
+    Args:
+        answer: JSON of /v1/loads.
 
-    def total(self) -> dict[str, int]:
-        """Return the running and waiting requests of all copies of the model, and the capacity."""
-        return {
-            "running": sum(load.num_running_reqs for load in self.loads),
-            "waiting": sum(load.num_waiting_reqs for load in self.loads),
-            "capacity": sum(load.max_running_requests for load in self.loads),
-        }
-
-
-def note_load(entry: dict[str, object], loads: Loads | None) -> None:
-    """Write the load into the content of a server's name; None: the load is unknown."""
-    entry.pop("load", None)
-    if loads is not None:
-        entry["load"] = loads.total()
+    Returns:
+        The load as the content of a server's name has it; None if the answer has no valid one.
+    """
+    try:
+        loads = msgspec.convert(answer.get("loads"), list[Load])
+    except msgspec.ValidationError:
+        return None
+    return {
+        "running": sum(load.num_running_reqs for load in loads),
+        "waiting": sum(load.num_waiting_reqs for load in loads),
+        "capacity": sum(load.max_running_requests for load in loads),
+    }
 
 
 async def follow(
     entry: dict[str, object],
     changed: asyncio.Event,
     version: Callable[[], Awaitable[str | int | None]],
-    load: Callable[[], Awaitable[Loads | None]],
+    load: Callable[[], Awaitable[dict[str, int] | None]],
     *,
     heartbeat_s: float,
 ) -> NoReturn:
@@ -88,7 +63,7 @@ async def follow(
 
     async def follow_load() -> None:
         while True:
-            note_load(entry, await load())
+            entry["load"] = await load()
             await asyncio.sleep(heartbeat_s)
 
     following = asyncio.create_task(follow_load(), name="load of a server")

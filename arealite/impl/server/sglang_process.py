@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -24,12 +24,11 @@ from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
 from arealite.impl.launcher.processes import GUARD, Child, spawn
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
-from arealite.impl.server.sglang_api import Loads, ModelInfo, Models, ServerInfo, follow, note_load
+from arealite.impl.server.sglang_api import follow, total_load
 from arealite.system.health import vitals
 from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
-T = TypeVar("T")
 logger = log.get(__name__)
 
 FIRST_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
@@ -204,24 +203,23 @@ class SGLangProcess(Supervisor):
         """Wait until the server replies, and compose the content of its name."""
         begin, seconds = time.monotonic(), self.options.start_timeout_s
         with self._bounded(f"{self.address}/health", seconds):
-            await self._answer("/health", dict)
-            await self._answer("/generate", dict, FIRST_TOKEN)
-            models = await self._answer("/v1/models", Models)
-            more = await self._get("/server_info", ServerInfo, self.options.silence_s / 3)
+            await self._answer("/health")
+            await self._answer("/generate", FIRST_TOKEN)
+            models = (await self._answer("/v1/models")).get("data") or [{}]
+            more = await self._get("/server_info", self.options.silence_s / 3) or {}
             # After an abort, prompt and partial answer are sent as a new prompt, so the limit is
             # that of prompts: it is less than the model's, because SGLang reserves some tokens.
-            usable = more.max_req_input_len if more else None
             self._entry = {
                 "address": self.address,
                 **self.launch.metadata,
-                "context_length": usable or models.data[0].max_model_len,
+                "context_length": more.get("max_req_input_len") or models[0].get("max_model_len"),
                 "pid": self.children[0].pid,
             }
             # The server computes this document at the first request and does not reply for a
             # second. The publisher requests it as soon as the name exists.
-            await self._get("/openapi.json", dict, self.options.silence_s / 3)
+            await self._get("/openapi.json", self.options.silence_s / 3)
             self._entry["version"] = await self._version()
-            note_load(self._entry, await self._load())
+            self._entry["load"] = await self._load()
         took = round(time.monotonic() - begin, 1)
         logger.info("server ready", address=self.address, seconds=took, server=self.children[0].pid)
 
@@ -241,30 +239,29 @@ class SGLangProcess(Supervisor):
     async def _version(self) -> str | int | None:
         what = f"an answer of {self.address}/model_info"
         with self._bounded(what, self.options.silence_s, replies_soon=True):
-            info = await self._answer("/model_info", ModelInfo)
+            info = await self._answer("/model_info")
         self._replied = time.monotonic()
-        return info.weight_version
+        return info.get("weight_version")
 
-    async def _load(self, seconds: float = LOAD_S) -> Loads | None:
-        return await self._get("/v1/loads?include=core", Loads, seconds)
+    async def _load(self, seconds: float = LOAD_S) -> dict[str, int] | None:
+        return total_load(await self._get("/v1/loads?include=core", seconds) or {})
 
-    async def _answer(self, path: str, kind: type[T], body: object = None) -> T:
+    async def _answer(self, path: str, body: object = None) -> dict[str, Any]:
         """Repeat a request until the server replies."""
         seconds = self.options.silence_s / 3
-        while (found := await self._get(path, kind, seconds, body)) is None:  # noqa: ASYNC110
+        while (found := await self._get(path, seconds, body)) is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         return found
 
-    async def _get(self, path: str, kind: type[T], seconds: float, body: object = None) -> T | None:
-        """Return the reply to a GET, or to a POST if there is a body; None if there is no valid
-        reply."""
+    async def _get(self, path: str, seconds: float, body: object = None) -> dict[str, Any] | None:
+        """Return the JSON reply to a GET, or to a POST if there is a body; None without a reply."""
         url, method = self.address + path, "POST" if body else "GET"
         send, headers = self._session.request, self._registry.headers()
         try:  # a timeout of aiohttp could suppress an outer deadline that expires simultaneously
             with self._bounded(f"an answer of {url}", seconds):
                 async with send(method, url, json=body, headers=headers) as answer:
                     answer.raise_for_status()
-                    return msgspec.json.decode(await answer.read() or b"{}", type=kind)
+                    return msgspec.json.decode(await answer.read() or b"{}", type=dict)
         except (aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError):
             return None
 
@@ -276,9 +273,7 @@ class SGLangProcess(Supervisor):
         """
         drain_s = self.options.drain_timeout_s
         with suppress(DeadlineError), self._bounded("its last requests", drain_s):
-            while (loads := await self._load(drain_s)) and (load := loads.total()):
-                if not load["running"] + load["waiting"]:
-                    break
+            while (load := await self._load(drain_s)) and load["running"] + load["waiting"]:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         child.send(signal.SIGTERM)
         with suppress(DeadlineError), self._bounded("its end", TERMINATE_S):
