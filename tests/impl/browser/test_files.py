@@ -6,33 +6,34 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from arealite.impl.browser.files import FileServer
+from arealite.impl.browser.files import serve_folder
 
 
 @pytest.fixture
-async def server(tmp_path):
+async def address(tmp_path):
     root = tmp_path / "html"
     (root / "sub").mkdir(parents=True)
     (root / "sub/page.html").write_text("<p>ü</p>", encoding="utf-8")
     (tmp_path / "secret.txt").write_text("secret")
     (root / "out.txt").symlink_to(tmp_path / "secret.txt")
-    made = FileServer(root)
-    await made.setup()
-    yield made
-    await made.close()
+    async with serve_folder(root) as address:
+        yield address
 
 
-async def fetch(server: FileServer, path: str) -> tuple[int, str, str]:
+async def fetch(address: str, path: str) -> tuple[int, str, str]:
     async with aiohttp.ClientSession() as session:
-        url = URL(server.address + path, encoded=True)
+        url = URL(address + path, encoded=True)
         async with session.get(url) as reply:
             return reply.status, reply.headers["Content-Type"], await reply.text()
 
 
-async def test_files_are_served_from_memory_as_utf8(server: FileServer) -> None:
-    assert await fetch(server, "/sub/page.html") == (200, "text/html; charset=utf-8", "<p>ü</p>")
-    (server.root / "sub/page.html").unlink()
-    assert (await fetch(server, "/sub/page.html"))[0] == 200
+async def test_files_are_served_as_utf8(address: str) -> None:
+    assert await fetch(address, "/sub/page.html") == (200, "text/html; charset=utf-8", "<p>ü</p>")
+
+
+async def test_browser_may_keep_files(address: str) -> None:
+    async with aiohttp.ClientSession() as session, session.get(f"{address}/sub/page.html") as reply:
+        assert reply.headers["Cache-Control"] == "max-age=86400"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ async def test_files_are_served_from_memory_as_utf8(server: FileServer) -> None:
     ["/", "/sub", "/none.html", "/out.txt", "/../secret.txt", "/%2e%2e/secret.txt",
      "/sub/..%2f..%2fsecret.txt", "//etc/passwd", "/%2fetc%2fpasswd", "/none%00"],
 )  # fmt: skip
-async def test_paths_outside_the_folder_are_not_found(server: FileServer, path: str) -> None:
-    status, _, text = await fetch(server, path)
-    assert status in (400, 404)
+async def test_paths_outside_the_folder_are_not_found(address: str, path: str) -> None:
+    status, _, text = await fetch(address, path)
+    assert status in (400, 403, 404)
     assert "secret" not in text

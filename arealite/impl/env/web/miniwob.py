@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from arealite.api.task import Row, Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement
 from arealite.base.registry import unknown
-from arealite.impl.browser.files import FileServer
+from arealite.impl.browser.files import serve_folder
 from arealite.impl.browser.play import play
 from arealite.impl.browser.process import Browser
 
@@ -51,9 +52,10 @@ class BrowserEnv(Env):
 
     async def setup(self) -> None:
         """Start the file server of the pages and the browser."""
-        self.files = FileServer(html_folder())
-        await self.files.setup()
-        self.browser = Browser(self.config.browser, [self.files.address])
+        self._stack = AsyncExitStack()
+        self.address = await self._stack.enter_async_context(serve_folder(html_folder()))
+        self.browser = Browser(self.config.browser, [self.address])
+        self._stack.push_async_callback(self.browser.close)
         await self.browser.setup()
 
     @classmethod
@@ -84,14 +86,13 @@ class BrowserEnv(Env):
     async def _begin(self, page: Page, name: str, seed: int) -> str:
         if name not in page_names():
             raise EpisodeError(unknown("task", name, sorted(page_names())))
-        await page.open(f"{self.files.address}/{page_path(name)}")
+        await page.open(f"{self.address}/{page_path(name)}")
         goal = await page.evaluate(BEGIN, seed)
         return goal["utterance"] if isinstance(goal, dict) else str(goal)
 
     async def close(self) -> None:
         """Stop the browser and the file server."""
-        await self.browser.close()
-        await self.files.close()
+        await self._stack.aclose()
 
 
 def is_over(view: View) -> bool:

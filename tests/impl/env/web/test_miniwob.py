@@ -112,7 +112,7 @@ async def test_bad_actions_are_reported_and_counted_until_max_steps(env) -> None
 
 
 async def test_leaving_the_tasks_page_scores_minus_1(env) -> None:
-    address = env.files.address
+    address = env.address
     for url in (f"{address}/miniwob/click-test.html", "click-test.html", "enter-text.html"):
         player = await play(env, "enter-text", f"goto [{url}]", "click [1]")
         assert (player.reward_total, player.parts) == (-1.0, {"success": 0.0, "bad_actions": 0.0})
