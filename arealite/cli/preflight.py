@@ -134,8 +134,8 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         what = f"{len(tasks)} rows, a batch needs {ppo.num_groups} ({size})"
         where = config.dataset.train or "dataset.rows"
         raise UserError(f"{where} has {what}. Use a smaller batch_size or more rows.")
-    if config.datapipe.curriculum.by:
-        Curriculum(config, tasks)
+    shuffle = config.dataset.shuffle
+    Curriculum(config.datapipe.curriculum, tasks, seed=config.seed, shuffle=shuffle)
     model_folder.check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
     model_folder.check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
     check_resume(config, identity(config, tasks))

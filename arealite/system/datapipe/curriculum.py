@@ -1,7 +1,8 @@
-"""Draws the class of the next task by its success rate.
+"""Draws the next task: its class by the success rate, then the next row of this class.
 
-A class that is solved always or never is drawn less often. The state is read from the ledger, so a
-resumed run draws the same tasks as an uninterrupted run.
+A class that is solved always or never is drawn less often. Without `datapipe.curriculum.by`, all
+rows are of one class. The state is read from the ledger, so a resumed run draws the same tasks as
+an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from arealite.algo.curriculum import learnability, success_rate
-from arealite.api.config import ExperimentConfig
+from arealite.api.datapipe import CurriculumConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.system.data.dataset import permutation
@@ -27,19 +28,20 @@ FROM groups g WHERE state NOT IN ('offered', 'leased') AND share NOTNULL ORDER B
 class Curriculum:
     """The classes of the dataset's rows, and the success rate of each class."""
 
-    def __init__(self, config: ExperimentConfig, train: Sequence[Task]) -> None:
-        """Group the rows by the value of `extra_info[datapipe.curriculum.by]`.
+    def __init__(
+        self, options: CurriculumConfig, train: Sequence[Task], *, seed: int, shuffle: bool
+    ) -> None:
+        """Group the rows by the value of `extra_info[options.by]`.
 
         Raises:
-            UserError: all rows are of one class.
+            UserError: all rows are of one class, although `by` is set.
         """
-        self.options = options = config.datapipe.curriculum
-        self.seed, self.shuffle = config.seed, config.dataset.shuffle
+        self.options, self.seed, self.shuffle = options, seed, shuffle
         self.class_of = [str(task.extra_info.get(options.by, "")) for task in train]
         self.rows: dict[str, list[int]] = {name: [] for name in self.class_of}
         for row, name in enumerate(self.class_of):
             self.rows[name].append(row)
-        if len(self.rows) < 2:
+        if options.by and len(self.rows) < 2:
             what = f"{options.by}: all rows are of one class, '{self.class_of[0]}'"
             fix = "Set it to a key of extra_info with at least two values."
             raise UserError(f"datapipe.curriculum.by={what}. {fix}")
@@ -86,7 +88,9 @@ class Curriculum:
         return len(self.rows[name]) * learnability(rate, floor=self.options.floor)
 
     def metrics(self) -> dict[str, float]:
-        """Return the success rate of each class and its probability of being drawn."""
+        """Return the success rate of each class and its probability; {} without `options.by`."""
+        if not self.options.by:
+            return {}
         weights = {name: self.weight(name) for name in self.rows}
         total = sum(weights.values())
         rates = {name: success_rate(known.values()) for name, known in self.recent.items()}

@@ -29,7 +29,6 @@ from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.system.data.dataset import identity
-from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.intake import DECODE_ERRORS, Intake, ResultIds, decode
@@ -88,11 +87,10 @@ class Datapipe:
         self.ready = asyncio.Event()
         """Set once `address` accepts connections."""
         self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, self.train))
-        by_class = Curriculum(config, self.train) if config.datapipe.curriculum.by else None
-        seed, shuffle = config.seed, config.dataset.shuffle
         self.store = GroupStore(
-            self.ledger, self.train, ppo=ppo, seed=seed, shuffle=shuffle, curriculum=by_class
-        )
+            self.ledger, self.train, ppo=ppo, seed=config.seed, shuffle=config.dataset.shuffle,
+            curriculum=config.datapipe.curriculum,
+        )  # fmt: skip
         rows = list(self.eval)[: ppo.eval.num_prompts or None]
         self.evals = EvalScheduler(rows, samples=ppo.eval.samples, max_attempts=ppo.max_attempts)
         for eval_id, metrics in self.ledger.connection.execute("SELECT * FROM evals"):

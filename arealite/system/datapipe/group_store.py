@@ -11,16 +11,17 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from arealite.algo import staleness
+from arealite.api.datapipe import CurriculumConfig
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
-from arealite.system.data.dataset import permutation
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.ledger.group import LOST, Group, can_recompose
 from arealite.system.ledger.ledger import Ledger, meta_number
 
 FAILURE_WINDOW = 256
 """Number of recent episodes in the share of failures."""
+OFF = CurriculumConfig()
 
 
 class GroupStore:
@@ -28,10 +29,10 @@ class GroupStore:
 
     def __init__(
         self, ledger: Ledger, train: Sequence[Task], *, ppo: PPOConfig, seed: int, shuffle: bool,
-        curriculum: Curriculum | None = None,
+        curriculum: CurriculumConfig = OFF,
     ) -> None:  # fmt: skip
-        self.ledger, self.train, self.ppo, self.curriculum = ledger, train, ppo, curriculum
-        self.seed, self.shuffle = seed, shuffle
+        self.ledger, self.train, self.ppo = ledger, train, ppo
+        self.curriculum = Curriculum(curriculum, train, seed=seed, shuffle=shuffle)
         self.failed_window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self.first_failure: Failure | None = None
         self.late_results = 0
@@ -42,15 +43,6 @@ class GroupStore:
         self._load()
 
     # ------------------------------------------------------------ leases
-
-    def epoch_and_row(self, seq: int) -> tuple[int, int]:
-        """Return the dataset's epoch and row for the new group number `seq`."""
-        if self.curriculum is not None:
-            return self.curriculum.draw(seq)
-        epoch, place = divmod(seq, len(self.train))
-        if not self.shuffle:
-            return epoch, place
-        return epoch, permutation(self.seed, epoch, len(self.train))[place]
 
     def next_group(self) -> Group | None:
         """Return the oldest group with unleased members, or a new group; None if no lease is due.
@@ -319,7 +311,7 @@ class GroupStore:
 
     def _create_group(self) -> Group:
         seq = self.offered
-        group = self._new_group(seq, *self.epoch_and_row(seq))
+        group = self._new_group(seq, *self.curriculum.draw(seq))
         self.offered += 1
         self.groups[group.group_id] = self._leasable[seq] = group
         self.counts["offered"] += 1
@@ -342,8 +334,7 @@ class GroupStore:
         if state in ("complete", "filtered"):
             for member in list(group.turns):
                 self._delete_turns(group, member)
-            if self.curriculum is not None:
-                self.curriculum.record(group)
+            self.curriculum.record(group)
         self.counts[group.state] -= 1
         self.counts[state] += 1
         group.state = state
@@ -352,8 +343,7 @@ class GroupStore:
     def _load(self) -> None:
         """Load the state from the ledger, at the start and after a roll-back."""
         db = self.ledger.connection
-        if self.curriculum is not None:
-            self.curriculum.load(db)
+        self.curriculum.load(db)
         self.groups: dict[str, Group] = {}
         self.batches: dict[int, list[Group]] = {}
         """By step: composed batches that are not trained, and the last trained batch."""

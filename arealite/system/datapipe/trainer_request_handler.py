@@ -230,7 +230,7 @@ class TrainerRequestHandler:
             **{f"stale_below_{k}": v for k, v in store.dropped_lengths.items()},
             "loop_lag_max_s": vitals.lag_max_s(),
             **self.workers.metrics(),
-            **(store.curriculum.metrics() if store.curriculum else {}),
+            **store.curriculum.metrics(),
         }
         self._waits = {step: {name: float(number) for name, number in numbers.items()}}
 

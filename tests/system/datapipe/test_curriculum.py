@@ -43,10 +43,9 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., GroupStore]]:
             stores[-1].ledger.commit()
             stores[-1].ledger.close()
         config = configured(tmp_path, **options)
-        by = config.datapipe.curriculum.by
         store = GroupStore(
             Ledger(tmp_path / "ledger.sqlite", fingerprint={}), rows(), ppo=config.trainer.ppo,
-            seed=1, shuffle=True, curriculum=Curriculum(config, rows()) if by else None,
+            seed=1, shuffle=True, curriculum=config.datapipe.curriculum,
         )  # fmt: skip
         store.version = 0
         store.ledger.set_meta("version", "0")
@@ -84,7 +83,7 @@ def test_classes_of_uncertain_outcome_are_drawn_more_often(
     play(store, 100, learned)
     drawn = play(store, 300, learned)
     assert drawn["fair"] > 2 * drawn["easy"] > 2 * drawn["hard"] > 0
-    told = store.curriculum.metrics() if store.curriculum else {}
+    told = store.curriculum.metrics()
     assert told["curriculum/easy/success"] == 0.9
     assert told["curriculum/hard/success"] == pytest.approx(0.1)
     shares = [told[f"curriculum/{name}/share"] for name in LEVELS]
@@ -96,7 +95,7 @@ def test_draws_follow_the_current_success_rate(opened: Callable[..., GroupStore]
     store = opened()
     play(store, 150, learned)
     play(store, 150, lambda name, seq: {"easy": 1.0, "fair": 1.0, "hard": 0.5}[name])
-    rates = store.curriculum.metrics() if store.curriculum else {}
+    rates = store.curriculum.metrics()
     assert rates["curriculum/fair/success"] > 0.85
     assert rates["curriculum/hard/success"] == pytest.approx(0.5, abs=0.1)
 
@@ -118,13 +117,10 @@ def test_rows_of_a_class_are_drawn_in_its_own_order_epoch_by_epoch(
         first += size
 
 
-def test_resumed_run_draws_the_same_tasks(
-    opened: Callable[..., GroupStore], tmp_path: Path
-) -> None:
+def test_resumed_run_draws_the_same_tasks(opened: Callable[..., GroupStore]) -> None:
     store = opened()
     play(store, 40, learned)
     went_on = opened()
-    assert went_on.curriculum and store.curriculum
     assert went_on.curriculum.recent == store.curriculum.recent
     assert went_on.curriculum.offered == store.curriculum.offered
     expected = [store.curriculum.draw(seq) for seq in range(40, 60)]
@@ -138,7 +134,7 @@ def test_groups_without_variance_update_the_rate_and_empty_groups_do_not(
     store.ppo = replace(store.ppo, filter_zero_variance=True)
     play(store, 3, lambda name, seq: 1.0)
     group = store.next_group()
-    assert group is not None and store.curriculum
+    assert group is not None
     lease = store.lease(group, worker_id="w", credit=9)
     for member in lease.members:
         store.add_episode(failed(lease, member), [])
@@ -146,7 +142,7 @@ def test_groups_without_variance_update_the_rate_and_empty_groups_do_not(
     known = [share for own in store.curriculum.recent.values() for share in own.values()]
     assert known == [1.0] * 3
     went_on = opened()
-    assert went_on.curriculum and went_on.curriculum.recent == store.curriculum.recent
+    assert went_on.curriculum.recent == store.curriculum.recent
 
 
 def test_curriculum_can_be_enabled_and_disabled_within_a_trial(
@@ -154,14 +150,15 @@ def test_curriculum_can_be_enabled_and_disabled_within_a_trial(
 ) -> None:
     play(opened(by=""), 20, learned)
     store = opened()
-    assert store.curriculum and sum(store.curriculum.offered.values()) == 20
+    assert sum(store.curriculum.offered.values()) == 20
     assert any(store.curriculum.recent.values())
     play(store, 20, learned)
     off = opened(by="")
-    assert off.curriculum is None
-    assert off.epoch_and_row(15) == (1, permutation(1, 1, 15)[0]), "as if it had never been"
+    assert off.curriculum.metrics() == {}
+    expected = [(2, row) for row in permutation(1, 2, 15)[10:]]
+    assert [off.curriculum.draw(seq) for seq in range(40, 45)] == expected, "as if always off"
 
 
-def test_rows_of_one_class_are_refused(tmp_path: Path) -> None:
+def test_rows_of_one_class_are_refused() -> None:
     with pytest.raises(UserError, match=r"curriculum\.by=levle: all rows are of one class, ''"):
-        Curriculum(configured(tmp_path, by="levle"), rows())
+        Curriculum(CurriculumConfig(by="levle"), rows(), seed=1, shuffle=True)

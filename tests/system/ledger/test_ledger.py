@@ -244,7 +244,7 @@ def test_unshuffled_rows_keep_the_order_of_the_file(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "l", fingerprint={})
     ppo = experiment(tmp_path).trainer.ppo
     store = GroupStore(ledger, tasks(3), ppo=ppo, seed=1, shuffle=False)
-    assert [store.epoch_and_row(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert [store.curriculum.draw(n) for n in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     ledger.close()
 
 
