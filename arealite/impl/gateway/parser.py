@@ -25,13 +25,9 @@ Piece = tuple[str, str, RawCall | None]
 
 def unfinished(text: str, words: Iterable[str], at: int = 0) -> int:
     """Return the length of the longest end of `text[at:]` that may be the start of a word."""
-    longest = 0
-    for word in words:
-        begin = max(at, len(text) - len(word) + 1)
-        while (begin := text.find(word[0], begin)) >= 0 and not word.startswith(text[begin:]):
-            begin += 1
-        longest = max(longest, len(text) - begin if begin >= 0 else 0)
-    return longest
+    size = len(text) - at + 1
+    starts = (word[:end] for word in words for end in range(1, min(size, len(word))))
+    return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
 class Scanner:
@@ -144,21 +140,16 @@ class Decoder:
         self.tokenizer, self.ids = tokenizer, list[int]()
         self.shown = 0
         """Number of characters of `ids` that were returned."""
-        self.has_rest = False
-        """Whether the text of `ids` is longer."""
 
     def feed(self, ids: Sequence[int], *, is_end: bool = False) -> str:
         """Return the text that new tokens add."""
-        if not ids and not (is_end and self.has_rest):
-            return ""
         if len(self.ids) > WINDOW:
             self.ids = self.ids[-WINDOW // 2 :]
             self.shown = self._certain(decode(self.tokenizer, self.ids))
         self.ids += ids
         text = decode(self.tokenizer, self.ids)
         end = len(text) if is_end else self._certain(text)
-        new, self.has_rest = text[self.shown : end], end < len(text)
-        self.shown = max(self.shown, end)
+        new, self.shown = text[self.shown : end], max(self.shown, end)
         return new
 
     def _certain(self, text: str) -> int:
@@ -219,6 +210,8 @@ class Parser:
         ids = response.output_ids if self.request.logprobs else ()
         tokens = tuple(self.decoder.tokenizer.decode([token]) for token in ids)
         thought, text = ("".join(self.parts[kind]) for kind in ("thought", "text"))
+        if not text and not self.calls:
+            deltas.append(Delta("text", index=self.index))
         counts = (self.stop_string, prompt_tokens, cached_tokens, response, tokens, self.malformed)
         answer = Answer(id, thought, text, tuple(self.calls), reason, *counts)
         return [*deltas, Delta("end", answer=answer, index=self.index)], answer
@@ -269,12 +262,12 @@ class Parser:
 
     def _say(self, kind: Literal["thought", "text"], text: str) -> list[Delta]:
         """Add text to a field of the answer, without white space at both ends of the field."""
-        body, said = text if self.is_raw else text.strip(), self.parts[kind]
+        said, spaces = self.parts[kind], self.spaces[kind]
+        text = text if said or self.is_raw else text.lstrip()
+        body = text if self.is_raw else text.rstrip()
         if not body:
-            self.spaces[kind].append(text)
+            spaces.append(text)
             return []
-        begin = text.index(body)
-        before = "".join([*self.spaces[kind], text[:begin]]) if said else ""
-        self.spaces[kind] = [text[begin + len(body) :]]
-        said.append(before + body)
+        said.append("".join([*spaces, body]))
+        self.spaces[kind] = [text[len(body) :]]
         return [Delta(kind, said[-1], index=self.index)]

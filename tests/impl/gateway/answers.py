@@ -50,7 +50,8 @@ def random_deltas(rng: Random, answers: list[Answer]) -> Iterator[Delta]:
     open_streams = [
         [
             [*cut(rng, Delta("thought", answer.thought, index=index))],
-            [*cut(rng, Delta("text", answer.text, index=index))],
+            [*cut(rng, Delta("text", answer.text, index=index))]
+            or ([] if answer.calls else [Delta("text", index=index)]),
             [Delta("call", call=call, index=index) for call in answer.calls],
             [Delta("end", answer=answer, index=index)],
         ]

@@ -10,7 +10,7 @@ from msgspec import Meta, Raw
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.blocks import Block, blocks_of, steps
 from arealite.impl.gateway.apis.history import ITEM, Item, decode
-from arealite.impl.gateway.apis.shared import Api, Body, Deltas, Events, Stops, Tool, dumps, sse
+from arealite.impl.gateway.apis.shared import Api, Body, Deltas, Events, Stops, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
@@ -40,10 +40,7 @@ class Messages(Api):
             raise ApiError(400, "context_management: remove all edits but clear_thinking")
         if decode(ITEM, bytes(body.messages[-1])).role == "assistant":
             raise ApiError(400, "the last message must not be the assistant's: send the user's")
-        items = [*shared.message("system", body.system), *map(bytes, body.messages)]
-        choice = body.tool_choice
-        is_single = isinstance(choice, Tool) and choice.disable_parallel_tool_use
-        return {"items": items, "is_parallel": not is_single}
+        return {"items": [*shared.message("system", body.system), *map(bytes, body.messages)]}
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         answer = answers[0]

@@ -25,15 +25,10 @@ class Block:
         return "".join(self.parts)
 
 
-def blocks_of(answer: Answer, *, has_message: bool = False) -> Iterator[Block]:
-    """Yield the blocks of a whole answer.
-
-    Args:
-        answer: The answer.
-        has_message: An answer without text and calls gets an empty text.
-    """
+def blocks_of(answer: Answer) -> Iterator[Block]:
+    """Yield the blocks of a whole answer. One without calls has a text, which may be empty."""
     made = [("thought", None, answer.thought)] if answer.thought else []
-    if answer.text or (has_message and not answer.calls):
+    if answer.text or not answer.calls:
         made.append(("text", None, answer.text))
     made += [("call", call, call.arguments) for call in answer.calls]
     for index, (kind, call, text) in enumerate(made):
@@ -43,27 +38,18 @@ def blocks_of(answer: Answer, *, has_message: bool = False) -> Iterator[Block]:
 Step = Literal["start", "delta", "stop", "end"]
 
 
-async def steps(
-    deltas: AsyncIterator[Delta], *, has_message: bool = False
-) -> AsyncIterator[tuple[Step, Block, Delta]]:
-    """Yield the steps of an answer: start, deltas and stop of each block, and the end.
-
-    `has_message` is as in `blocks_of`.
-    """
+async def steps(deltas: AsyncIterator[Delta]) -> AsyncIterator[tuple[Step, Block, Delta]]:
+    """Yield the steps of an answer: start, deltas and stop of each block, and the end."""
     block = Block("")
     async for delta in deltas:
         if block.kind and (delta.call or delta.kind != block.kind):
             yield "stop", block, delta
             block = Block("", block.index + 1)
-        if text := delta.call.arguments if delta.call else delta.text:
-            if not block.kind:
-                block.kind, block.call = delta.kind, delta.call
-                yield "start", block, delta
-            block.parts.append(text)
-            yield "delta", block, delta
         if delta.answer:
-            if has_message and not delta.answer.text and not delta.answer.calls:
-                block.kind = "text"
-                yield "start", block, delta
-                yield "stop", block, delta
             yield "end", block, delta
+            return
+        if not block.kind:
+            block.kind, block.call = delta.kind, delta.call
+            yield "start", block, delta
+        block.parts.append(delta.call.arguments if delta.call else delta.text)
+        yield "delta", block, delta

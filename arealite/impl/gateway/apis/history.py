@@ -67,14 +67,14 @@ def messages(item: bytes) -> Iterable[ChatMessage]:
         ApiError: 400: the item is invalid, or has an image or a file.
     """
     each: Item = decode(ITEM, item)
+    name: ChatMessage = {"name": each.name} if each.name else {}
     match each.type, each.role:
         case "message", "assistant":
             return [_assistant(each)]
         case "message", "tool":
-            about: ChatMessage = {"name": each.name} if each.name else {}
-            return [_result(each.tool_call_id, each.content) | about]
+            return [_result(each.tool_call_id, each.content) | name]
         case "message", "system" | "developer" | "user":
-            return _others(each)
+            return [message | name for message in _others(each)]
         case "reasoning", _:
             thought = _text(each.content or each.summary)
             return [_assistant(Item(reasoning=thought))] if thought else []
@@ -89,12 +89,11 @@ def messages(item: bytes) -> Iterable[ChatMessage]:
 def _assistant(each: Item) -> ChatMessage:
     """Return a message of the assistant. Texts of one answer are joined without a separator."""
     parts = _parts(each.content)
-    thoughts = [part.thinking for part in parts if part.type in THOUGHTS]
-    calls = [part for part in parts if part.type == "tool_use"]
-    rest = [part for part in parts if part.type not in ("tool_use", *THOUGHTS)]
-    thought = "".join(thoughts) or each.reasoning_content or each.reasoning or ""
-    calls = [*map(_call, [*calls, *(each.tool_calls or ())])]
-    return assistant(_text(rest, glue=""), thought, calls)
+    thought = "".join([part.thinking for part in parts])
+    calls = [part for part in parts if part.type == "tool_use"] + (each.tool_calls or [])
+    text = _text([part for part in parts if part.type not in ("tool_use", *THOUGHTS)], glue="")
+    thought = thought or each.reasoning_content or each.reasoning or ""
+    return assistant(text, thought, [*map(_call, calls)])
 
 
 def _others(each: Item) -> Iterator[ChatMessage]:
@@ -104,8 +103,7 @@ def _others(each: Item) -> Iterator[ChatMessage]:
         if is_result:
             yield from [_result(part.tool_use_id, part.content) for part in group]
         else:
-            about: ChatMessage = {"name": each.name} if each.name else {}
-            yield {"role": role, "content": _text([*group]), **about}
+            yield {"role": role, "content": _text([*group])}
 
 
 def _parts(content: str | list[Item] | None) -> list[Item]:

@@ -47,7 +47,7 @@ class Responses(Api):
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         answer = answers[0]
-        items = [_item(request, answer.id, block) for block in blocks_of(answer, has_message=True)]
+        items = [_item(request, answer.id, block) for block in blocks_of(answer)]
         return dumps({**_begin(request, answer.id, model), "output": items, **_end(answer)})
 
     async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
@@ -59,7 +59,7 @@ class Responses(Api):
 
         yield event("created", {"response": response})
         yield event("in_progress", {"response": response})
-        async for step, block, delta in steps(deltas, has_message=True):
+        async for step, block, delta in steps(deltas):
             if step == "end" and delta.answer:
                 response |= _end(delta.answer)
                 yield event(response["status"], {"response": response})
@@ -132,7 +132,7 @@ def _end(answer: Answer) -> dict[str, Any]:
     cached = {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0}
     usage = {"input_tokens": prompt, "input_tokens_details": cached, "output_tokens": tokens}
     usage |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + tokens}
-    if answer.stop_reason == "length":
-        details = {"reason": "max_output_tokens"}
-        return {"status": "incomplete", "incomplete_details": details, "usage": usage}
-    return {"status": "completed", "incomplete_details": None, "usage": usage}
+    is_cut = answer.stop_reason == "length"
+    details = {"reason": "max_output_tokens"} if is_cut else None
+    status = "incomplete" if is_cut else "completed"
+    return {"status": status, "incomplete_details": details, "usage": usage}

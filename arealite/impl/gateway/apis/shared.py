@@ -93,8 +93,9 @@ class Api(ABC):
         names, stop = ("max_tokens", "temperature", "top_p"), body.stop or ()
         made: dict[str, Any] = {name: getattr(body, name) for name in names}
         made |= {"tools": tools, "tool_choice": read_choice(body.tool_choice, tools)}
-        made |= {"is_parallel": body.parallel_tool_calls is not False, "n": body.n or 1}
-        made |= {"is_stream": bool(body.stream), "logprobs": bool(body.logprobs)}
+        is_single = getattr(body.tool_choice, "disable_parallel_tool_use", False)
+        made["is_parallel"] = body.parallel_tool_calls is not False and not is_single
+        made |= {"is_stream": bool(body.stream), "logprobs": bool(body.logprobs), "n": body.n or 1}
         made["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         return ChatRequest(options=body, **made | self.read(body))
 
