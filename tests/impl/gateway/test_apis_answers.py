@@ -273,7 +273,7 @@ def test_length_ends_each_api_in_its_own_words() -> None:
 
 
 def test_usage_counts_tokens_in_the_words_of_each_api() -> None:
-    answer = Answer("a1", "", "X", (), "stop", "", 11, 4, ANSWER.response, ANSWER.tokens)
+    answer = Answer("a1", "T", "X", (), "stop", "", 11, 4, ANSWER.response, ANSWER.tokens)
     bodies = {path: APIS[path].encode(request(path)[1], [answer], "policy") for path in BODIES}
     usage = {path: json.loads(body)["usage"] for path, body in bodies.items()}
     for path in (CHAT, COMPLETIONS):
@@ -281,6 +281,7 @@ def test_usage_counts_tokens_in_the_words_of_each_api() -> None:
         assert usage[path] == {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
     assert usage[RESPONSES]["input_tokens_details"]["cached_tokens"] == 4
     assert (usage[RESPONSES]["input_tokens"], usage[RESPONSES]["total_tokens"]) == (11, 13)
+    assert usage[RESPONSES]["output_tokens_details"] == {"reasoning_tokens": 1}
     # Anthropic's input_tokens are those that were not cached.
     assert (usage[ANTHROPIC]["input_tokens"], usage[ANTHROPIC]["output_tokens"]) == (7, 2)
     assert usage[ANTHROPIC]["cache_read_input_tokens"] == 4

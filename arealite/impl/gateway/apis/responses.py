@@ -127,11 +127,17 @@ def _begin(request: ChatRequest, id: str, model: str) -> dict[str, Any]:
 
 
 def _end(answer: Answer) -> dict[str, Any]:
-    """Return the fields of a response that are known at its end."""
+    """Return the fields of a response that are known at its end.
+
+    The number of tokens of the thought is estimated by its share of the characters.
+    """
     prompt, tokens = answer.prompt_tokens, shared.sampled(answer)
     cached = {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0}
     usage = {"input_tokens": prompt, "input_tokens_details": cached, "output_tokens": tokens}
-    usage |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + tokens}
+    said = len(answer.text) + sum(len(call.arguments) for call in answer.calls)
+    thought = tokens * len(answer.thought) // max(1, len(answer.thought) + said)
+    usage |= {"output_tokens_details": {"reasoning_tokens": thought}}
+    usage["total_tokens"] = prompt + tokens
     is_cut = answer.stop_reason == "length"
     details = {"reason": "max_output_tokens"} if is_cut else None
     status = "incomplete" if is_cut else "completed"
