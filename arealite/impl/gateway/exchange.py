@@ -76,10 +76,14 @@ def assistant(text: str, thought: str, calls: list[dict[str, Any]]) -> ChatMessa
 class Call(msgspec.Struct, frozen=True):
     """A tool call in an answer."""
 
-    id: str
-    name: str
-    arguments: str
+    id: str = ""
+    name: str = ""
+    arguments: str = "{}"
     """JSON of an object, as sampled if it is JSON there."""
+    error: str = ""
+    """Why the call cannot be read, while the answer is parsed; "" for a valid call."""
+    raw: str = ""
+    """Text of the call with its markers, while the answer is parsed."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -14,23 +15,10 @@ import msgspec
 from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
+from arealite.impl.gateway.exchange import Call
 
 Tools = Sequence[dict[str, Any]]
 """OpenAI function schemas: {"type": "function", "function": {"name", "parameters", …}}."""
-
-
-class RawCall(NamedTuple):
-    """One tool call of an answer."""
-
-    name: str = ""
-    arguments: str = "{}"
-    """JSON of an object, as sampled if it is JSON there."""
-    error: str = ""
-    """Why the call cannot be read; "" for a valid call."""
-    raw: str = ""
-    """Text of the call, with its markers."""
-    id: str = ""
-    """Id that the model gave to the call; "" without one."""
 
 
 class Part(NamedTuple):
@@ -38,7 +26,8 @@ class Part(NamedTuple):
 
     end: int
     """Index after the part."""
-    calls: Sequence[RawCall] = ()
+    calls: Sequence[Call] = ()
+    """Their ids are the model's own; "" without one."""
     mode: str = "start"
     """What follows: "start" (anything), "thought" or "text"."""
 
@@ -72,8 +61,8 @@ class Family:
     """Texts that begin a call only at the start of an answer or after a call."""
     noise: Sequence[str] = ()
     """Markers without a meaning of their own."""
-    reader: str = "json"
-    """Key of READERS. With "channel", every message has a header, also without tools."""
+    has_channels: bool = False
+    """Every message has a header, also without tools."""
     head: str = ""
     """Pattern of a call up to its JSON or tags. It may have the groups `name` and `id`."""
     close: str = ""
@@ -107,17 +96,9 @@ class Family:
         Raises:
             CallError: A call is malformed or not complete.
         """
-        try:
-            part = READERS[self.reader](self, text, at, tools)
-            for call in part.calls:
-                _decode_object(call.arguments)
-        except INVALID as error:
-            why = f"not JSON: {error}"
-            if re.search(r"\$\[\d", str(error)):  # the place of the error is a call
-                why = f'a call must be an object with a "name": {error}'
-            elif str(error).startswith("Expected `object`"):
-                why = f'"{self.key}" must be an object'
-            raise CallError(why, at) from error
+        part = (read_tags if self.tag else read_json)(self, text, at, tools)
+        for call in part.calls:
+            _checked(_decode_object, call.arguments, f'"{self.key}" must be an object', at)
         return part
 
 
@@ -130,11 +111,21 @@ def skip(text: str, at: int, characters: str) -> int:
     return found.start() if found else len(text)
 
 
+def _checked(decode: Callable[[str], Any], text: str, rule: str, at: int) -> Any:
+    try:
+        return decode(text)
+    except INVALID as error:
+        why = rule if isinstance(error, msgspec.ValidationError) else "not JSON"
+        raise CallError(f"{why}: {error}", at) from error
+
+
 def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
-    """Read calls that are JSON, or whose arguments are."""
+    """Read calls that are JSON, or whose arguments are; or the header of a message."""
     if (head := re.compile(family.head).match(text, at)) is None:
         raise CallError(f"a call must have the form {family.named}…{family.close}")
     begin, close = head.end(), family.close
+    if family.has_channels and not head["name"]:
+        return Part(begin, mode="thought" if head["channel"] == "analysis" else "text")
     try:
         end = after = _decoder.raw_decode(text, begin)[1]
     except (ValueError, RecursionError) as error:
@@ -143,13 +134,17 @@ def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
         raise CallError(f"not JSON: {error}", wrong) from error
     if close and not text.startswith(close, after := skip(text, end, r"\s`")):
         raise CallError(f"the call does not end with {close}", end)
-    body, raw, calls = text[begin:end], text[at : after + len(close)], list[RawCall]()
+    body, raw, calls = text[begin:end], text[at : after + len(close)], list[Call]()
     if name := (named := head.groupdict()).get("name"):
-        calls.append(RawCall(name, body, "", raw, named.get("id") or ""))
+        calls.append(Call(named.get("id") or "", name, body, raw=raw))
     else:
-        for each in _decode_calls(body if body[0] == "[" else f"[{body}]"):
+        listed, rule = (
+            body if body[0] == "[" else f"[{body}]",
+            'a call must be an object with a "name"',
+        )
+        for each in _checked(_decode_calls, listed, rule, at):
             arguments = bytes(getattr(each, family.key)).decode()
-            calls.append(RawCall(each.name, arguments, "", raw, str(each.id)))
+            calls.append(Call(str(each.id), each.name, arguments, raw=raw))
             raw = f", {each.name}{arguments}"
     return Part(after + len(close), calls)
 
@@ -170,7 +165,7 @@ def read_tags(family: Family, text: str, at: int, tools: Tools) -> Part:
         for pair in filter(None, pairs)
     }
     arguments = "{" + ", ".join(f"{_json(key)}: {value}" for key, value in values.items()) + "}"
-    return Part(end.end(), [RawCall(head["name"], arguments, "", text[at : end.end()])])
+    return Part(end.end(), [Call("", head["name"], arguments, raw=text[at : end.end()])])
 
 
 def to_json(value: str, schema: object) -> str:
@@ -179,11 +174,9 @@ def to_json(value: str, schema: object) -> str:
     if kinds == {b"boolean"}:
         value = value.lower()
     if not kinds or not kinds <= {b"string", b"null"} or (value == "null" and b"null" in kinds):
-        try:
+        with suppress(*INVALID):
             msgspec.json.decode(value)
             return value
-        except INVALID:
-            pass
     return _json(value)
 
 
@@ -193,14 +186,6 @@ def _get(value: object, *path: str) -> object:
     return value
 
 
-def read_channel(family: Family, text: str, at: int, tools: Tools) -> Part:
-    """Read the header of a message: the channel of a thought or a text, or a call."""
-    head = re.compile(family.head).match(text, at)
-    if not head or head["name"]:
-        return read_json(family, text, at, tools)
-    return Part(head.end(), mode="thought" if head["channel"] == "analysis" else "text")
-
-
 class _Object(msgspec.Struct):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     arguments: msgspec.Raw = msgspec.Raw(b"null")
@@ -208,7 +193,7 @@ class _Object(msgspec.Struct):
     id: object = ""
 
 
-INVALID = (msgspec.MsgspecError, ValueError, RecursionError)
+INVALID = (ValueError, RecursionError)
 """Errors of JSON that cannot be decoded."""
 KINDS = re.compile(rb'"(string|integer|number|boolean|array|object|null)"')
 """Types in a JSON schema."""
@@ -219,7 +204,6 @@ _decode_calls = msgspec.json.Decoder(Annotated[list[_Object], msgspec.Meta(min_l
 
 # ------------------------------------------------------------ families
 
-READERS = {"json": read_json, "tags": read_tags, "channel": read_channel}
 DATA: dict[str, dict[str, Any]] = read_toml(__file__, "families.toml")
 FAMILIES = {name: Family(name=name, **options) for name, options in DATA["families"].items()}
 HERMES, THINK = FAMILIES["qwen2_5"], FAMILIES["qwen3"].think

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -12,14 +13,14 @@ from arealite.api.llm import LLMResponse
 from arealite.api.observation import ToolCall
 from arealite.impl.agent.history import ending
 from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
-from arealite.impl.gateway.families import FAMILIES, CallError, Family, Part, RawCall, Tools, skip
+from arealite.impl.gateway.families import FAMILIES, CallError, Family, Part, Tools, skip
 from arealite.system.data.chats import decode
 
 SHORT = 2048
 """An unfinished call up to this length is read again with each new text."""
 WINDOW = 32
 """Longest sequence of earlier tokens that is decoded again with new ones."""
-Piece = tuple[str, str, RawCall | None]
+Piece = tuple[str, str, Call | None]
 """A part of an answer: "text", "thought" or "call", its text, and the call."""
 
 
@@ -34,20 +35,17 @@ class Scanner:
     """Splits an answer of a family into pieces. Time is linear in the length of the answer."""
 
     def __init__(self, family: Family, tools: Tools = (), *, has_calls: bool = True) -> None:
+        if not has_calls and not family.has_channels:
+            family = replace(family, openers=(), first=(), noise=())
         self.family, self.tools = family, tools
         self.mode, self.rest, self.at, self.new = "start", "", 0, ""
         self.pieces: list[Piece] = []
-        has_channels = family.reader == "channel"
-        is_read = has_calls or has_channels
-        self.openers = family.openers if is_read else ()
-        self.first = [*(family.first if is_read else ()), *filter(None, family.think[:1])]
-        words = [*self.openers, *(family.noise if is_read else ())]
-        self.ends = {"text": words, "thought": words if has_channels else family.think[1:]}
+        self.first = [*family.first, *filter(None, family.think[:1])]
+        words = [*family.openers, *family.noise]
+        self.ends = {"text": words, "thought": words if family.has_channels else family.think[1:]}
         """Markers that may end a text or a thought."""
-        self.patterns = {
-            mode: re.compile("|".join(map(re.escape, ends)) or "(?!)")
-            for mode, ends in self.ends.items()
-        }
+        ends = {mode: "|".join(map(re.escape, words)) for mode, words in self.ends.items()}
+        self.patterns = {mode: re.compile(end or "(?!)") for mode, end in ends.items()}
 
     def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
         """Return the pieces that are certain after more text; at the end, all that are left."""
@@ -63,16 +61,14 @@ class Scanner:
     def _start(self, is_end: bool) -> bool:
         """Look for a marker that stands only at the start."""
         begin = skip(self.rest, self.at, r"\s;")
-        self.mode = "text"
-        for word in self.first:
-            if self.rest.startswith(word, begin):
-                self.mode, self.at = "part", begin
-                if word == self.family.think[0]:
-                    self.mode, self.at = "thought", begin + len(word)
-                return True
-            if not is_end and word.startswith(self.rest[begin : begin + len(word)]):
-                self.mode = "start"
-        return self.mode != "start"
+        found = next((word for word in self.first if self.rest.startswith(word, begin)), "")
+        if found:
+            is_thought = found == self.family.think[0]
+            self.mode, self.at = ("thought", begin + len(found)) if is_thought else ("part", begin)
+            return True
+        starts = [word.startswith(self.rest[begin : begin + len(word)]) for word in self.first]
+        self.mode = "start" if any(starts) and not is_end else "text"
+        return self.mode == "text"
 
     def _text(self, is_end: bool) -> bool:
         """Take a text or thought up to a marker, or all that cannot be the start of one."""
@@ -82,7 +78,7 @@ class Scanner:
         if end > self.at:
             self.pieces.append((self.mode, self.rest[self.at : end], None))
         self.at = end
-        if found and found[0] in self.openers:
+        if found and found[0] in self.family.openers:
             self.mode = "part"
         elif found:
             self.at = found.end()
@@ -102,7 +98,7 @@ class Scanner:
             if end < 0 and not is_end:
                 return False
             end = end + len(close) if end >= 0 else len(rest)
-            part = Part(end, [RawCall(error=str(error), raw=rest[at:end])])
+            part = Part(end, [Call(error=str(error), raw=rest[at:end])])
         raw, self.at, self.mode = rest[at : part.end], part.end, part.mode
         if raw[0] == "{" and '"name"' not in raw:  # JSON, but not a call
             self.mode, part = "text", Part(part.end)
@@ -220,11 +216,12 @@ class Parser:
         text, self.opening = self.opening + self._cut(text, is_end), ""
         deltas: list[Delta] = []
         for kind, said, call in self.scanner.feed(text, is_end=is_end):
-            if call is not None and not self._is_refused(call):
-                name = self._id(call)
-                self.calls.append(Call(name, call.name, call.arguments))
+            is_wanted = self.has_calls and (self.request.is_parallel or not self.calls)
+            if call and is_wanted and not call.error:
+                self.calls.append(Call(self._id(call), call.name, call.arguments))
                 deltas.append(Delta("call", call=self.calls[-1], index=self.index))
             else:
+                self.malformed += bool(call and is_wanted)
                 deltas += self._say("thought" if kind == "thought" else "text", said)
         return deltas
 
@@ -242,14 +239,7 @@ class Parser:
         self.kept = text[end:]
         return text[:end]
 
-    def _is_refused(self, call: RawCall) -> bool:
-        """Return whether a call becomes text; count it if it is malformed."""
-        if not self.has_calls or (self.calls and not self.request.is_parallel):
-            return True
-        self.malformed += bool(call.error)
-        return bool(call.error)
-
-    def _id(self, call: RawCall) -> str:
+    def _id(self, call: Call) -> str:
         """Return the model's own id of a call, or one that depends on the history and the call.
 
         So a restarted client sends the same history again, and its turns are resumed.

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from arealite.api.llm import LLMResponse
+from arealite.impl.gateway import families
 from arealite.impl.gateway.exchange import Answer, ChatRequest, Delta
-from arealite.impl.gateway.families import FAMILIES, READERS, Family, Part, Tools, family_of
+from arealite.impl.gateway.families import FAMILIES, Family, Part, Tools, family_of
 from arealite.impl.gateway.parser import Parser
 from tests.fakes.chat_families import FAMILIES as CHATS
 from tests.fakes.chat_families import scattered, tokenizer_of
@@ -401,13 +402,13 @@ def test_long_answer_takes_linear_time(name: str) -> None:
 
 def test_long_call_is_read_again_only_after_it_has_grown(monkeypatch) -> None:
     text, sizes = FAMILIES["qwen3"].opening("search") + '{"text": "' + "ab " * 40_000, list[int]()
-    read = READERS["json"]
+    read = families.read_json
 
     def counting(family: Family, text: str, at: int, tools: Tools) -> Part:
         sizes.append(len(text) - at)
         return read(family, text, at, tools)
 
-    monkeypatch.setitem(READERS, "json", counting)
+    monkeypatch.setattr(families, "read_json", counting)
     ids = ended("qwen3", canonical("qwen3", text + '"}}\n</tool_call>'))
     (call,) = parse("qwen3", ids, random.Random(1)).calls
     assert len(call.arguments) > 100_000
