@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from arealite.api.fields import Constraints, opt, sub
 from arealite.api.gateway_config import GatewayConfig
 from arealite.api.reward import RewardConfig
+from arealite.api.task import Task
 from arealite.api.tool_config import ArithmeticConfig
+from arealite.base.errors import UserError
+from arealite.base.registry import unknown
+
+PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*|\{\w+\})\}")
+"""Matches {name}, and {{name}}, which stands for the text {name}. ${name} is left to shells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +67,22 @@ class HarnessConfig:
     def reads_columns(self) -> bool:
         """Whether agents get `Task.columns`."""
         return True
+
+    def check_task(self, task: Task, folder: str = "") -> list[str]:
+        """Return the words of `command` for a task and its folder.
+
+        Raises:
+            UserError: A word has an unknown placeholder.
+        """
+        known = {**task.columns, **task.extra_info, "prompt": task.text, "task_id": task.task_id}
+        known |= {"folder": folder, "cwd": os.getcwd(), "python": sys.executable}
+
+        def fill(found: re.Match[str]) -> str:
+            name = found[1]
+            if name not in known and name[0] != "{":
+                why = unknown("placeholder", name, [*known])
+                fix = f"{{{{{name}}}}} stands for the text {{{name}}}"
+                raise UserError(f"env.harness.command: {why} {fix}.")
+            return str(known.get(name, name))
+
+        return [PLACEHOLDER.sub(fill, word) for word in self.command]

@@ -92,9 +92,12 @@ def check_first_rows(config: ExperimentConfig, splits: Sequence[str] = ("train",
 async def _check_tasks(config: EnvConfig, rows: Iterator[PlacedTask]) -> None:
     reward, kind = reward_of(config), config.type
     scorer = make_reward(reward) if reward else None
-    is_scored = getattr(envs.options(config), "reward_from", "function") == "function"
+    options = envs.options(config)
+    is_scored = getattr(options, "reward_from", "function") == "function"
+    check_options = getattr(options, "check_task", bool)
     try:
         for where, task in rows:
+            check_options(task)
             try:
                 envs.get(kind).check_row(task)
                 if scorer and is_scored:

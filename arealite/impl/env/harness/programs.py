@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 import stat
 import sys
@@ -25,7 +24,6 @@ import msgspec
 from arealite.api.harness_config import HarnessConfig
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
-from arealite.base.registry import unknown
 from arealite.impl.env.harness import confined
 from arealite.impl.launcher.processes import GUARD, how_ended
 from arealite.impl.sandbox.process import bubblewrap, spawn, stop
@@ -49,8 +47,6 @@ INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE",
 """Variables of the worker that programs get."""
 READABLE = ("passwd", "group", "hosts", "nsswitch.conf", "alternatives", "ssl/certs")
 """Files in /etc that confined programs can read."""
-PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*|\{\w+\})\}")
-"""Matches {name}, and {{name}}, which stands for the text {name}. ${name} is left to shells."""
 
 
 class HarnessFailed(EpisodeError, failure_class="harness_failed"):
@@ -131,7 +127,7 @@ class Programs:
         try:
             await asyncio.to_thread(self._write_task, folder, task, endpoint)
             inside = INSIDE if self.config.sandbox else str(folder)
-            words = self._words(task, inside)
+            words = self.config.check_task(task, inside)
             yield await self._run(words, folder, self._environment(endpoint, inside))
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -144,21 +140,6 @@ class Programs:
         if self.config.reward_from in ("file", "last_line", "posted"):
             own["ground_truth"] = task.ground_truth
         (folder / "task.json").write_bytes(msgspec.json.encode(own))
-
-    def _words(self, task: Task, folder: str) -> list[str]:
-        known = {**task.columns, **task.extra_info, "prompt": task.text, "task_id": task.task_id}
-        known |= {"folder": folder, "cwd": os.getcwd(), "python": sys.executable}
-
-        def fill(found: re.Match[str]) -> str:
-            name = found[1]
-            if name not in known and name[0] != "{":
-                why = unknown("placeholder", name, [*known])
-                raise UserError(
-                    f"{AT}command: {why} {{{{{name}}}}} stands for the text {{{name}}}."
-                )
-            return str(known.get(name, name))
-
-        return [PLACEHOLDER.sub(fill, word) for word in self.config.command]
 
     def _environment(self, endpoint: Endpoint, folder: str) -> dict[str, str]:
         """Return the environment of a program: few variables of the worker, and its endpoint."""

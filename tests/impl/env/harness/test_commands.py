@@ -38,14 +38,21 @@ def test_collect_writes_the_tokens_of_the_agents_turns(tmp_path: Path, monkeypat
     assert [row["reward"] for row in rows] == [2.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (f"run={AGENTS}:rwo", "Unknown function 'rwo'. Did you mean 'row'?"),
+        ("command=[sh,'{reslt}']", "placeholder 'reslt'. Did you mean 'result'? Known: result,"),
+    ],
+)
 def test_wrong_options_of_eval_are_refused_before_sampling(
-    tmp_path: Path, monkeypatch, capsys
+    option: str, words: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     no_servers(monkeypatch)
     command = Command(tmp_path, "eval", capsys)
     command.write(ROW)
-    assert command(f"{HARNESS}.run={AGENTS}:rwo", env="harness") == 2
-    assert "Unknown function 'rwo'. Did you mean 'row'?" in command.out
+    assert command(f"{HARNESS}.{option}", env="harness") == 2
+    assert words in " ".join(command.out.split())
 
 
 def test_person_cannot_play_in_place_of_the_model() -> None:
