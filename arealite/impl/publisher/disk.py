@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,35 +25,69 @@ from arealite.system.names.registry import Entry
 
 
 class DiskPublisher(ServersPublisher):
-    """`stage` writes a version; servers load it at `push`, or when they register later."""
+    """`stage` writes a version; servers load it at `push`, or when they register later.
 
-    _sender: DiskSender | None = None
+    All versions are in one parent folder, at most two at a time. This process locks it, so that a
+    later run can find and remove the folders of processes that crashed.
+    """
+
+    staged = Path()
+    """The newest version as a Hugging Face folder."""
+    _lock: int | None = None
+
+    @cached_property
+    def folder(self) -> Path:
+        """The parent `<parent>/arealite-<uid>-<pid>-…` (0700); removes those of ended processes."""
+        parent = self.parent()
+        parent.mkdir(parents=True, exist_ok=True)
+        folder, self._lock = make_locked(parent, f"arealite-{os.getuid()}-")
+        return folder
 
     def stage(self, version: int, weights: Iterator[Named]) -> bool:
+        """Write the weights in files of about `bucket_mb`.
+
+        Raises:
+            RoleError: The disk is full or not writable. Incomplete files are removed.
+        """
         begin = time.perf_counter()
-        if self._sender is None:
-            self._sender = DiskSender(self.parent(), self.model_path)
-        self._sender.write(version, self.checked(weights), self.config.bucket_mb << 20)
+        final, temporary = self.folder / f"v{version}", self.folder / f".v{version}.tmp"
+        try:
+            temporary.mkdir()
+            write_weights(temporary, self.checked(weights), self.config.bucket_mb << 20)
+            copy_small_files(self.model_path, temporary)
+            shutil.rmtree(final, ignore_errors=True)
+            self.staged = temporary.rename(final)
+        except (OSError, SafetensorError) as error:
+            what = f"weights of version {version} could not be staged in {self.folder}: {error}"
+            fix = "Make room there, or point trainer.ppo.publisher.disk.dir elsewhere."
+            raise RoleError(f"{what}. {fix} No server was paused.") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         self.newest = version
         self.stage_s = time.perf_counter() - begin
         return False
 
     def push(self, version: int) -> PublishReport:
+        """Update the servers, then remove every staged version except `version`."""
         report = super().push(version)
-        assert self._sender is not None, "a version is staged before it is pushed"
-        self._sender.keep_only(version)
+        for path in self.folder.glob("v*"):
+            if path.name != f"v{version}":
+                shutil.rmtree(path, ignore_errors=True)
         return report
 
     def close(self) -> None:
         super().close()
-        if self._sender is not None:
-            self._sender.close()
-            self._sender = None
+        if self._lock is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+            del self.folder  # a later stage makes another one
 
     async def update_server(self, server: ServerControl, version: int) -> None:
-        assert self._sender is not None, "a version is staged before it is newest"
+        body = {"model_path": str(self.staged), "load_format": "auto"}
+        send = partial(ServerControl.update, path="/update_weights_from_disk", body=body)
         async with self.updating([server], version) as on_all:
-            await on_all(partial(self._sender.send, version))
+            await on_all(partial(send, version=version))
 
     def parent(self) -> Path:
         """Return the folder of staged versions: `disk.dir`, or tmpfs if shared, or the run's."""
@@ -62,57 +96,6 @@ class DiskPublisher(ServersPublisher):
         entries = self.registry.list("llm_server")
         shared = TMPFS.is_dir() and all(_is_here(entry) for entry in entries)
         return TMPFS if shared else self.paths.weights
-
-
-class DiskSender:
-    """Writes versions as Hugging Face folders, and requests that servers load them.
-
-    All versions are in one parent folder, at most two at a time. This process locks it, so that a
-    later run can find and remove the folders of processes that crashed.
-    """
-
-    def __init__(self, parent: Path, model_path: Path) -> None:
-        """Make `<parent>/arealite-<uid>-<pid>-…` (0700), and remove folders of ended processes."""
-        self.model_path, self.newest = model_path, Path()
-        parent.mkdir(parents=True, exist_ok=True)
-        self.folder, self._lock = make_locked(parent, f"arealite-{os.getuid()}-")
-
-    def write(self, version: int, weights: Iterator[Named], file_bytes: int) -> None:
-        """Write `weights` as version `version`, in files of about `file_bytes`.
-
-        Raises:
-            RoleError: The disk is full or not writable. Incomplete files are removed.
-        """
-        final = self.folder / f"v{version}"
-        temporary = self.folder / f".v{version}.tmp"
-        try:
-            temporary.mkdir()
-            write_weights(temporary, weights, file_bytes)
-            copy_small_files(self.model_path, temporary)
-            shutil.rmtree(final, ignore_errors=True)
-            self.newest = temporary.rename(final)
-        except (OSError, SafetensorError) as error:
-            what = f"weights of version {version} could not be staged in {self.folder}: {error}"
-            fix = "Make room there, or point trainer.ppo.publisher.disk.dir elsewhere."
-            raise RoleError(f"{what}. {fix} No server was paused.") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    async def send(self, version: int, server: ServerControl) -> None:
-        """Request that a server loads the newest folder, which holds `version`."""
-        body = {"model_path": str(self.newest), "load_format": "auto"}
-        await server.update("/update_weights_from_disk", body, version=version)
-
-    def keep_only(self, version: int) -> None:
-        """Remove every staged version except `version`."""
-        for path in self.folder.glob("v*"):
-            if path.name != f"v{version}":
-                shutil.rmtree(path, ignore_errors=True)
-
-    def close(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
 
 
 def _is_here(entry: Entry) -> bool:

@@ -13,18 +13,14 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from arealite.api.config import ExperimentConfig
-from arealite.api.engine import TrainEngine
-from arealite.api.publisher_config import PublisherConfig
 from arealite.base import log
 from arealite.base.errors import DeadlineError, RoleError
 from arealite.impl.publisher.control import ServerControl
@@ -42,9 +38,11 @@ class DistributedPublisher(ServersPublisher):
 
     takes_device_tensors = True
 
-    def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
-        super().__init__(config, engine)
-        self._sender = GroupSender(self.config, self.host, self.submit)
+    members: Servers = ()
+    """The other ranks of the group."""
+    group_name = ""
+    _backend = ""
+    _group: dist.ProcessGroup | None = None
 
     def stage(self, version: int, weights: Iterator[Named]) -> bool:
         try:
@@ -63,7 +61,7 @@ class DistributedPublisher(ServersPublisher):
 
     def close(self) -> None:
         with suppress(RoleError):
-            self._sender.close()
+            self._leave()
         super().close()
 
     async def update_server(self, server: ServerControl, version: int) -> None:
@@ -94,12 +92,15 @@ class DistributedPublisher(ServersPublisher):
         until = time.monotonic() + self.config.timeout_s
         try:
             device = first.tensors[0].device.type
-            self._sender.join(servers, device, partial(self.on_all, servers, until))
+            self._join(servers, device, partial(self.on_all, servers, until))
             self.stage_s = time.perf_counter() - begin
-            with self._updating(servers, version) as on_all:
+            update = self._updating(servers, version)
+            with ExitStack() as stack:
+                on_all = self.call(update.__aenter__())
+                stack.push(lambda *error: self.call(update.__aexit__(*error)))
                 self._send(itertools.chain([first], buckets), version, on_all)
         except PartialUpdate:
-            self._sender.close()
+            self._leave()
         return all(server.confirmed_version != version for server in servers)
 
     def _send(self, buckets: Iterator[Bucket], version: int, on_all: OnAll) -> None:
@@ -114,44 +115,20 @@ class DistributedPublisher(ServersPublisher):
         for bucket in buckets:
             wait_for_last()
             label = version if bucket.layout.names[-1] == final else None
-            wait_for_last = self._sender.send(bucket, label, on_all)
+            wait_for_last = self._broadcast(bucket, label, on_all)
         wait_for_last()
 
-    @contextmanager
-    def _updating(self, servers: Servers, version: int) -> Iterator[OnAll]:
-        """Lock the servers, and run `updating` in the publisher's thread around the body."""
-        context = self._locked_update(servers, version)
-        on_all = self.call(context.__aenter__())
-        try:
-            yield on_all
-        except BaseException as error:
-            self.call(context.__aexit__(type(error), error, error.__traceback__))
-            raise
-        self.call(context.__aexit__(None, None, None))
-
     @asynccontextmanager
-    async def _locked_update(self, servers: Servers, version: int) -> AsyncIterator[OnAll]:
+    async def _updating(self, servers: Servers, version: int) -> AsyncIterator[OnAll]:
+        """Run `updating` while the servers are locked."""
         async with AsyncExitStack() as stack:
             for server in servers:
                 await stack.enter_async_context(server.lock)
             yield await stack.enter_async_context(self.updating(servers, version))
 
+    # ------------------------------------------------------------ the process group
 
-@dataclass(eq=False)
-class GroupSender:
-    """Broadcasts buckets to the servers of a process group. Its methods block."""
-
-    config: PublisherConfig
-    host: str
-    """Address at which rank 0 listens."""
-    submit: Callable[[Coroutine[object, object, None]], Future[None]]
-    """Starts a coroutine in the publisher's thread."""
-    members: Servers = ()
-    name: str = ""
-    _backend: str = ""
-    _group: dist.ProcessGroup | None = None
-
-    def join(self, servers: Servers, device: str, on_all: OnAll) -> None:
+    def _join(self, servers: Servers, device: str, on_all: OnAll) -> None:
         """Create a group with these servers, unless it exists.
 
         Args:
@@ -165,8 +142,8 @@ class GroupSender:
         """
         if self._group is not None and self.members == servers:
             return
-        self.close()
-        self.name = f"arealite-{secrets.token_hex(8)}"
+        self._leave()
+        self.group_name = f"arealite-{secrets.token_hex(8)}"
         self._backend = self.config.distributed.backend
         if self._backend == "auto":
             self._backend = "nccl" if device == "cuda" else "gloo"
@@ -177,7 +154,7 @@ class GroupSender:
             "master_address": self.host,
             "master_port": listener.getsockname()[1],
             "world_size": ranks[-1],
-            "group_name": self.name,
+            "group_name": self.group_name,
             "backend": self._backend,
         }
 
@@ -187,7 +164,7 @@ class GroupSender:
 
         posted = self.submit(on_all(join))
         as_first = partial(groups.join, rank=0, world_size=ranks[-1], backend=self._backend)
-        job = partial(as_first, listener, self.name, seconds=seconds)
+        job = partial(as_first, listener, self.group_name, seconds=seconds)
         joined: Future[Any] = Future()
         # A daemon: the process does not wait for a job that may block for long.
         threading.Thread(target=resolve, args=(joined, job), name="join group", daemon=True).start()
@@ -199,7 +176,7 @@ class GroupSender:
             raise RoleError(f"no group of {len(servers)} servers was formed: {error}") from error
         logger.info("weight group formed", servers=[s.id for s in servers], backend=self._backend)
 
-    def send(self, bucket: Bucket, version: int | None, on_all: OnAll) -> Callable[[], None]:
+    def _broadcast(self, bucket: Bucket, version: int | None, on_all: OnAll) -> Callable[[], None]:
         """Start to send a bucket; `version` comes with the last one.
 
         Returns:
@@ -207,7 +184,7 @@ class GroupSender:
             PartialUpdate if one did not.
         """
         whole = self._backend == "nccl" and all(server.can.buckets for server in self.members)
-        body = {**vars(bucket.layout), "group_name": self.name}
+        body = {**vars(bucket.layout), "group_name": self.group_name}
         body |= {"load_format": "flattened_bucket"} if whole else {}
 
         async def receive(server: ServerControl) -> None:
@@ -228,14 +205,14 @@ class GroupSender:
 
         return wait_until_received
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         """Destroy the group, here and at the servers that respond."""
         group, self._group = self._group, None
         if group is None:
             return
         with suppress(RuntimeError):
             dist.destroy_process_group(group)
-        body = {"group_name": self.name}
+        body = {"group_name": self.group_name}
 
         async def leave() -> None:
             there = [server for server in self.members if server.error is None]

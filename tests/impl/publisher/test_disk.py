@@ -6,16 +6,17 @@ import asyncio
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file
 
 from arealite.api.config import run_paths
+from arealite.api.publisher_config import DiskPublisherConfig
 from arealite.base.errors import RoleError
 from arealite.base.names import TMPFS
 from arealite.impl.engine import hf_folder
-from arealite.impl.publisher.disk import DiskPublisher, DiskSender
+from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.sglang import FakeSGLang
 from tests.impl.publisher.sites import Site, paths, publishing, servers
 from tests.waiting import eventually
@@ -271,8 +272,10 @@ def test_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     (dead / "v3").mkdir()
     other_user = tmp_path / f"arealite-{os.getuid() + 1}-1-old"
     other_user.mkdir()
-    alive = DiskSender(tmp_path, tmp_path)
-    second = DiskSender(tmp_path, tmp_path)
+    disk = DiskPublisherConfig(dir=str(tmp_path))
+    config, engine = publishing(tmp_path, tmp_path, disk=disk), cast(Any, None)
+    alive, second = DiskPublisher(config, engine), DiskPublisher(config, engine)
+    assert alive.folder != second.folder
     assert not dead.exists()
     assert alive.folder.exists() and other_user.exists()
     alive.close()

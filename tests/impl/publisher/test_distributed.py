@@ -179,11 +179,9 @@ def test_two_servers_are_updated_through_one_group(site: Servers) -> None:
     assert (report.servers, report.quarantined, site.rounds) == (2, [], 1), "one look at the names"
     first = site.holds(one)
     assert first[0] == "1" and site.holds(other) == first
-    group = site.publisher and site.publisher._sender.name
+    group = site.publisher and site.publisher.group_name
     report = site.publish(2, "b")
-    assert site.publisher and site.publisher._sender.name == group, (
-        "the same servers, the same group"
-    )
+    assert site.publisher and site.publisher.group_name == group, "the same servers, the same group"
     assert site.holds(one) == site.holds(other) != first
     assert site.holds(one)[0] == "2"
     assert report.num_bytes == sum(tensor.nbytes for tensor in site.weights["b"].values())
@@ -230,4 +228,4 @@ def test_server_killed_during_an_update_is_replaced_by_a_new_server(site: Server
     report = site.publish(3, "b")
     assert report.servers == 2
     assert site.holds(late) == site.holds(kept)
-    assert len(publisher._sender.members) == 1, "a group of the newcomer only"
+    assert len(publisher.members) == 1, "a group of the newcomer only"
