@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from arealite.api import trainer_messages as messages
-from arealite.api.trainer import LossConfig, PPOConfig
+from arealite.api.algorithm import LossConfig
+from arealite.api.trainer import PPOConfig
 from arealite.base.errors import InvariantError
 from arealite.impl.trainer.batch import Unusable, make_rows, make_train_batch
 from arealite.impl.trainer.world import World
