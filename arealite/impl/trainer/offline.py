@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -18,11 +18,12 @@ import torch
 from arealite.algo.partition import balance
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
-from arealite.api.engine import Lengths, LossFn, LossInput, Sequence, Training
+from arealite.api.engine import LossFn, LossInput, Sequence, Training
 from arealite.base import log
 from arealite.base.errors import UserError
 from arealite.impl.engine.batch import collate
 from arealite.impl.trainer.base import BaseTrainer
+from arealite.impl.trainer.batch import Minibatch
 from arealite.impl.trainer.components import Components, Engines, make_engine
 from arealite.impl.trainer.metrics import ENGINE
 from arealite.system.data.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
@@ -33,17 +34,6 @@ logger = log.get(__name__)
 CPU = torch.device("cpu")
 Unit = list[Sequence]
 """The rows of one example: one, or a preferred and a rejected one."""
-
-
-@dataclass
-class Rows:
-    """The rows of an update, or of an evaluation, on this rank."""
-
-    rows: list[Sequence]
-    all_lengths: Lengths
-    """Lengths of the rows of every rank."""
-    examples: int
-    """Number of examples on all ranks."""
 
 
 class OfflineTrainer(BaseTrainer):
@@ -62,7 +52,7 @@ class OfflineTrainer(BaseTrainer):
         self.loss_fn = self.make_loss()
         self.tokenizing = ThreadPoolExecutor(1, "rows")
         """One thread, which makes the next batch during an update."""
-        self.ahead: dict[int, Future[Rows]] = {}
+        self.ahead: dict[int, Future[Minibatch]] = {}
         self.close_at_end(partial(self.tokenizing.shutdown, cancel_futures=True))
 
     def read_data(self) -> None:
@@ -85,7 +75,7 @@ class OfflineTrainer(BaseTrainer):
     def make_units(self, examples: list[list[Example]]) -> list[Unit]:
         """Make the rows of a batch, skipping examples without loss; loss weights sum to 1."""
 
-    def prepare(self, batch: Rows) -> None:
+    def prepare(self, batch: Minibatch) -> None:
         """Set the fields of this rank's rows that need a model; no-op in the base class."""
 
     def train(self) -> None:
@@ -108,7 +98,7 @@ class OfflineTrainer(BaseTrainer):
         """Return whether training ends before `step`; the same on every rank."""
         return step >= self.total_steps or self.world.any(self.stop.requested)
 
-    def next_batch(self, step: int) -> Rows:
+    def next_batch(self, step: int) -> Minibatch:
         """Return batch `step`, and start to make the one after it."""
         for each in range(step, min(step + 2, self.total_steps)):
             if each not in self.ahead:
@@ -116,7 +106,7 @@ class OfflineTrainer(BaseTrainer):
         with self.clock("time/rows_s"):
             return self.ahead.pop(step).result()
 
-    def make_batch(self, step: int) -> Rows:
+    def make_batch(self, step: int) -> Minibatch:
         """Make batch `step`: the next rows in the seeded order of its epoch.
 
         The last batch of an epoch may be smaller.
@@ -128,7 +118,7 @@ class OfflineTrainer(BaseTrainer):
             order = permutation(self.config.seed, epoch, len(train))
         return self.deal([train[i] for i in order[place * size : (place + 1) * size]])
 
-    def deal(self, rows: list[Row]) -> Rows:
+    def deal(self, rows: list[Row]) -> Minibatch:
         """Encode and weight the rows of one batch; every rank gets about the same tokens."""
         units = self.make_units([self.encode(row) for row in rows])
         lengths = [[len(row.tokens) for row in unit] for unit in units]
@@ -137,11 +127,11 @@ class OfflineTrainer(BaseTrainer):
         for unit, owner, each in zip(units, owners, lengths, strict=True):
             all_lengths[owner] += each
             mine += unit if owner == self.world.rank else []
-        return Rows(mine, all_lengths, len(units))
+        return Minibatch(mine, all_lengths)
 
-    def update(self, batch: Rows) -> dict[str, float]:
+    def update(self, batch: Minibatch) -> dict[str, float]:
         """Apply one optimizer update; skip it if no row has a loss."""
-        if not batch.examples:
+        if not any(batch.all_lengths):
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
             self.prepare(batch)
@@ -156,13 +146,13 @@ class OfflineTrainer(BaseTrainer):
         if every and step % every == 0:
             self.checkpoint(step)
 
-    def log(self, step: int, batch: Rows, stats: dict[str, float]) -> None:
+    def log(self, step: int, batch: Minibatch, stats: dict[str, float]) -> None:
         """Write the step's metrics."""
         metrics = {("update/" if k in ENGINE else "train/") + k: v for k, v in stats.items()}
         metrics |= self.clock.lap()
         tokens, seconds = sum(map(sum, batch.all_lengths)), metrics["time/step_s"]
         metrics |= {
-            "train/examples": float(batch.examples),
+            "train/examples": float(sum(map(len, batch.all_lengths)) // self.rows_per_example),
             "train/epoch": float((step - 1) // self.epoch_steps),
             "train/total_steps": float(self.total_steps),
             "throughput/trained_tokens_per_s": tokens / seconds,
@@ -209,7 +199,7 @@ class OfflineTrainer(BaseTrainer):
         return bool(self.held_out_rows) and due and step < self.total_steps
 
     @cached_property
-    def held_out(self) -> Rows:
+    def held_out(self) -> Minibatch:
         """The held-out rows as one batch, made once: neither they nor the reference change."""
         batch = self.tokenizing.submit(self.deal, self.held_out_rows).result()
         self.prepare(batch)

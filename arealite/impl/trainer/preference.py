@@ -7,8 +7,9 @@ import numpy as np
 from arealite.algo.preference import bradley_terry, make_dpo_loss
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import LossFn, Sequence
+from arealite.impl.trainer.batch import Minibatch
 from arealite.impl.trainer.components import Engines, make_reference
-from arealite.impl.trainer.offline import OfflineTrainer, Rows, Unit
+from arealite.impl.trainer.offline import OfflineTrainer, Unit
 from arealite.system.data.chats import ASSISTANT, Example
 
 PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
@@ -33,7 +34,7 @@ class DPOTrainer(OfflineTrainer):
         whole = [pair for pair in examples if all(is_learned(each).any() for each in pair)]
         return [[self._row(each, 1.0 / len(whole)) for each in pair] for pair in whole]
 
-    def prepare(self, batch: Rows) -> None:
+    def prepare(self, batch: Minibatch) -> None:
         """Set the field `ref_logprobs` of the rows."""
         if self.components.reference is None:
             return

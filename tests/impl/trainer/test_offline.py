@@ -32,8 +32,9 @@ from arealite.api.trainer import TrainerConfig, trainers
 from arealite.api.trial import ClusterConfig
 from arealite.impl.engine import checkpoint
 from arealite.impl.logger.jsonl import JSONLLogger
+from arealite.impl.trainer.batch import Minibatch
 from arealite.impl.trainer.components import Components
-from arealite.impl.trainer.offline import OfflineTrainer, Rows
+from arealite.impl.trainer.offline import OfflineTrainer
 from arealite.impl.trainer.world import World
 from arealite.system.links.trainer_link import TrainerLink
 from tests.models import tiny_model
@@ -136,7 +137,7 @@ def faked(config: ExperimentConfig, *, rank: int = 0, size: int = 1) -> OfflineT
     return trainers.get(kind)(config, parts)  # type: ignore[call-arg]
 
 
-def first_batch(config: ExperimentConfig, **place: int) -> Rows:
+def first_batch(config: ExperimentConfig, **place: int) -> Minibatch:
     trainer = faked(config, **place)
     batch = trainer.next_batch(0)
     trainer.close()
@@ -249,7 +250,8 @@ def test_rows_without_answer_tokens_are_skipped(tmp_path, model):
     assert engine_of(trainer).batches == [], "nothing but prompts fits"
     assert metrics(trainer.config)[0]["update/skipped_update"] == 1.0
     batch = first_batch(settings(tmp_path / "dpo", model, "dpo", max_tokens=3))
-    assert batch.examples == 4 and {len(row.tokens) for row in batch.rows} == {3}
+    assert [len(row.tokens) for row in batch.rows] == [3] * 8, "two rows an example"
+    assert batch.all_lengths == [[3] * 8]
 
 
 def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path, model):
