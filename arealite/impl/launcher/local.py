@@ -7,6 +7,8 @@ stops it. In all three cases no child survives.
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import signal
 import sys
 import time
@@ -17,15 +19,18 @@ from pathlib import Path
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
+from arealite.base.names import TMPFS
 from arealite.impl.launcher import processes, supervisor
-from arealite.impl.launcher.leftovers import clear
 from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
 from arealite.system.health import vitals
-from arealite.system.health.diagnosis import Finding, examine
+from arealite.system.health.diagnosis import Finding, examine, read_roles
 from arealite.system.health.explain import explain
+from arealite.system.health.snapshot import is_alive
+from arealite.system.health.vitals import STACKS_REQUEST
 from arealite.system.ledger.audit import audit
+from arealite.system.locks import remove_unlocked
 from arealite.system.names.registry import NameRegistry
 
 REFRESH_S = 0.5
@@ -93,7 +98,7 @@ class LocalLauncher(Launcher, Supervisor):
             self._page = asyncio.ensure_future(serve(self.paths, self.config.view.port, self.say))
         servers = ["llm_server"] if self.options.llm_servers else []  # else started separately
         kinds = ("datapipe", "rollout", "trainer", *servers)
-        await asyncio.to_thread(clear, self.config, *kinds)
+        await asyncio.to_thread(clear_leftovers, self.config, *kinds)
         with self.progress.shown():
             limits = self.options.silent_s, self.options.blocked_s
             monitor = supervisor.HealthMonitor(self.vitals, self, *limits)
@@ -104,7 +109,7 @@ class LocalLauncher(Launcher, Supervisor):
                 monitoring.cancel()
                 grace_s = 0.0 if self._stops > 1 else processes.TERMINATE_GRACE_S
                 await processes.end_all(self.children, self.stop, grace_s=grace_s)
-                await asyncio.to_thread(clear, self.config, *kinds)
+                await asyncio.to_thread(clear_leftovers, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a large ledger would block the loop
 
@@ -133,7 +138,7 @@ class LocalLauncher(Launcher, Supervisor):
     async def start(self, role: Role) -> None:
         """Start all processes of a role."""
         if role.children:
-            await asyncio.to_thread(clear, self.config)
+            await asyncio.to_thread(clear_leftovers, self.config)
         shared, role.children = processes.threads(self.options.trainer_threads), []
         count = len(role.names)
         own = [dict[str, str]()] * count
@@ -325,3 +330,32 @@ class LocalLauncher(Launcher, Supervisor):
             self.paths.end.write_text(f"exit code {code}. {self._end}\n")
         self.say(f"run folder: {self.paths.root}")
         return code
+
+
+def clear_leftovers(config: ExperimentConfig, *kinds: str) -> None:
+    """Remove vitals, names and staged weights of the trial's dead processes on this host.
+
+    A process belongs to the trial if the trial's vitals name it; its staged weights are in folders
+    with its process id. Files of other trials are not touched.
+
+    Args:
+        config: Experiment of the trial.
+        kinds: Kinds of roles, for example "trainer", of which no process runs on any host.
+    """
+    folder, names = name_dir(config) / "vitals", NameRegistry.of(config, ttl_s=math.inf)
+    dead = {role.name: role.vitals.pid for role in read_roles(folder) if not is_alive(role)}
+    words = [*(f"{name}." for name in dead), *(f"{kind}-" for kind in kinds)]
+    words += [STACKS_REQUEST] if kinds else []
+    own = config.trainer.ppo.publisher.disk.dir
+    with suppress(OSError):  # the folder is away: nothing depends on this
+        for word in words:
+            for file in [*folder.glob(f"{word}*"), *folder.glob(f".{word}*")]:
+                file.unlink(missing_ok=True)
+        for parent in (TMPFS, run_paths(config).weights, Path(own or TMPFS).expanduser()):
+            for pid in dead.values():
+                remove_unlocked(parent.glob(f"arealite-{os.getuid()}-{pid}-*"))
+        for name in dead:
+            names.remove(*name.split("-", 1))
+        for kind in kinds:
+            for entry in names.list(kind):
+                names.remove(kind, entry.id)

@@ -152,13 +152,6 @@ class Role:
                 await asyncio.wait_for(self.over.wait(), self.grace_s)
         return None if self.leads or self.over.is_set() else left[0]
 
-    async def clear(self) -> None:
-        """Kill its processes and their children, and wait until they have exited."""
-        for child in self.children:
-            child.kill()
-        for child in self.children:
-            await child.process.wait()
-
 
 class Supervisor(ABC):
     """Starts roles, and restarts them when they die, within their budgets."""
@@ -211,8 +204,11 @@ class Supervisor(ABC):
             await asyncio.sleep(EXAMINE_S)
 
     async def clear(self, role: Role) -> None:
-        """Kill the remaining processes of a role, and wait until they have exited."""
-        await role.clear()
+        """Kill the processes of a role and their children, and wait until they have exited."""
+        for child in role.children:
+            child.kill()
+        for child in role.children:
+            await child.process.wait()
 
     async def pause(self, role: Role, dead: Child, seconds: float) -> None:
         """Wait before the restart of a role."""

@@ -15,7 +15,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.publisher_config import DiskPublisherConfig, PublisherConfig
 from arealite.api.trial import ClusterConfig
 from arealite.base.names import TMPFS
-from arealite.impl.launcher.leftovers import clear
+from arealite.impl.launcher.local import clear_leftovers
 from arealite.system.locks import lock_folder
 from arealite.system.names.registry import NameRegistry
 from tests.impl.launcher.test_local import UNTIL_TERM
@@ -85,7 +85,7 @@ def test_dead_process_of_the_trial_leaves_nothing(
     names.put("llm_server", "127.0.0.1-8001", {"pid": dead})
     parents = (TMPFS, tmp_path / "disk", run_paths(config).weights)
     folders = [staged(parent, dead) for parent in parents]
-    clear(config)
+    clear_leftovers(config)
     assert not files(config)
     assert not [folder for folder in folders if folder.exists()]
 
@@ -102,10 +102,10 @@ def test_files_of_live_processes_and_other_trials_stay(config: ExperimentConfig,
             mine = staged(TMPFS, os.getpid())  # a later process has the id of the dead trainer
             handles.append(lock_folder(mine))
             before = files(config) - {"vitals/trainer-0.json"}
-            clear(config)
+            clear_leftovers(config)
             assert files(config) == before
             assert mine.exists() and other.exists()
-            clear(config, "rollout")
+            clear_leftovers(config, "rollout")
             assert not (vitals / "rollout-0.json").exists()
             assert (vitals / "llm_server-127.0.0.1-8001.json").exists()
     finally:
