@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice, product
+from dataclasses import replace
+from itertools import chain, cycle, islice, product
 
 from msgspec import structs
 
@@ -41,15 +42,22 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
     Raises:
         UserError: as `load_tasks`; or an environment generates no tasks.
     """
-    data, envs = config.dataset, config.trainer.ppo.collector.envs
-    is_train = split == "train"
-    path, count = (data.train, data.rows) if is_train else (data.eval, data.eval_rows)
-    if envs:
-        return _mixed(config, split, count)
-    if path == GENERATED:
-        return [*islice(generate(config.trainer.ppo.collector.env, split, config.seed), count)]
-    keep = reads_columns(config.trainer.ppo.collector.env)
-    return load_tasks(path or "", split, data.columns, keep=keep) if is_train or path else []
+    parts, data, is_train = file_parts(config), config.dataset, split == "train"
+    paths = {name: getattr(part, split) for name, part in parts.items()}
+    count = data.rows if is_train else data.eval_rows
+    most = {n: count if p == GENERATED else None for n, p in paths.items() if p or is_train}
+    if is_train and "" not in parts:
+        most = shares({name: part.weight for name, part in parts.items()}, count)
+    drawn = [islice(_own(config, name, parts[name], split), most[name]) for name in most]
+    tasks = enumerate(chain.from_iterable(drawn))
+    return [structs.replace(task, task_id=f"{split}-{n}") for n, task in tasks]
+
+
+def file_parts(config: ExperimentConfig) -> dict[str, PartConfig]:
+    """Return all environments with their files; the only one of a run has the name ""."""
+    data, parts = config.dataset, config.trainer.ppo.collector.parts
+    files = {"train": data.train, "eval": data.eval, "columns": data.columns}
+    return {name: part if name else replace(part, **files) for name, part in parts.items()}
 
 
 def reward_of(config: EnvConfig) -> RewardConfig | None:
@@ -69,13 +77,12 @@ def reads_columns(config: EnvConfig) -> bool:
 def first_tasks(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[PlacedTask]:
     """Yield the place and the task of the first rows of a part: FIRST_ROWS of a file, or one
     generated row."""
-    files = part if config.trainer.ppo.collector.envs else config.dataset
-    path = getattr(files, split)
+    path = getattr(part, split)
     if path == GENERATED:
         made = islice(generate(part.env, split, config.seed), 1)
         yield from ((f"the first row that {part.env.type} generates", task) for task in made)
     elif path:
-        found = read_tasks(path, split, files.columns, keep=reads_columns(part.env))
+        found = read_tasks(path, split, part.columns, keep=reads_columns(part.env))
         yield from islice(found, FIRST_ROWS)
 
 
@@ -85,7 +92,7 @@ def check_first_rows(config: ExperimentConfig, splits: Sequence[str] = ("train",
     Raises:
         UserError: a reward function or a row cannot be used; the error names the file and line.
     """
-    for part, split in product(config.trainer.ppo.collector.parts.values(), splits):
+    for part, split in product(file_parts(config).values(), splits):
         asyncio.run(_check_tasks(part.env, first_tasks(config, part, split)))
 
 
@@ -112,11 +119,10 @@ async def _check_tasks(config: EnvConfig, rows: Iterator[PlacedTask]) -> None:
 
 def describe(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """Yield (heading, text) about the training rows: their form, and the first row as read."""
-    for name, part in config.trainer.ppo.collector.parts.items():
-        files = part if name else config.dataset
-        if files.train != GENERATED:
-            form = task_form(next(iter(read_rows(files.train, "train")))[1])[0]
-            mapped = ", ".join(f"{own}={column}" for own, column in files.columns.items())
+    for name, part in file_parts(config).items():
+        if part.train != GENERATED:
+            form = task_form(next(iter(read_rows(part.train, "train")))[1])[0]
+            mapped = ", ".join(f"{own}={column}" for own, column in part.columns.items())
             texts = form, mapped and f"dataset.columns: {mapped}"
             yield from (("data", f"{text} {name}".strip()) for text in texts if text)
         for _, task in islice(first_tasks(config, part, "train"), 1):
@@ -153,25 +159,14 @@ def shares(weights: dict[str, float], count: int) -> dict[str, int]:
     return {name: end - begin for (name, end), begin in zip(ends.items(), begins, strict=False)}
 
 
-def _mixed(config: ExperimentConfig, split: str, count: int) -> list[Task]:
-    parts = config.trainer.ppo.collector.envs
-    if split == "train":
-        most = shares({name: part.weight for name, part in parts.items()}, count)
-    else:  # None: all rows of a file
-        most = {n: count if p.eval == GENERATED else None for n, p in parts.items() if p.eval}
-    drawn = {name: islice(_own(config, parts[name], split), most[name]) for name in most}
-    named = [_named(task, name) for name, tasks in drawn.items() for task in tasks]
-    return [structs.replace(task, task_id=f"{split}-{n}") for n, task in enumerate(named)]
-
-
-def _own(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[Task]:
-    path = part.train if split == "train" else part.eval
+def _own(config: ExperimentConfig, name: str, part: PartConfig, split: str) -> Iterator[Task]:
+    """Yield the tasks of a part. Of several parts, tasks have the part's name, and files repeat."""
+    path = getattr(part, split)
     if path == GENERATED:
-        return generate(part.env, split, config.seed)
-    tasks = load_tasks(path or "", split, part.columns, keep=reads_columns(part.env))
-    return cycle(tasks) if split == "train" else iter(tasks)
-
-
-def _named(task: Task, name: str) -> Task:
-    extra: dict[str, object] = {**task.extra_info, "env": name}
-    return structs.replace(task, extra_info=extra)
+        tasks = generate(part.env, split, config.seed)
+    else:
+        found = load_tasks(path or "", split, part.columns, keep=reads_columns(part.env))
+        tasks = cycle(found) if name and split == "train" else iter(found)
+    for task in tasks:
+        extra_info = task.extra_info | ({"env": name} if name else {})
+        yield structs.replace(task, extra_info=extra_info)
