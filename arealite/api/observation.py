@@ -51,19 +51,18 @@ def observe(observation: object) -> Observation:
     plain = cast("str | list[ChatMessage]", observation)
     result = observation if isinstance(observation, Observation) else Observation(plain)
     content = cast("object", result.content)
-    is_chat = isinstance(content, list) and all(map(_is_message, cast(list[object], content)))
+    is_chat = isinstance(content, list) and all(map(is_message, cast(list[object], content)))
     if not (isinstance(content, str) or is_chat):
         raise TypeError(f"an observation is a text or chat messages, not {content!r:.100}")
     return result
 
 
-def _is_message(value: object) -> bool:
-    """Return whether a value is a chat message. Only the assistant's may have no text."""
-    if not isinstance(value, dict):
-        return False
-    message = cast(dict[str, object], value)
-    role, text = message.get("role"), message.get("content")
-    return isinstance(role, str) and (isinstance(text, str) or role == "assistant")
+def is_message(value: object) -> bool:
+    """Return whether a value is a chat message: it has a role, and a text or tool calls."""
+    message = cast(dict[str, object], value) if isinstance(value, dict) else {}
+    content, calls = message.get("content"), message.get("tool_calls")
+    has_calls = content is None and isinstance(calls, list) and calls != []
+    return isinstance(message.get("role"), str) and (isinstance(content, str) or has_calls)
 
 
 def messages(observation: object, *, system: str | None = None) -> list[ChatMessage]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
+from arealite.api.observation import is_message
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
 
@@ -174,18 +175,11 @@ def check_prompt(prompt: object, where: str, column: str = "prompt") -> str | li
     """
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(map(_is_message, cast(list[object], prompt))):
+    if isinstance(prompt, list) and prompt and all(map(is_message, cast(list[object], prompt))):
         return cast(list[dict[str, Any]], prompt)
     what = f"{where}: `{column}` must be a text that is not empty, or a list of messages"
     fix = 'Write "…" or [{"role": "user", "content": "…"}].'
     raise UserError(f"{what}. {fix}")
-
-
-def _is_message(value: object) -> bool:
-    message = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    content, calls = message.get("content"), message.get("tool_calls")
-    has_calls = content is None and isinstance(calls, list) and calls != []
-    return isinstance(message.get("role"), str) and (isinstance(content, str) or has_calls)
 
 
 def tool_calls(message: Any) -> list[dict[str, Any]]:
