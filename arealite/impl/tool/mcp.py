@@ -59,7 +59,7 @@ class MCPServer:
             self._session = await self._begin()
         except MCPUnavailable as error:
             raise UserError(f"{error}. Correct env.tools.mcp.{self.name}.") from error
-        listed = {tool.name: tool for tool in self._session.tools}
+        listed = {tool.name: tool for tool in await self._session.tools}
         if missing := set(self.config.tools).difference(listed):
             what = f"MCP server '{self.name}' has no tool {', '.join(sorted(missing))}"
             fix = f"Set env.tools.mcp.{self.name}.tools to some of: {', '.join(sorted(listed))}."
@@ -121,7 +121,7 @@ class MCPServer:
         try:
             on, seconds = f"MCP server {self.name}", config.start_timeout_s
             with Wait(what, owner=owner, on=on, seconds=seconds):
-                await session.begin()
+                await session.tools
         except BaseException as error:
             await session.end()
             if not isinstance(error, Exception):
@@ -136,46 +136,36 @@ class _Session:
 
     def __init__(self, client: Client, name: str) -> None:
         self.client = client
-        self.name = name
-        self.tools: list[types.Tool] = []
         self.is_lost = False
-        self._listed, self._ended = asyncio.Event(), asyncio.Event()
-        self._error: Exception | None = None
-
-    async def begin(self) -> None:
-        """Enter the client and list the tools.
-
-        Raises:
-            Exception: The client could not connect or list the tools.
-        """
-        self._owner = asyncio.create_task(self._run(), name=self.name)
-        await self._listed.wait()
-        if self._error is not None:
-            raise self._error
+        self.tools: asyncio.Future[list[types.Tool]] = asyncio.get_running_loop().create_future()
+        """The server's tools, or the error of the client."""
+        self._ended = asyncio.Event()
+        self._owner = asyncio.create_task(self._run(), name=name)
 
     async def end(self) -> None:
         """Exit the client and wait until it has closed."""
         self._ended.set()
-        if not self._listed.is_set():
+        if not self.tools.done() or self.tools.cancelled():
             self._owner.cancel()
         await asyncio.wait([self._owner])  # cancelling this call does not cancel the owner
 
     async def _run(self) -> None:
         try:
             async with self.client:
+                tools: list[types.Tool] = []
                 cursor = None
                 for _ in range(MAX_PAGES):
                     page = await self.client.list_tools(cursor=cursor)
-                    self.tools += page.tools
+                    tools += page.tools
                     if (cursor := page.next_cursor) is None:
                         break
-                self._listed.set()
+                self.tools.set_result(tools)
                 await self._ended.wait()
         except Exception as error:  # noqa: BLE001  (any error of the client ends the session)
-            self._error = error
+            if not self.tools.done():
+                self.tools.set_exception(error)
         finally:
             self.is_lost = True
-            self._listed.set()
 
 
 class MCPTool(Tool):
