@@ -74,25 +74,23 @@ class RemoteEnv(Env):
             UserError: No server answers, or a server hosts another environment.
         """
         runtime = self.config.runtime
-        async with AsyncExitStack() as stack:
-            await self.servers.start()
-            stack.push_async_callback(self.servers.close)
-            if runtime.type in HOSTS:
-                children = HOSTS[runtime.type](self.args, self.config, self.servers)
-                stack.push_async_callback(children.close)
-                await children.start()
-            try:
-                what, on = "an environment server", "environment servers"
-                with waits.Wait(what, owner="collector", on=on, seconds=runtime.wait_s):
-                    await self.servers.wait_until(self._is_any_alive)
-            except DeadlineError as error:
-                where = ", ".join(runtime.addresses) or "the worker's child processes"
-                what = f"no server answers at {where} in wait_s={runtime.wait_s}"
-                fix = "Start the servers with `arealite serve`, or check env.runtime.addresses and"
-                what = f"env.runtime.type={runtime.type}: {what}. {fix} env.runtime.token_env."
-                raise UserError(what) from error
-            await self._read_metadata()
-            self._stack = stack.pop_all()
+        await self.servers.start()
+        self._stack.push_async_callback(self.servers.close)
+        if runtime.type in HOSTS:
+            children = HOSTS[runtime.type](self.args, self.config, self.servers)
+            self._stack.push_async_callback(children.close)
+            await children.start()
+        try:
+            what, on = "an environment server", "environment servers"
+            with waits.Wait(what, owner="collector", on=on, seconds=runtime.wait_s):
+                await self.servers.wait_until(self._is_any_alive)
+        except DeadlineError as error:
+            where = ", ".join(runtime.addresses) or "the worker's child processes"
+            what = f"no server answers at {where} in wait_s={runtime.wait_s}"
+            fix = "Start the servers with `arealite serve`, or check env.runtime.addresses and"
+            what = f"env.runtime.type={runtime.type}: {what}. {fix} env.runtime.token_env."
+            raise UserError(what) from error
+        await self._read_metadata()
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play an episode on a server; seats that wait at the same time act concurrently."""
