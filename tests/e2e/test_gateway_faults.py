@@ -45,6 +45,8 @@ KILLS = [
 ]
 """The kind of session in the middle of a turn, and the role that is killed."""
 ENV = "trainer.ppo.collector.env"
+NOTED = Path(__file__).with_name("noted.py")
+"""A plugin of the run. It changes the client's class, so this process does not import it."""
 Key = tuple[str, int]
 """Group and member: one episode, in all its attempts."""
 
