@@ -33,8 +33,6 @@ from tools import soak
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1200)]
 
-NOTED = Path(__file__).with_name("noted.py")
-"""Not imported here: it changes the client of its process."""
 KILLS = [
     ("plain", "rollout-0"),
     ("stamped", "rollout-0"),
