@@ -138,11 +138,8 @@ def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
     if name := (named := head.groupdict()).get("name"):
         calls.append(Call(named.get("id") or "", name, body, raw=raw))
     else:
-        listed, rule = (
-            body if body[0] == "[" else f"[{body}]",
-            'a call must be an object with a "name"',
-        )
-        for each in _checked(_decode_calls, listed, rule, at):
+        listed = body if body[0] == "[" else f"[{body}]"
+        for each in _checked(_decode_calls, listed, 'a call must be an object with a "name"', at):
             arguments = bytes(getattr(each, family.key)).decode()
             calls.append(Call(str(each.id), each.name, arguments, raw=raw))
             raw = f", {each.name}{arguments}"
@@ -155,15 +152,13 @@ def read_tags(family: Family, text: str, at: int, tools: Tools) -> Part:
         raise CallError(f"the call does not end with {family.close}")
     head = re.compile(family.head).match(text, at, end.start())
     before, *tags = text[head.end() if head else at : end.start()].split(family.tag)
-    pairs = [re.fullmatch(family.argument, each, re.DOTALL) for each in tags]
-    if not head or before.strip() or not all(pairs):
+    found = [re.fullmatch(family.argument, each, re.DOTALL) for each in tags]
+    pairs = [argument.group("key", "value") for argument in found if argument]
+    if not head or before.strip() or len(pairs) < len(tags):
         raise CallError(f"a call must have the form {family.named}…{family.close}", at)
-    functions = (tool.get("function") for tool in tools)
-    schema = next((each for each in functions if _get(each, "name") == head["name"]), None)
-    values = {
-        pair["key"]: to_json(pair["value"], _get(schema, "parameters", "properties", pair["key"]))
-        for pair in filter(None, pairs)
-    }
+    named = (tool for tool in tools if _get(tool, "function", "name") == head["name"])
+    schemas = _get(next(named, None), "function", "parameters", "properties")
+    values = {key: to_json(value, _get(schemas, key)) for key, value in pairs}
     arguments = "{" + ", ".join(f"{_json(key)}: {value}" for key, value in values.items()) + "}"
     return Part(end.end(), [Call("", head["name"], arguments, raw=text[at : end.end()])])
 

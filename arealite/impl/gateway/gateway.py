@@ -117,7 +117,7 @@ class Gateway:
         if self._shared is None:
             tokenizer = next(iter(agents.values())).tokenizer
             family = family_of(tokenizer, self.config.parser)
-            self._shared = Shared(self.config, Renderer(tokenizer, family), family, self.url)
+            self._shared = Shared(self.config, Renderer(tokenizer, family), self.url)
         session = Session(task, agents, self._shared, lambda: self._forget(session))
         self.sessions[session.id] = session
         self._seats |= {_hash(seat.key): seat for seat in session.seats.values()}

@@ -14,6 +14,8 @@ from arealite.api.observation import ToolCall
 from arealite.impl.agent.history import ending
 from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
 from arealite.impl.gateway.families import FAMILIES, CallError, Family, Part, Tools, skip
+from arealite.impl.gateway.rendering import Renderer
+from arealite.impl.gateway.tree import Prompt
 from arealite.system.data.chats import decode
 
 SHORT = 2048
@@ -157,24 +159,23 @@ class Parser:
     """Parses one answer.
 
     Args:
-        family: The family of the model.
-        tokenizer: The tokenizer of the model.
+        renderer: Has the model's tokenizer and family.
         request: The request that is answered.
-        opening: End of the prompt that belongs to the answer, such as "<think>".
+        prompt: Its prompt.
+        id: `Answer.id`.
         index: Number of the answer, below `request.n`.
     """
 
     def __init__(
-        self, family: Family, tokenizer: Any, request: ChatRequest, *, opening: str, index: int = 0
+        self, renderer: Renderer, request: ChatRequest, prompt: Prompt, *, id: str, index: int
     ) -> None:
         self.is_raw = request.prompt is not None
-        self.family, self.request, self.index = family, request, index
-        has_calls = bool(request.tools) and request.tool_choice != "none"
-        read = FAMILIES["text"] if self.is_raw else family
-        self.scanner = Scanner(read, request.tools, has_calls=has_calls)
-        self.has_calls, self.decoder = has_calls, Decoder(tokenizer)
-        self.opening, self.count, self.last = opening, 0, list[int]()
-        self.stops = [*filter(None, request.stop)]
+        self.family = FAMILIES["text"] if self.is_raw else renderer.family
+        self.request, self.prompt, self.id, self.index = request, prompt, id, index
+        self.has_calls = bool(request.tools) and request.tool_choice != "none"
+        self.scanner = Scanner(self.family, request.tools, has_calls=self.has_calls)
+        self.decoder, self.opening = Decoder(renderer.tokenizer), prompt.opening
+        self.count, self.last = 0, list[int]()
         self.kept, self.stop_string = "", ""
         self.parts: dict[str, list[str]] = {"thought": [], "text": []}
         self.spaces: dict[str, list[str]] = {"thought": [], "text": []}
@@ -190,9 +191,7 @@ class Parser:
             self.last.append(ids.pop())
         return self._read(self.decoder.feed(ids), is_end=False)
 
-    def finish(
-        self, response: LLMResponse, *, id: str, prompt_tokens: int, cached_tokens: int
-    ) -> tuple[list[Delta], Answer]:
+    def finish(self, response: LLMResponse) -> tuple[list[Delta], Answer]:
         """Return the remaining deltas, the last one with kind "end", and the answer.
 
         Tokens of the response that were not fed are read first.
@@ -205,11 +204,12 @@ class Parser:
         reason = reason if is_stop or self.stop_string else "length"
         ids = response.output_ids if self.request.logprobs else ()
         tokens = tuple(self.decoder.tokenizer.decode([token]) for token in ids)
-        thought, text = ("".join(self.parts[kind]) for kind in ("thought", "text"))
+        thought, text = map("".join, self.parts.values())
         if not text and not self.calls:
             deltas.append(Delta("text", index=self.index))
-        counts = (self.stop_string, prompt_tokens, cached_tokens, response, tokens, self.malformed)
-        answer = Answer(id, thought, text, tuple(self.calls), reason, *counts)
+        counts = len(self.prompt.ids), self.prompt.origin.taken
+        rest = (self.stop_string, *counts, response, tokens, self.malformed)
+        answer = Answer(self.id, thought, text, tuple(self.calls), reason, *rest)
         return [*deltas, Delta("end", answer=answer, index=self.index)], answer
 
     def _read(self, text: str, *, is_end: bool) -> list[Delta]:
@@ -227,15 +227,14 @@ class Parser:
 
     def _cut(self, text: str, is_end: bool) -> str:
         """Return the text before the first stop string, as far as it is certain."""
-        if self.stop_string or not self.stops:
-            return "" if self.stop_string else text
-        text = self.kept + text
-        found = ((text.find(stop), stop) for stop in self.stops)
-        ends = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
+        if self.stop_string:
+            return ""
+        text, stops = self.kept + text, self.request.stop
+        ends = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
         if ends:
             _, end, self.stop_string = min(ends)  # generation stopped at the one that ends first
         else:
-            end = len(text) - (0 if is_end else unfinished(text, self.stops))
+            end = len(text) - (0 if is_end else unfinished(text, stops))
         self.kept = text[end:]
         return text[:end]
 

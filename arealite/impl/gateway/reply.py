@@ -15,7 +15,6 @@ from arealite.base.errors import ContextOverflow
 from arealite.impl.gateway.apis import Api
 from arealite.impl.gateway.conversation import Prompt
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
-from arealite.impl.gateway.families import Family
 from arealite.impl.gateway.parser import Parser
 from arealite.impl.gateway.rendering import Renderer
 
@@ -34,7 +33,6 @@ class Shared:
 
     config: GatewayConfig
     renderer: Renderer
-    family: Family
     url: str
     context: int | None = None
     """Context length of the servers; None: not known yet."""
@@ -133,17 +131,15 @@ class Reply:
         self, request: ChatRequest, prompt: Prompt, sampling: SamplingConfig, index: int
     ) -> Answer:
         """Generate and parse one answer."""
-        seat, length, fed = self.seat, len(prompt.ids), 0
-        agent, shared, opening = seat.agent, seat.shared, prompt.opening
-        parser = Parser(shared.family, agent.tokenizer, request, opening=opening, index=index)
+        seat, agent, shared = self.seat, self.seat.agent, self.seat.shared
+        name = secrets.token_hex(12) if index else self.id
+        parser = Parser(shared.renderer, request, prompt, id=name, index=index)
 
         def push(deltas: list[Delta]) -> None:
             for delta in deltas if self.is_stream else ():
                 self._deltas.put_nowait(delta)
 
         def feed(ids: list[int]) -> None:
-            nonlocal fed
-            fed += len(ids)
             push(parser.feed(ids))
 
         options: Any = {"origin": prompt.origin, "on_tokens": feed if self.is_stream else None}
@@ -153,13 +149,11 @@ class Reply:
         except ContextOverflow as error:
             if error.room < 1:
                 raise
-            shared.context, sampling = length + error.room, limited(sampling, error.room)
+            shared.context = len(prompt.ids) + error.room
+            sampling = limited(sampling, error.room)
             response = await agent.generate(prompt.ids, sampling=sampling, **options)
         self.responses.append(response)
-        feed(response.output_ids[fed:])
-        name, taken = secrets.token_hex(12) if index else self.id, prompt.origin.taken
-        tokens = {"prompt_tokens": length, "cached_tokens": taken}
-        deltas, answer = parser.finish(response, id=name, **tokens)
+        deltas, answer = parser.finish(response)
         seat.conversation.add(prompt, answer)
         seat.session.stats["malformed_calls"] += answer.malformed
         push(deltas)

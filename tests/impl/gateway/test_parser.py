@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from typing import Any
 
 import pytest
 
+from arealite.api.episode import Origin
 from arealite.api.llm import LLMResponse
 from arealite.impl.gateway import families
 from arealite.impl.gateway.exchange import Answer, ChatRequest, Delta
 from arealite.impl.gateway.families import FAMILIES, Family, Part, Tools, family_of
 from arealite.impl.gateway.parser import Parser
+from arealite.impl.gateway.rendering import Renderer
+from arealite.impl.gateway.tree import Prompt
 from tests.fakes.chat_families import FAMILIES as CHATS
 from tests.fakes.chat_families import scattered, tokenizer_of
 
@@ -88,6 +92,11 @@ def answer_of(name: str, told: dict[str, Any]) -> str:
     return text
 
 
+@cache
+def renderer_of(name: str) -> Renderer:
+    return Renderer(tokenizer_of(name), family_of(tokenizer_of(name)))
+
+
 def parse(
     name: str,
     ids: list[int],
@@ -98,10 +107,10 @@ def parse(
     **options: Any,
 ) -> Answer:
     """Parse tokens in random chunks, or whole; check that the deltas add up to the answer."""
-    tokenizer = tokenizer_of(name)
     options = {"items": [], "tools": TOOLS, **options}
     request = ChatRequest(**options)
-    parser = Parser(family_of(tokenizer), tokenizer, request, opening=opening, index=2)
+    prompt = Prompt([0] * 7, Origin(3, 4), opening)
+    parser = Parser(renderer_of(name), request, prompt, id="a1", index=2)
     deltas: list[Delta] = []
     at = 0
     while rng and at < len(ids):
@@ -109,7 +118,8 @@ def parse(
         deltas += parser.feed(ids[at : at + size])
         at += size
     response = LLMResponse(ids, [0.0] * len(ids), [1] * len(ids), stop_reason)
-    rest, answer = parser.finish(response, id="a1", prompt_tokens=7, cached_tokens=3)
+    rest, answer = parser.finish(response)
+    assert (answer.id, answer.prompt_tokens, answer.cached_tokens) == ("a1", 7, 3)
     deltas += rest
     added = {
         kind: "".join(d.text for d in deltas if d.kind == kind) for kind in ("text", "thought")
