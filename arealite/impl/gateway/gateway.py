@@ -30,7 +30,7 @@ from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.openapi import SESSIONS, decode_lease, decode_reward, describe
 from arealite.impl.gateway.rendering import Renderer
-from arealite.impl.gateway.reply import Reply, Shared, decode
+from arealite.impl.gateway.reply import Reply, Shared
 from arealite.impl.gateway.session import RETRY, Session, SessionSeat, internal, session_ended
 from arealite.impl.http_guard import refusal_of_page
 from arealite.impl.http_limits import LimitedRunner
@@ -241,7 +241,7 @@ class Gateway:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         seat, api = self._own_seat(request), APIS[COUNT_TOKENS]
-        asked = decode(api, await request.read())
+        asked = api.decode(await request.read())
         prompt = await seat.conversation.ask(asked, is_counted=True)
         return _json({"input_tokens": len(prompt.ids)})
 

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 logger = log.get(__name__)
 
-MAX_PARTS = 2**17
-"""Largest number of brackets and braces of a body. Each list or object of it costs CPU time."""
-
 
 @dataclass
 class Shared:
@@ -158,17 +155,6 @@ class Reply:
         seat.session.stats["malformed_calls"] += answer.malformed
         push(deltas)
         return answer
-
-
-def decode(api: Api, body: bytes) -> ChatRequest:
-    """Decode a request.
-
-    Raises:
-        ApiError: The body is invalid.
-    """
-    if len(body) > MAX_PARTS and (parts := body.count(b"{") + body.count(b"[")) > MAX_PARTS:
-        raise ApiError(413, f"the body has {parts} brackets and braces; the limit is {MAX_PARTS}")
-    return api.decode(body)
 
 
 def choose_sampling(seat: SessionSeat, request: ChatRequest, prompt: int) -> SamplingConfig:

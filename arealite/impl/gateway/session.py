@@ -20,7 +20,7 @@ from arealite.base import errors, log
 from arealite.impl.gateway.apis import Api
 from arealite.impl.gateway.conversation import Conversation
 from arealite.impl.gateway.exchange import ApiError
-from arealite.impl.gateway.reply import Reply, Shared, decode
+from arealite.impl.gateway.reply import Reply, Shared
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class SessionSeat:
         if found is not None and (key or is_retry or not found.is_delivered):
             stats["repeated_requests"] += 1
             return found
-        request = decode(api, body)
+        request = api.decode(body)
         stats["requests"] += 1
         reply = self._replies[name] = Reply(self, name, request.is_stream)
         self._undelivered[reply] = None

@@ -53,20 +53,19 @@ class Responses(Api):
     async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
         numbers, response, item = count(), _begin(request, id, model), dict[str, Any]()
 
-        def event(kind: str, fields: dict[str, Any]) -> bytes:
-            number = {"type": f"response.{kind}", "sequence_number": next(numbers)}
-            return sse({**number, **fields})
+        def event(kind: str, **fields: Any) -> bytes:
+            return sse({"type": f"response.{kind}", "sequence_number": next(numbers), **fields})
 
-        yield event("created", {"response": response})
-        yield event("in_progress", {"response": response})
+        yield event("created", response=response)
+        yield event("in_progress", response=response)
         async for step, block, delta in steps(deltas):
             if step == "end" and delta.answer:
                 response |= _end(delta.answer)
-                yield event(response["status"], {"response": response})
+                yield event(response["status"], response=response)
             else:
                 item = item if step == "delta" else _item(request, id, block)
                 for kind, fields in _events(step, block, item):
-                    yield event(kind, fields)
+                    yield event(kind, **fields)
                 response["output"] += [item] if step == "stop" else []
 
     def failed(self, error: ApiError) -> bytes:
@@ -79,8 +78,8 @@ class Responses(Api):
 def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
     """Return a finished item."""
     if call := block.call:
-        spaces = shared.read_tools(request.options.tools, "function")[1]
-        space, name = spaces.get(call.name, (None, call.name))
+        tools = shared.read_tools(request.options.tools, "function")
+        _, space, name = tools.get(call.name, ({}, None, call.name))
         item = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": name}
         item |= {"namespace": space} if space else {}
         return {**item, "arguments": block.text, "status": "completed"}

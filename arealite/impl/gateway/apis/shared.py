@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any
@@ -21,6 +21,8 @@ FIELDS = read_toml(__file__, "fields.toml")
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 """Types of errors by status."""
+MAX_PARTS = 2**17
+"""Largest number of brackets and braces of a body. Each list or object of it costs CPU time."""
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -81,18 +83,23 @@ class Api(ABC):
         """Decode a request.
 
         Raises:
-            ApiError: 400: the body is invalid, or has a field that would change the answer.
+            ApiError: 400: the body is invalid, or has a field that would change the answer; 413: it
+                has too many lists and objects.
         """
+        parts = data.count(b"{") + data.count(b"[") if len(data) > MAX_PARTS else 0
+        if parts > MAX_PARTS:
+            raise ApiError(413, f"the body has {parts} brackets and braces; at most {MAX_PARTS}")
         body = decode(self._decoder, data)
         for (name, *inner), why in self._refused:
             value, path = getattr(body, name), ".".join([name, *inner])
             value = value.get(*inner) if inner and isinstance(value, dict) else value
             if value and value != FIELDS["neutral"].get(path):
                 raise ApiError(400, f"{path} is not supported: remove it. {why}", "unsupported")
-        tools, _ = read_tools(body.tools, self.function_type)
+        tools = read_tools(body.tools, self.function_type)
         names, stop = ("max_tokens", "temperature", "top_p"), body.stop or ()
         made: dict[str, Any] = {name: getattr(body, name) for name in names}
-        made |= {"tools": tools, "tool_choice": read_choice(body.tool_choice, tools)}
+        made |= {"tools": [schema for schema, *_ in tools.values()]}
+        made["tool_choice"] = read_choice(body.tool_choice, tools)
         is_single = getattr(body.tool_choice, "disable_parallel_tool_use", False)
         made["is_parallel"] = body.parallel_tool_calls is not False and not is_single
         made |= {"is_stream": bool(body.stream), "logprobs": bool(body.logprobs), "n": body.n or 1}
@@ -133,16 +140,13 @@ class Api(ABC):
         return {"error": {**about, "param": None, "code": error.code or None}}
 
 
-Tools = tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]
+Tools = dict[str, tuple[dict[str, Any], str | None, str]]
+"""Schema of a function, its namespace and its name there, by its name in the schema."""
 _decoder = msgspec.json.Decoder(list[Tool] | None)
 
 
 def read_tools(raw: Raw, function_type: str) -> Tools:
-    """Convert tools to OpenAI's function schemas. The caller must not change them.
-
-    Returns:
-        (the schemas; (namespace, name) of each tool of a namespace by its name in the schemas).
-    """
+    """Convert tools to OpenAI's function schemas. The caller must not change them."""
     data = bytes(raw)
     cached = _tools if len(data) < 2**18 else _tools.__wrapped__
     return cached(data, function_type)
@@ -150,8 +154,7 @@ def read_tools(raw: Raw, function_type: str) -> Tools:
 
 @lru_cache(maxsize=32)
 def _tools(data: bytes, function_type: str) -> Tools:
-    tools: list[dict[str, Any]] = []
-    namespaces: dict[str, tuple[str, str]] = {}
+    tools: Tools = {}
     for outer in decode(_decoder, data) or ():
         is_group = outer.type == "namespace"
         for each in (outer.tools or ()) if is_group else (outer,):
@@ -162,24 +165,23 @@ def _tools(data: bytes, function_type: str) -> Tools:
             if not tool.name:
                 raise ApiError(400, f"tool {len(tools)} has no name. Name each function", "invalid")
             name = f"{outer.name}__{tool.name}" if is_group else tool.name
-            if is_group:
-                namespaces[name] = outer.name, tool.name
             about = {"description": tool.description} if tool.description else {}
             schema = tool.parameters or tool.input_schema or {"type": "object", "properties": {}}
             function = {"name": name, **about, "parameters": schema}
-            tools.append({"type": "function", "function": function})
-    return tools, namespaces
+            space = outer.name if is_group else None
+            tools[name] = {"type": "function", "function": function}, space, tool.name
+    return tools
 
 
-def read_choice(choice: str | Tool | None, tools: Sequence[dict[str, Any]]) -> str:
+def read_choice(choice: str | Tool | None, tools: Iterable[str]) -> str:
     """Convert a `tool_choice` to the form of ChatRequest."""
     chosen = choice or "auto"
     if isinstance(chosen, Tool):
         is_named = chosen.type in ("function", "tool")
         chosen = f"={(chosen.function or chosen).name}" if is_named else chosen.type
     chosen = "required" if chosen == "any" else chosen
-    possible = ["auto", "none", *["=" + tool["function"]["name"] for tool in tools]]
-    if chosen not in possible and not (chosen == "required" and tools):
+    possible = ["auto", "none", *["required" for _ in tools], *[f"={name}" for name in tools]]
+    if chosen not in possible:
         fix = "Use auto, none, required, or the name of a function in tools"
         raise ApiError(400, f"tool_choice '{chosen.lstrip('=')}' is not possible. {fix}")
     return chosen
