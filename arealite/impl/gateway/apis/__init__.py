@@ -1,8 +1,7 @@
 """The HTTP APIs of the gateway, by path."""
 
 from arealite.impl.gateway.apis.anthropic import Messages
-from arealite.impl.gateway.apis.chat import ChatCompletions
-from arealite.impl.gateway.apis.completions import Completions
+from arealite.impl.gateway.apis.chat import ChatCompletions, Completions
 from arealite.impl.gateway.apis.responses import Responses
 from arealite.impl.gateway.apis.shared import Api
 

@@ -8,9 +8,8 @@ import msgspec
 from msgspec import Meta, Raw
 
 from arealite.impl.gateway.apis import shared
-from arealite.impl.gateway.apis.blocks import Block, blocks_of, steps
 from arealite.impl.gateway.apis.history import ITEM, Item, decode
-from arealite.impl.gateway.apis.shared import Api, Body, Deltas, Events, Stops, dumps, sse
+from arealite.impl.gateway.apis.shared import Api, Block, Body, Deltas, Events, Stops, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
@@ -44,7 +43,7 @@ class Messages(Api):
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         answer = answers[0]
-        content = [_block(block, answer.id) for block in blocks_of(answer)]
+        content = [_block(block, answer.id) for block in shared.blocks_of(answer)]
         end = {"content": content, **_stop(request, answer), "usage": _usage(answer)}
         return dumps({**_head(answer.id, request, model), **end})
 
@@ -52,7 +51,7 @@ class Messages(Api):
         message = {**_head(id, request, model), "content": [], "stop_reason": None}
         message |= {"stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
         yield sse({"type": "message_start", "message": message})
-        async for step, block, delta in steps(deltas):
+        async for step, block, delta in shared.steps(deltas):
             event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
             if step == "start":
                 yield sse({**event, "content_block": _block(block, "")})

@@ -1,8 +1,9 @@
-"""OpenAI Chat Completions."""
+"""OpenAI Chat Completions; and Completions, of a text or tokens instead of messages."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Raw
@@ -10,7 +11,7 @@ from msgspec import Meta, Raw
 from arealite.impl.gateway import exchange
 from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.shared import Api, Body, Count, Deltas, Events, dumps, sse
-from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
+from arealite.impl.gateway.exchange import Answer, ApiError, Call, ChatRequest, Delta
 
 FINISH = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
 
@@ -79,15 +80,50 @@ class ChatCompletions(Api):
 
     def _end(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         """Return the fields of a choice that are known at its end."""
-        logprobs = None
-        if request.logprobs and answer.response:
-            logprobs = self._logprobs(answer.tokens, answer.response.logprobs)
+        response = answer.response if request.logprobs else None
+        logprobs = self._logprobs(answer.tokens, response.logprobs) if response else None
         return {"finish_reason": FINISH[answer.stop_reason], "logprobs": logprobs}
 
     def _logprobs(self, texts: tuple[str, ...], values: list[float]) -> dict[str, Any]:
         fields = {"bytes": None, "top_logprobs": []}
         pairs = zip(texts, values, strict=True)
         return {"content": [{"token": text, "logprob": value, **fields} for text, value in pairs]}
+
+
+class CompletionBody(Body, kw_only=True, frozen=True):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=1)] | None = None
+    """0 or 1: return the log-probabilities of the sampled tokens."""
+
+
+class Completions(ChatCompletions):
+    """POST /v1/completions."""
+
+    request_type = CompletionBody
+    names = "cmpl", "text_completion", "text_completion"
+    first: ClassVar[dict[str, Any]] = {"text": ""}
+
+    def read(self, body: CompletionBody) -> dict[str, Any]:
+        prompt, has_logprobs = body.prompt, body.logprobs is not None
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        is_tokens = isinstance(prompt, list) and all(type(each) is int for each in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_tokens):
+            raise ApiError(400, "prompt must be a text or a list of token ids: one in a request")
+        return {"items": [], "prompt": prompt, "logprobs": has_logprobs}
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        return {"text": answer.text}
+
+    def _piece(self, delta: Delta, calls: int) -> dict[str, Any]:
+        return {"text": delta.text}
+
+    def _logprobs(self, texts: tuple[str, ...], values: list[float]) -> dict[str, Any]:
+        offsets = [0, *accumulate(map(len, texts))][: len(texts)]
+        fields = {"token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        return {"tokens": texts, **fields}
 
 
 def _call(call: Call) -> dict[str, Any]:

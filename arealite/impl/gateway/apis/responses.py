@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from arealite.impl.gateway.apis import shared
-from arealite.impl.gateway.apis.blocks import Block, Step, blocks_of, steps
-from arealite.impl.gateway.apis.shared import Api, Body, Count, Deltas, Events, dumps, sse
+from arealite.impl.gateway.apis.shared import Api, Block, Body, Count, Deltas, Events, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 
 KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
@@ -47,7 +46,7 @@ class Responses(Api):
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         answer = answers[0]
-        items = [_item(request, answer.id, block) for block in blocks_of(answer)]
+        items = [_item(request, answer.id, block) for block in shared.blocks_of(answer)]
         return dumps({**_begin(request, answer.id, model), "output": items, **_end(answer)})
 
     async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
@@ -58,7 +57,7 @@ class Responses(Api):
 
         yield event("created", response=response)
         yield event("in_progress", response=response)
-        async for step, block, delta in steps(deltas):
+        async for step, block, delta in shared.steps(deltas):
             if step == "end" and delta.answer:
                 response |= _end(delta.answer)
                 yield event(response["status"], response=response)
@@ -92,7 +91,7 @@ def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
     return {**item, "content": [part], "status": "completed"}
 
 
-def _events(step: Step, block: Block, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _events(step: str, block: Block, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kind and fields of the events of one step of a block."""
     name, index = KINDS[block.kind], {"output_index": block.index}
     place: dict[str, Any] = {**index, "item_id": item["id"]}

@@ -1,20 +1,21 @@
-"""Requests, errors and events that several APIs have."""
+"""Requests, errors, events and blocks of answers that several APIs have."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw
 
 from arealite.base.data import read_toml
 from arealite.impl.gateway.apis.history import decode
-from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
+from arealite.impl.gateway.exchange import Answer, ApiError, Call, ChatRequest, Delta
 
 FIELDS = read_toml(__file__, "fields.toml")
 """The fields that are refused, by reason, and their values that are not."""
@@ -215,3 +216,49 @@ def sse(data: dict[str, Any]) -> bytes:
     line = line.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
     name = f"event: {data['type']}\n" if "type" in data else ""
     return b"%bdata: %b\n\n" % (name.encode(), line)
+
+
+@dataclass
+class Block:
+    """One thought, text or call of an answer."""
+
+    kind: str
+    """As of Delta; "" if no block is open."""
+    index: int = 0
+    call: Call | None = None
+    parts: list[str] = field(default_factory=list[str])
+
+    @property
+    def text(self) -> str:
+        """The text so far; of a call its arguments."""
+        return "".join(self.parts)
+
+
+def blocks_of(answer: Answer) -> Iterator[Block]:
+    """Yield the blocks of a whole answer. One without calls has a text, which may be empty."""
+    made = [("thought", None, answer.thought)] if answer.thought else []
+    if answer.text or not answer.calls:
+        made.append(("text", None, answer.text))
+    made += [("call", call, call.arguments) for call in answer.calls]
+    for index, (kind, call, text) in enumerate(made):
+        yield Block(kind, index, call, [text])
+
+
+Step = Literal["start", "delta", "stop", "end"]
+
+
+async def steps(deltas: Deltas) -> AsyncIterator[tuple[Step, Block, Delta]]:
+    """Yield the steps of an answer: start, deltas and stop of each block, and the end."""
+    block = Block("")
+    async for delta in deltas:
+        if block.kind and (delta.call or delta.kind != block.kind):
+            yield "stop", block, delta
+            block = Block("", block.index + 1)
+        if delta.answer:
+            yield "end", block, delta
+            return
+        if not block.kind:
+            block.kind, block.call = delta.kind, delta.call
+            yield "start", block, delta
+        block.parts.append(delta.call.arguments if delta.call else delta.text)
+        yield "delta", block, delta
