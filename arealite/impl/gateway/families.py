@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -83,12 +82,6 @@ class Family:
     def opening(self, tool: str | None) -> str:
         """Return the text that begins a call of a tool, or of any; "" if it cannot be forced."""
         return self.named.partition("{name}")[0] if not tool else self.named.replace("{name}", tool)
-
-    def call_id(self, *parts: bytes) -> str:
-        """Return an id of a call; equal parts give equal ids."""
-        name = hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
-        is_short = self.name.startswith("mistral")  # their templates need nine letters and digits
-        return name[:9] if is_short else f"call_{name}"
 
     def parse(self, text: str, at: int, tools: Tools) -> Part:
         """Read the part at the marker at an index.

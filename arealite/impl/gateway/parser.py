@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -131,30 +132,6 @@ def read_calls(
     )
 
 
-class Decoder:
-    """Decodes tokens as they are sampled; half a character waits for its rest."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.ids = tokenizer, list[int]()
-        self.shown = 0
-        """Number of characters of `ids` that were returned."""
-
-    def feed(self, ids: Sequence[int], *, is_end: bool = False) -> str:
-        """Return the text that new tokens add."""
-        if len(self.ids) > WINDOW:
-            self.ids = self.ids[-WINDOW // 2 :]
-            self.shown = self._certain(decode(self.tokenizer, self.ids))
-        self.ids += ids
-        text = decode(self.tokenizer, self.ids)
-        end = len(text) if is_end else self._certain(text)
-        new, self.shown = text[self.shown : end], max(self.shown, end)
-        return new
-
-    def _certain(self, text: str) -> int:
-        """Return the length of the text without the replacements of a half character's bytes."""
-        return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))
-
-
 class Parser:
     """Parses one answer.
 
@@ -174,7 +151,9 @@ class Parser:
         self.request, self.prompt, self.id, self.index = request, prompt, id, index
         self.has_calls = bool(request.tools) and request.tool_choice != "none"
         self.scanner = Scanner(self.family, request.tools, has_calls=self.has_calls)
-        self.decoder, self.opening = Decoder(renderer.tokenizer), prompt.opening
+        self.tokenizer, self.opening = renderer.tokenizer, prompt.opening
+        self.ids, self.shown = list[int](), 0
+        """The latest tokens, and how many characters of them were read."""
         self.count, self.last = 0, list[int]()
         self.kept, self.stop_string = "", ""
         self.parts: dict[str, list[str]] = {"thought": [], "text": []}
@@ -187,9 +166,9 @@ class Parser:
         """Return what new tokens add to the answer."""
         self.count += len(ids)
         ids, self.last = [*self.last, *ids], []
-        if ids and ending(self.decoder.tokenizer, ids[-1]):
+        if ids and ending(self.tokenizer, ids[-1]):
             self.last.append(ids.pop())
-        return self._read(self.decoder.feed(ids), is_end=False)
+        return self._read(self._decode(ids), is_end=False)
 
     def finish(self, response: LLMResponse) -> tuple[list[Delta], Answer]:
         """Return the remaining deltas, the last one with kind "end", and the answer.
@@ -198,12 +177,12 @@ class Parser:
         """
         deltas = self.feed(response.output_ids[self.count :])
         is_stop = response.stop_reason == "stop"
-        rest = self.decoder.feed([] if is_stop else self.last, is_end=True)
+        rest = self._decode([] if is_stop else self.last, is_end=True)
         deltas += self._read(rest, is_end=True)
         reason = "calls" if self.calls else "stop_string" if self.stop_string else "stop"
         reason = reason if is_stop or self.stop_string else "length"
         ids = response.output_ids if self.request.logprobs else ()
-        tokens = tuple(self.decoder.tokenizer.decode([token]) for token in ids)
+        tokens = tuple(self.tokenizer.decode([token]) for token in ids)
         thought, text = map("".join, self.parts.values())
         if not text and not self.calls:
             deltas.append(Delta("text", index=self.index))
@@ -211,6 +190,17 @@ class Parser:
         rest = (self.stop_string, *counts, response, tokens, self.malformed)
         answer = Answer(self.id, thought, text, tuple(self.calls), reason, *rest)
         return [*deltas, Delta("end", answer=answer, index=self.index)], answer
+
+    def _decode(self, ids: Sequence[int], *, is_end: bool = False) -> str:
+        """Return the text that new tokens add; half a character waits for its rest."""
+        if len(self.ids) > WINDOW:
+            self.ids = self.ids[-WINDOW // 2 :]
+            self.shown = _certain(decode(self.tokenizer, self.ids))
+        self.ids += ids
+        text = decode(self.tokenizer, self.ids)
+        end = len(text) if is_end else _certain(text)
+        new, self.shown = text[self.shown : end], max(self.shown, end)
+        return new
 
     def _read(self, text: str, *, is_end: bool) -> list[Delta]:
         text, self.opening = self.opening + self._cut(text, is_end), ""
@@ -247,7 +237,9 @@ class Parser:
         if call.id and call.id not in used and re.fullmatch(self.family.sampled_id, call.id):
             return call.id
         place = f"{self.index}/{len(used)}/{call.raw}".encode()
-        return self.family.call_id(*self.request.items, place)
+        name = hashlib.blake2b(b"".join([*self.request.items, place]), digest_size=12).hexdigest()
+        is_short = self.family.name.startswith("mistral")  # needs nine letters and digits
+        return name[:9] if is_short else f"call_{name}"
 
     def _say(self, kind: Literal["thought", "text"], text: str) -> list[Delta]:
         """Add text to a field of the answer, without white space at both ends of the field."""
@@ -260,3 +252,8 @@ class Parser:
         said.append("".join([*spaces, body]))
         self.spaces[kind] = [text[len(body) :]]
         return [Delta(kind, said[-1], index=self.index)]
+
+
+def _certain(text: str) -> int:
+    """Return the length of a text without the replacements of a half character's bytes."""
+    return len(text) - min(3, len(text) - len(text.rstrip("\ufffd")))

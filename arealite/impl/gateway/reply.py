@@ -80,9 +80,10 @@ class Reply:
     async def run(self, api: Api, request: ChatRequest) -> None:
         """Generate the answers of the request, and encode them.
 
-        An error before the first delta comes before the first event, so that it has a status.
+        An error before the first delta comes before the first event, so that it has a status. The
+        model is called as in the request: Claude Code drops the thoughts of other models.
         """
-        session, model = self.seat.session, self.seat.shared.config.model
+        session, model = self.seat.session, request.options.model or self.seat.shared.config.model
         if not self.is_stream:
             answers = await self._answers(request)
             self.chunks.append(api.encode(request, answers, model))

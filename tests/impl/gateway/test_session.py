@@ -102,6 +102,13 @@ async def test_turn_that_the_client_continues_was_received(served: Served) -> No
     assert (turns(session), session.stats["undelivered_turns"]) == (2, 0)
 
 
+async def test_answer_names_the_model_that_the_client_asked_for(served: Served) -> None:
+    session = served.open()
+    for name, own in (("claude-x", "claude-x"), ("", session.endpoint.model)):
+        status, body = await served.send(session.endpoint.api_key, chat("a", model=name))
+        assert (status, json.loads(body)["model"]) == (200, own)
+
+
 async def test_n_answers_share_a_prompt(served: Served) -> None:
     session = served.open()
     status, body = await served.send(session.endpoint.api_key, chat(n=3))

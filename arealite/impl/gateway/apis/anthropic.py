@@ -45,10 +45,10 @@ class Messages(Api):
         answer = answers[0]
         content = [_block(block, answer.id) for block in shared.blocks_of(answer)]
         end = {"content": content, **_stop(request, answer), "usage": _usage(answer)}
-        return dumps({**_head(answer.id, request, model), **end})
+        return dumps({**_head(answer.id, model), **end})
 
     async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
-        message = {**_head(id, request, model), "content": [], "stop_reason": None}
+        message = {**_head(id, model), "content": [], "stop_reason": None}
         message |= {"stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
         yield sse({"type": "message_start", "message": message})
         async for step, block, delta in shared.steps(deltas):
@@ -82,9 +82,8 @@ def _block(block: Block, id: str) -> dict[str, Any]:
     return {"type": "text", "text": block.text}
 
 
-def _head(id: str, request: ChatRequest, model: str) -> dict[str, Any]:
-    head = {"id": f"msg_{id}", "type": "message", "role": "assistant"}
-    return {**head, "model": request.options.model or model}
+def _head(id: str, model: str) -> dict[str, Any]:
+    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
 
 
 def _stop(request: ChatRequest, answer: Answer) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
@@ -37,20 +38,20 @@ class ChatCompletions(Api):
         return {"items": [*map(bytes, body.messages)], "max_tokens": limit}
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
-        start = shared.head(self.names[1], f"{self.names[0]}-{answers[0].id}", request, model)
-        choices = [
-            {"index": index, **self._whole(answer), **self._end(request, answer)}
-            for index, answer in enumerate(answers)
-        ]
-        return dumps({**start, "choices": choices, "usage": _usage(answers)})
+        made = [{**self._whole(answer), **self._end(request, answer)} for answer in answers]
+        choices = [{"index": index, **choice} for index, choice in enumerate(made)]
+        id, kind = f"{self.names[0]}-{answers[0].id}", self.names[1]
+        head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
+        return dumps({**head, "choices": choices, "usage": _usage(answers)})
 
     async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
-        start = shared.head(self.names[2], f"{self.names[0]}-{id}", request, model)
+        id, kind = f"{self.names[0]}-{id}", self.names[2]
+        head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
         answers, calls = list[Answer](), Counter[int]()
 
         def event(index: int, fields: dict[str, Any]) -> bytes:
             choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
-            return sse({**start, "choices": [choice]})
+            return sse({**head, "choices": [choice]})
 
         for index in range(request.n):
             yield event(index, self.first)
@@ -62,7 +63,7 @@ class ChatCompletions(Api):
                 piece |= self._end(request, delta.answer)
             yield event(delta.index, piece)
         if (request.options.stream_options or {}).get("include_usage"):
-            yield sse({**start, "choices": [], "usage": _usage(answers)})
+            yield sse({**head, "choices": [], "usage": _usage(answers)})
         yield b"data: [DONE]\n\n"
 
     def _whole(self, answer: Answer) -> dict[str, Any]:

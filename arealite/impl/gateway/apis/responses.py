@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import count
 from typing import Annotated, Any
@@ -116,9 +117,8 @@ def _events(step: str, block: Block, item: dict[str, Any]) -> Iterator[tuple[str
 def _begin(request: ChatRequest, id: str, model: str) -> dict[str, Any]:
     """Return a response without items."""
     body: ResponseBody = request.options
-    response = shared.head("response", f"resp_{id}", request, model)
-    response["created_at"] = response.pop("created")
-    response |= {name: getattr(body, name) for name in ECHOED}
+    response = {"id": f"resp_{id}", "object": "response", "created_at": int(time.time())}
+    response |= {"model": model} | {name: getattr(body, name) for name in ECHOED}
     response |= {"tools": body.tools if request.tools else [], "error": None, "output": []}
     response |= {"tool_choice": body.tool_choice or "auto", "status": "in_progress"}
     return response | {"parallel_tool_calls": request.is_parallel}

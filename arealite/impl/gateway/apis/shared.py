@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -196,15 +195,6 @@ def message(role: str, content: object) -> list[bytes]:
 def sampled(*answers: Answer) -> int:
     """Return the number of sampled tokens."""
     return sum([len(answer.response.output_ids) for answer in answers if answer.response])
-
-
-def head(kind: str, id: str, request: ChatRequest, model: str) -> dict[str, Any]:
-    """Return the first fields of an object of OpenAI.
-
-    Its model is the one that the client asked for: Claude Code drops the thoughts of other models.
-    """
-    model = request.options.model or model
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def sse(data: dict[str, Any]) -> bytes:
