@@ -130,18 +130,8 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of tokens, including special tokens; `tokenizer.decode`, but faster."""
-    if not _is_plain(tokenizer.__class__) or not isinstance(ids, list):
-        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-
-
-@lru_cache(maxsize=16)
-def _is_plain(kind: Any) -> bool:
-    """Return whether a class of fast tokenizers has the decoding of its base class."""
-    used = [getattr(kind, name, None) for name in ("decode", "_decode")]
-    own = [getattr(each, "__module__", "").rpartition(".")[0] for each in used]
-    return hasattr(kind, "backend_tokenizer") and own == ["transformers", "transformers"]
+    """Return the text of tokens, including special tokens."""
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def _render(
