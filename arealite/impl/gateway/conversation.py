@@ -21,7 +21,7 @@ from arealite.api.observation import ChatMessage
 from arealite.impl.agent.history import ending, first
 from arealite.impl.gateway.apis import history
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
-from arealite.impl.gateway.rendering import ANSWERS, CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
+from arealite.impl.gateway.rendering import CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
 from arealite.impl.gateway.tree import (
     Completion,
     Item,
@@ -258,7 +258,7 @@ class Conversation:
         (role, text, calls), message = item
         kinds = node.kinds | (SYSTEM if item.is_system else 0)
         if role == "assistant":
-            kinds |= ANSWERS | (CALLS if calls else 0)
+            kinds |= CALLS if calls else 0
             kinds |= THOUGHTS if message.get("reasoning_content") else 0
         size = node.characters + len(text) + sum([len(arguments) for _, arguments in calls])
         if item.is_system and node.depth and not self.renderer.has_late_system:

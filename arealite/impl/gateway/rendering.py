@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from arealite.impl.gateway.families import Family
     from arealite.impl.gateway.tree import Sample
 
-SYSTEM, CALLS, THOUGHTS, ANSWERS, TOOLS = 1, 2, 4, 8, 16
-"""Kinds of conversations, as bits: with a system message, with answers that have calls, that have
-thoughts, with any answers, and with schemas of tools."""
+SYSTEM, CALLS, THOUGHTS, TOOLS = 1, 2, 4, 8
+"""Kinds of conversations, as bits: with a system message, with answers that have calls, with those
+that have thoughts, and with schemas of tools."""
 
 
 class Ending(NamedTuple):
@@ -157,7 +157,7 @@ class Renderer:
         past: list[ChatMessage] = [{"role": "user", "content": self._number("U", 0)}]
         if kinds & SYSTEM:
             past.insert(0, {"role": "system", "content": self._number("S", 0)})
-        if kinds & ANSWERS:
+        if kinds & (CALLS | THOUGHTS):
             calls = [_call(self._id)] if kinds & CALLS else []
             thought = "t" if kinds & THOUGHTS else ""
             answer = {"content": "c", "reasoning_content": thought, "tool_calls": calls}

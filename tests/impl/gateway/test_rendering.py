@@ -10,7 +10,7 @@ import pytest
 from arealite.api.observation import ChatMessage
 from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.families import family_of
-from arealite.impl.gateway.rendering import ANSWERS, CALLS, TOOLS, Renderer
+from arealite.impl.gateway.rendering import CALLS, TOOLS, Renderer
 from tests.fakes.chat_families import tokenizer_of
 from tests.impl.gateway.chats import Client, full, results, user
 
@@ -85,7 +85,7 @@ def test_text_after_an_answer_does_not_depend_on_the_answers_text() -> None:
     tokenizer = tokenizer_of("qwen3")
     renderer = Renderer(tokenizer, family_of(tokenizer))
     new: list[ChatMessage] = [{"role": "tool", "tool_call_id": "call00000", "content": "r"}]
-    kinds = ANSWERS | CALLS | TOOLS
+    kinds = CALLS | TOOLS
     after = renderer.follow(kinds, answer("text " * 1000, n=list(range(1000))), new)
     assert after == (
         "<|im_end|>\n<|im_start|>user\n<tool_response>\nr\n</tool_response><|im_end|>\n"
