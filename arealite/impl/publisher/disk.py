@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 from safetensors import SafetensorError
 
 from arealite.api.publisher import PublishReport
-from arealite.base.errors import RoleError
+from arealite.base.errors import RoleError, UserError
 from arealite.base.names import TMPFS
+from arealite.base.places import check_address
 from arealite.impl.engine.hf_folder import copy_small_files, write_weights
 from arealite.impl.publisher.control import ServerControl
 from arealite.impl.publisher.servers import ServersPublisher
@@ -100,11 +101,7 @@ class DiskPublisher(ServersPublisher):
 
 def _is_here(entry: Entry) -> bool:
     """Return whether a server runs on this host: only a local address can be bound."""
-    host = urlsplit(str(entry.value["address"])).hostname
-    family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-    return True
+    with suppress(UserError):
+        check_address(str(urlsplit(str(entry.value["address"])).hostname), at="server")
+        return True
+    return False
