@@ -10,7 +10,6 @@ import importlib
 import importlib.metadata
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import iscoroutinefunction, isfunction, unwrap
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, Self, TypeVar, cast
 
+from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 
 ENTRY_POINT_GROUP = "arealite.plugins"
@@ -121,7 +121,7 @@ class Registry(Generic[T]):
 
 @cache
 def _parts() -> dict[str, dict[str, str]]:
-    return tomllib.loads(Path(__file__).with_name("parts.toml").read_text())
+    return read_toml(__file__, "parts.toml")
 
 
 def check_async(cls: type) -> None:
