@@ -141,16 +141,15 @@ class EmbeddedServer(LLMServer):
             raise RoleError(f"llm_server {self.address}: the engine crashed: {error}")
 
     def _make_engine(self, model: PreTrainedModel, loop: asyncio.AbstractEventLoop) -> Engine:
-        def post(call: Callable[[Any], None], value: Any) -> None:
+        def post(call: Callable[..., None], *values: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed: no request is left
-                loop.call_soon_threadsafe(call, value)
+                loop.call_soon_threadsafe(call, *values)
 
         options = self.config.llm_server.embedded
         return Engine(
             Decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
             num_threads=options.num_threads,
             deliver=partial(post, _notify),
-            deliver_tokens=partial(post, _notify_streams),
             on_crash=partial(post, self.stop),
         )
 
@@ -196,12 +195,8 @@ class EmbeddedServer(LLMServer):
         }
 
 
-def _notify(generations: list[Generation]) -> None:
-    for generation in generations:
+def _notify(grown: list[Generation], ended: list[Generation]) -> None:
+    for generation in ended:
         generation.done.set()
-    _notify_streams(generations)
-
-
-def _notify_streams(generations: list[Generation]) -> None:
-    for generation in generations:
+    for generation in (*grown, *ended):
         generation.grown.set()

@@ -36,10 +36,8 @@ class Engine:
     """Owns all requests. Only the engine's thread may access them and the model."""
 
     decoder: Decoder
-    deliver: Callable[[list[Generation]], None]
-    """Takes the generations that ended."""
-    deliver_tokens: Callable[[list[Generation]], None] = lambda generations: None
-    """Takes the streamed generations that have new tokens."""
+    deliver: Callable[[list[Generation], list[Generation]], None]
+    """Takes the streamed generations that have new tokens, and the generations that ended."""
     on_crash: Callable[[BaseException], None] = lambda error: None
     num_threads: int = 1
 
@@ -196,13 +194,12 @@ class Engine:
             self._updates.popleft()()
         if not self.paused and not self._closing:
             self._step()
-        if grown := [each for each in self.decoder.running if each.interval and each.is_event_due]:
-            for generation in grown:
-                generation.close_span(self.version)
-            self.deliver_tokens(grown)
-        if self._outbox:
-            outbox, self._outbox = self._outbox, []
-            self.deliver(outbox)
+        grown = [each for each in self.decoder.running if each.interval and each.is_event_due]
+        for generation in grown:
+            generation.close_span(self.version)
+        if grown or self._outbox:
+            ended, self._outbox = self._outbox, []
+            self.deliver(grown, ended)
 
     def _has_work(self) -> bool:
         work = self.decoder.running or self.waiting or self._updates

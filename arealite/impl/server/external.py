@@ -106,21 +106,17 @@ class ExternalServers:
         url, beat_s = entry["address"], self.cluster.heartbeat_s
 
         async def version() -> str | int | None:
-            info = await self._get(f"{url}/model_info", seconds=self.cluster.ttl_s)
+            info = await get(self._session, f"{url}/model_info", self.cluster.ttl_s)
             return info.get("weight_version")
 
         async def load() -> dict[str, int] | None:
             with suppress(*SILENT, UserError):
-                return total_load(await self._get(f"{url}/v1/loads", seconds=beat_s))
+                return total_load(await get(self._session, f"{url}/v1/loads", beat_s))
 
         try:
             await follow(entry, changed, version, load, heartbeat_s=beat_s)
         except (*SILENT, UserError) as error:
             return str(error) or repr(error)
-
-    async def _get(self, url: str, *, seconds: float) -> dict[str, Any]:
-        with bounded(url, seconds):
-            return await get(self._session, url)
 
 
 def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
@@ -216,10 +212,9 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
         DeadlineError, aiohttp.ClientError, OSError: the server does not reply.
     """
     url = f"http://{address}"
-    with bounded(url, ANSWER_S):
-        info = await get(session, f"{url}/model_info")
-        more = await get(session, f"{url}/server_info")
-        models = (await get(session, f"{url}/v1/models")).get("data") or [{}]
+    info = await get(session, f"{url}/model_info")
+    more = await get(session, f"{url}/server_info")
+    models = (await get(session, f"{url}/v1/models")).get("data") or [{}]
     if "model_path" not in info or "weight_version" not in info:
         what = f"it is not an SGLang server (its /model_info returns {str(info)[:80]})"
         raise UserError(f"{what}. Correct the address.")
@@ -239,14 +234,18 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
     }
 
 
-async def get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+async def get(
+    session: aiohttp.ClientSession, url: str, seconds: float = ANSWER_S
+) -> dict[str, Any]:
     """Return the JSON object at `url`; {} if there is none.
 
     Raises:
         UserError: the server requires another key.
+        DeadlineError: the server does not reply within `seconds`.
     """
-    async with session.get(url) as response:
-        raw = await response.read()
+    with bounded(url, seconds):
+        async with session.get(url) as response:
+            raw = await response.read()
     if response.status in (401, 403):
         what = "the server requires another key"
         fix = "Set llm_server.api_key_env to the environment variable with its key."

@@ -134,7 +134,9 @@ class SGLangProcess(Supervisor):
             ):  # fmt: skip
                 self._served = True
                 self.roles[0].budget.mark_up()
-                await self._follow()
+                beat_s = self.config.cluster.heartbeat_s
+                parts = self._entry, self._changed, self._version, self._load
+                await follow(*parts, heartbeat_s=beat_s)  # raises when the server is silent
         except (ArealiteError, OSError) as error:
             child.reason = str(error)
             child.kill()
@@ -222,11 +224,6 @@ class SGLangProcess(Supervisor):
             self._entry["load"] = await self._load()
         took = round(time.monotonic() - begin, 1)
         logger.info("server ready", address=self.address, seconds=took, server=self.children[0].pid)
-
-    async def _follow(self) -> None:
-        """Update the name; raise DeadlineError when the server no longer replies."""
-        beat_s = self.config.cluster.heartbeat_s
-        await follow(self._entry, self._changed, self._version, self._load, heartbeat_s=beat_s)
 
     def _value(self) -> dict[str, object] | None:
         """Return the content of the name; None after `ttl_s` without a reply.

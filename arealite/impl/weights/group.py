@@ -23,10 +23,10 @@ def open_store(
 
     Without a listener, torch would listen on every interface.
     """
-    if listener is None:
-        return TCPStore(host, port, world_size, timeout=timeout)
-    descriptor = listener.detach()
-    return TCPStore(host, port, world_size, True, timeout=timeout, master_listen_fd=descriptor)
+    descriptor = listener.detach() if listener else None
+    return TCPStore(
+        host, port, world_size, listener is not None, timeout=timeout, master_listen_fd=descriptor
+    )
 
 
 Address = tuple[str, int] | socket.socket

@@ -297,7 +297,9 @@ class Running:
     """Run an engine on a model; synchronise with events instead of sleeps."""
 
     def __init__(self, model: Any, *, rows: int = 8) -> None:
-        self.engine = Engine(Decoder(model, max_rows=rows, seed=0), deliver=lambda ended: None)
+        self.engine = Engine(
+            Decoder(model, max_rows=rows, seed=0), deliver=lambda grown, ended: None
+        )
         self.brake = Brake(self.engine)
         self.engine.start()
 
