@@ -5,8 +5,6 @@ reordered sample never mixes two prompts. Shapes: N = sampled tokens of one traj
 order, without the tokens of observations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 

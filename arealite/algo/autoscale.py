@@ -9,8 +9,6 @@ desired = current · wanted / measured, which converges in few steps, and ignore
 The code does no I/O, so that a simulation can test whether it converges.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The functions are pure, because the draw of tasks must be reproducible from the ledger alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -5,8 +5,6 @@ function keeps one number per token and recomputes the logits chunk by chunk. Sh
 H = hidden size, V = vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

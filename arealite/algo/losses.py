@@ -3,8 +3,6 @@
 Shapes: N = loss tokens of a micro-batch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig

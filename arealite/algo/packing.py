@@ -5,8 +5,6 @@ other ranks run. An example is `rows_per_example` consecutive rows, which stay i
 their order: a pair of answers of DPO, or a single row.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import partial

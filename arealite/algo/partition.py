@@ -3,8 +3,6 @@
 The functions are deterministic, so that all ranks, a restarted datapipe and a replay agree.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """pass@k and its confidence interval, from the number of right samples of each task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb, sqrt
 from statistics import fmean, stdev

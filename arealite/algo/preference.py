@@ -4,8 +4,6 @@ Pure functions, tested against hand-computed numbers. N = loss tokens of a micro
 rows, P = its pairs; the rows of pairs alternate: chosen, rejected, chosen, …
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

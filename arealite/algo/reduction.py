@@ -3,8 +3,6 @@
 A mean over each micro-batch would make the gradient depend on the division into micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from arealite.api.algorithm import Reduction

@@ -1,7 +1,5 @@
 """Learning-rate schedules as functions of the update number, the only state to resume from."""
 
-from __future__ import annotations
-
 import math
 
 from arealite.api.engine_config import OptimizerConfig

@@ -27,8 +27,6 @@ by B. In both cases the rest fits, and batch k is released.
 0, d start 1, and the batches be {a}, {d}; now both b and c must be in batch 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

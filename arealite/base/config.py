@@ -4,8 +4,6 @@ OmegaConf checks the types. This module converts its errors to one line, and add
 registered third-party parts as typed fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os

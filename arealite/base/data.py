@@ -1,7 +1,5 @@
 """Read the data files of the package, which lie beside the modules that use them."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

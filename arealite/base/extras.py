@@ -1,7 +1,5 @@
 """Import optional packages, with one error message for all of them."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Logging with structlog: readable lines on stderr, each with the role of its process."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

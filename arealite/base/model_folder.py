@@ -3,8 +3,6 @@
 The module imports no torch and reads only file headers, so a bad folder is found in milliseconds.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

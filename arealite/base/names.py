@@ -1,7 +1,5 @@
 """The paths of a trial's files. All are in the folder <run_root>/<experiment_name>/<trial_name>."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TMPFS = Path("/dev/shm")

@@ -1,7 +1,5 @@
 """Check folder names, folders and addresses of a config before any process starts."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil

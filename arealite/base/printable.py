@@ -3,8 +3,6 @@
 `guard_output` installs the filter on stdout and stderr, for every `print` and every logger.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 import sys

@@ -3,8 +3,6 @@
 Built-in entries are strings, so that listing the names imports nothing.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.metadata

@@ -4,8 +4,6 @@ A scheduler sends SIGTERM to all processes of a run at once. The supervisor then
 processes in order, with SIGUSR2, and they ignore SIGTERM.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """`arealite audit RUN`: print the balance of a run's ledger; exit with 1 if the audit fails."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

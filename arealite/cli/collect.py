@@ -11,8 +11,6 @@ tokens, loss_mask, logprobs, versions, reward, and the observation that followed
 (next_state). Agents, environments, servers and all other keys are those of
 train.py. After an interruption, the same command resumes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load the root configs, with the parts that `imports` and installed packages register."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

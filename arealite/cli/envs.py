@@ -3,8 +3,6 @@
 A missing package is reported in the environment's line.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from collections.abc import Iterator, Sequence

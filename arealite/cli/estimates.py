@@ -1,7 +1,5 @@
 """Estimate memory, concurrent episodes and disk of a run. `arealite check` prints the results."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -10,8 +10,6 @@ launcher.llm_servers, the command uses the live servers of the same experiment
 and trial. trainer.ppo.eval.sampling sets the sampling. After an interruption,
 the same command resumes."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 One process reads the shards of any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

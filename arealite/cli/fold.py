@@ -3,8 +3,6 @@
 A pipe or a file gets each row on one line.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

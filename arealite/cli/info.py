@@ -3,8 +3,6 @@
 Versions come from package metadata and command output, so that a broken package does no harm.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

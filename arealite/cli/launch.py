@@ -3,8 +3,6 @@
 The cluster then runs `arealite train` with this `launcher.type`.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

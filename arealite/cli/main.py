@@ -1,7 +1,5 @@
 """`arealite COMMAND`: import and call the module of the command, and no other command."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import select

@@ -1,7 +1,5 @@
 """Command lines: --config, dotted overrides, flags, --help with all keys, and stages of `train`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ runtime.type=subprocess), of a seat (seats.o.type=fixed_policy), or of `arealite
 (imports=[my_env]). `arealite envs` lists the environments.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter

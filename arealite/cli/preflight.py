@@ -5,8 +5,6 @@ the fix. Rules between options are in the method `constraints` of the config cla
 files are beside the functions that read the files.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`arealite presets`, and configs by name: `--config demo` reads the package's config/demo.yaml."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

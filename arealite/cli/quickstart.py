@@ -2,8 +2,6 @@
 server, workers and trainer on this machine: three minutes on two cores.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ The replay has as many ranks as the run. If their number or the config changed d
 processes resume from a checkpoint in a temporary folder. The run's folder is only read.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -1,7 +1,5 @@
 """`arealite report RUN`: write a run's report as one HTML file that needs no network."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

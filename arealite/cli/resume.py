@@ -4,8 +4,6 @@ The decision uses the ledger and the checkpoints, before any process starts. An 
 error, so that no run silently skips or repeats samples. Files are renamed, never deleted.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -3,8 +3,6 @@
 Each role imports only its own parts: the datapipe starts without torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """The common part of `arealite eval` and `arealite collect`: check, find servers, sample, store."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import sys

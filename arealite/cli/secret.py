@@ -2,8 +2,6 @@
 --token prints the bearer token of its servers: curl -H 'Authorization: Bearer TOKEN'
 --rotate creates a new secret; stop all processes of the trial first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from arealite.api.config import ServerConfig

@@ -5,8 +5,6 @@ Several environments are at /env/NAME/ws, and a reset with `env` selects one.
 
 {words}"""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """`arealite serve-llm` and launch_llm_server.py: start a language-model server of a trial."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

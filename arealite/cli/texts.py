@@ -1,7 +1,5 @@
 """Longer texts that commands print (texts.toml)."""
 
-from __future__ import annotations
-
 from arealite.base.data import read_toml
 
 TEXTS: dict[str, str] = read_toml(__file__, "texts.toml")

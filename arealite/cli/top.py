@@ -3,8 +3,6 @@
 The command works on every host that has the folders of the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

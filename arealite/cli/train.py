@@ -1,8 +1,6 @@
 """Train an agent: datapipe, rollout workers and trainer ranks on this machine.
 --resume is resume=must; --dry-run checks everything and starts nothing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`arealite why RUN`: find the process that blocks a run; print the state of every role."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -4,8 +4,6 @@ The function has its own name, because transformers builds masks only for its ow
 functions. Packed rows therefore never need a dense [tokens × tokens] mask.
 """
 
-from __future__ import annotations
-
 import inspect
 from importlib.util import find_spec
 from typing import Any

@@ -4,8 +4,6 @@ The token at t is predicted by the hidden state at t − 1. Shape letters: B = r
 packed), T = tokens of a row, W = input width, N = loss tokens, row after row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 

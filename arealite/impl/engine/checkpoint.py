@@ -4,8 +4,6 @@ A folder is written under a temporary name, described by a manifest, synced and 
 any moment therefore leaves older checkpoints valid, and an incomplete checkpoint is ignored.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 A replay compares it with the run after each step, so the run does not have to store weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from functools import cache

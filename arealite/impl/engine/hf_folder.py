@@ -3,8 +3,6 @@
 Exports and published versions are both written by these functions, so they hold the same files.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable

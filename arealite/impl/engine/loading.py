@@ -5,8 +5,6 @@ files and modules use different parameter names, such as some mixtures of expert
 such a model completely.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

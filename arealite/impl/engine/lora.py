@@ -4,8 +4,6 @@ Servers and exports get merged weights under the names of the Hugging Face folde
 only where adapters are configured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

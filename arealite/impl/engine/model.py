@@ -4,8 +4,6 @@ The base model and the head run inside one root module, because FSDP2 gathers th
 inside the root's forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

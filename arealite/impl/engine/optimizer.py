@@ -3,8 +3,6 @@
 The norm is reduced over all ranks first, so every rank takes the same decision.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Finds the line in the output of a failed process that gives the reason of its exit."""
 
-from __future__ import annotations
-
 import re
 import signal
 

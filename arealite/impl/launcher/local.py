@@ -4,8 +4,6 @@ A run ends when the trainer finishes, when the restart budget of a role is spent
 stops it. In all three cases no child survives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

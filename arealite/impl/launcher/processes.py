@@ -1,7 +1,5 @@
 """Child processes of this machine: each leads a session, and is killed with its parent."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Progress of a run on the launcher's console: a panel on a terminal, lines in other outputs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The actor waits for its child and passes signals on. A child dies with its actor
 with the launcher's job.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

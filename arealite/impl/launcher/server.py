@@ -3,8 +3,6 @@
 The kernel kills the server when its parent dies.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

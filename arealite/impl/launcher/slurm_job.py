@@ -3,8 +3,6 @@
 This code runs on a login node; the launcher runs in the job.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import subprocess

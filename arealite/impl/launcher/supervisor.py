@@ -3,8 +3,6 @@
 Launchers, the parent of an embedded server and the wrapper of an SGLang server are supervisors.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

@@ -4,8 +4,6 @@ Rank 0 has no event loop while it trains. The sidecar is killed with rank 0, so 
 torchrun starts a new sidecar.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

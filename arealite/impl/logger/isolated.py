@@ -3,8 +3,6 @@
 This applies to all loggers except that of metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import re

@@ -3,8 +3,6 @@
 The file has each step once. Only its last line may be incomplete, after a crash.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

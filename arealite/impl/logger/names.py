@@ -1,7 +1,5 @@
 """The catalogue of metric names and their descriptions (names.toml), for report and reference."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Loggers for Weights & Biases and for trackio, which has W&B's interface."""
 
-from __future__ import annotations
-
 import os
 import time
 from abc import abstractmethod

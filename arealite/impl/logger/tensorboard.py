@@ -3,8 +3,6 @@
 torch's writer is imported with the first line, because only trainer rank 0 writes metrics.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

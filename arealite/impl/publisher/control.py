@@ -3,8 +3,6 @@
 Every special case of the protocol is here. The module does not depend on the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

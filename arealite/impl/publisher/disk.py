@@ -1,7 +1,5 @@
 """Publishes weights through files: `stage` writes them once, `push` lets all servers load them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -5,8 +5,6 @@ trainer streams it again for servers that lack it. If a server fails during an u
 have partial weights and stay paused until they have received a whole version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import secrets

@@ -1,7 +1,5 @@
 """Runs an event loop in a thread of its own, beside the trainer's thread."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading

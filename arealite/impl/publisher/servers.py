@@ -5,8 +5,6 @@ weights. An event loop in a separate thread updates servers that register late, 
 while the trainer computes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -5,8 +5,6 @@ training alternate. The server runs in a thread. The trainer's thread pauses it 
 change.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 worker dies.
 """
 
-from __future__ import annotations
-
 import asyncio
 import marshal
 import os

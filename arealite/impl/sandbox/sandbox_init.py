@@ -10,8 +10,6 @@ Output, on stdout: one line `status code seconds length`, then the program's std
 and its stderr.
 """
 
-from __future__ import annotations
-
 import builtins
 import os
 import resource

@@ -1,7 +1,5 @@
 """Build the seccomp filter of confined programs: a BPF program that refuses system calls."""
 
-from __future__ import annotations
-
 import os
 from errno import ENOSYS, EPERM
 from struct import pack

@@ -5,8 +5,6 @@ weights come from a folder or through a process group. Every name and shape is c
 first byte is written. Generation continues while tensors of a group are received.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing

@@ -7,8 +7,6 @@ Shape letters: B = rows of a batch, L = padded prompt length, T = positions read
 the cache: S = rows, T = positions, H = key heads, D = head size.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 With this server, the whole system runs on machines without SGLang, weight updates included.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -5,8 +5,6 @@ computes. `call` and `call_between_requests` queue commands for the thread. Afte
 thread delivers the generations that ended to the event loop, in one call.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

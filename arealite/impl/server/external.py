@@ -6,8 +6,6 @@ overwrite each other's weights, so `examine` refuses a server that has a live na
 Trials with another `cluster.name_root` are not found: use a server in one trial only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -3,8 +3,6 @@
 The decode loop writes it; the HTTP side reads it at the end.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Joining and receiving block, so they run in a separate thread. Generation contin
 trainer crashes during an update.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

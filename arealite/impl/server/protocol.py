@@ -4,8 +4,6 @@ Refusals have SGLang's texts where SGLang refuses the same. A token outside the 
 crashes SGLang, is refused here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping

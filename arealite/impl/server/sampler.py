@@ -6,8 +6,6 @@ setting that no row uses is not computed.
 Shape letters: B = rows, V = vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The servers may run in another Python, because SGLang pins versions of packages that AReaLite uses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

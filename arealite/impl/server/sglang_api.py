@@ -1,7 +1,5 @@
 """The part of SGLang's HTTP API that provides the content of a server's name."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NoReturn

@@ -3,8 +3,6 @@
 `sglang` has the command line and the checks before the start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import signal

@@ -4,8 +4,6 @@ SGLang pads or ignores tensors that do not fit. A server with wrong weights that
 would corrupt the training data.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

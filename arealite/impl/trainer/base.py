@@ -1,7 +1,5 @@
 """The base class of trainers: components, checkpoints, metric loggers, and stop requests."""
 
-from __future__ import annotations
-
 import os
 import signal
 from abc import abstractmethod

@@ -7,8 +7,6 @@ Shape letters: T = tokens of one row, N = tokens that the policy sampled in one 
 its rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field

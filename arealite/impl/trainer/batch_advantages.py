@@ -5,8 +5,6 @@ them in the order of the headers, so that no result depends on the number of ran
 T = tokens of one row, N = tokens that the policy sampled in one trajectory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence as Seq
 

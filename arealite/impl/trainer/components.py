@@ -3,8 +3,6 @@
 The loop names no implementation, so tests can pass other components.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Evaluations on held-out tasks, which the datapipe runs beside training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

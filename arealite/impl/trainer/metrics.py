@@ -3,8 +3,6 @@
 Metrics are named here, as `group/name`. Only waits are named where they are measured.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ The rows of a step depend on the step only. So a checkpoint needs no other posit
 a resumed run equals an uninterrupted one, bit for bit on a CPU.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor

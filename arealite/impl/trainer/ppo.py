@@ -4,8 +4,6 @@ The modules beside this one hold rows (`batch`), advantages (`batch_advantages`)
 base class of all trainers (`base`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training on pairs of answers: DPO trains the policy itself, `reward` a model that scores."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from arealite.algo.preference import bradley_terry, make_dpo_loss

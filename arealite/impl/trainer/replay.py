@@ -4,8 +4,6 @@ The trainer is the run's own class, with links that read the ledger. It publishe
 of the run's asynchrony, interruptions or restarts would therefore change a fingerprint.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

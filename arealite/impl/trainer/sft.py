@@ -1,7 +1,5 @@
 """Supervised fine-tuning: cross entropy, with a weight for each token by its author."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from arealite.algo.preference import cross_entropy

@@ -4,8 +4,6 @@ Sender and receiver use one layout, SGLang's `flattened_bucket`: the concatenate
 tensors, in the order of the names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod

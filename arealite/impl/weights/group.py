@@ -5,8 +5,6 @@ created and destroyed as needed. SGLang creates its side in the same way, so nam
 backend must agree.
 """
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 from typing import Any, cast
