@@ -308,7 +308,7 @@ async def test_silence_deadline_fires_if_a_probe_ends_at_the_same_time(
             # Block the loop inside a probe beyond its deadline (0.3 s) and the silence deadline.
             asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
             with pytest.raises(DeadlineError):
-                await server._follow()
+                await server._version()
 
 
 async def test_server_that_hangs_only_on_loads_is_not_silent(
