@@ -24,8 +24,7 @@ from arealite.impl.logger import names
 from arealite.impl.logger.names import catalogue, describe
 from arealite.impl.rollout import collector
 from arealite.impl.trainer import metrics
-from arealite.impl.trainer.preference import PAIR_STATS
-from arealite.impl.trainer.sft import SFTTrainer
+from arealite.impl.trainer.supervised import PAIR_STATS, SFTTrainer
 from arealite.system.datapipe.trainer_request_handler import IdleClock, TrainerRequestHandler
 from tests.impl.trainer.trajectories import header, segment
 
