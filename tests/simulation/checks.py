@@ -77,7 +77,7 @@ class Checks:
                     self.acknowledged[header.trajectory_id] = episode
         if name.startswith("rollout"):
             link = self.sim.worker_links[name]
-            self.expect(link.unacknowledged <= MAX_KEPT, f"{link.worker_id} keeps too much")
+            self.expect(len(link.unacknowledged) <= MAX_KEPT, f"{link.worker_id} keeps too much")
 
     def promise(self, kind: str, step: int) -> None:
         """Record an acknowledged step or checkpoint."""

@@ -123,9 +123,10 @@ class WorkerLink:
         self._wake.set()
 
     @property
-    def unacknowledged(self) -> int:
-        """Number of submitted episodes that are not acknowledged."""
-        return len(self._outbox) + sum(len(u.episodes) for u in self._unacknowledged.values())
+    def unacknowledged(self) -> list[Episode]:
+        """The submitted episodes that are not acknowledged."""
+        sent = (episode for each in self._unacknowledged.values() for episode in each.episodes)
+        return [*sent, *(episode for episode, _ in self._outbox)]
 
     # ------------------------------------------------------------ the loop
 
@@ -177,14 +178,14 @@ class WorkerLink:
         self._resend(older_than_s=0.0)
 
     def _is_done(self) -> bool:
-        return self._is_draining and not (self._members or self._unacknowledged or self._outbox)
+        return self._is_draining and not (self._members or self.unacknowledged)
 
     # ------------------------------------------------------------ sending
 
     def _send_state(self) -> None:
         capacity = 0 if self._is_draining else self.capacity
-        metrics, process = self.metrics(), self._process
-        state = WorkerState(self.worker_id, capacity, self._lease_ids(), metrics, process)
+        held = sorted({*self._members, *(episode.lease_id for episode in self.unacknowledged)})
+        state = WorkerState(self.worker_id, capacity, held, self.metrics(), self._process)
         if self._channel is not None:
             self._channel.send([wire.encode(state)])
 
@@ -193,13 +194,6 @@ class WorkerLink:
             for lease, turns, payloads in self.progress(is_new_connection):
                 progress = Progress(self.worker_id, lease.lease_id, lease.group_id, turns)
                 self._channel.send([wire.encode(progress), *payloads])
-
-    def _lease_ids(self) -> list[str]:
-        ids = set(self._members)
-        ids.update(episode.lease_id for episode, _ in self._outbox)
-        for entry in self._unacknowledged.values():
-            ids.update(episode.lease_id for episode in entry.episodes)
-        return sorted(ids)
 
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
