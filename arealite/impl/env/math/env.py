@@ -18,7 +18,7 @@ from arealite.api.task import Row, Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import UserError
 from arealite.base.registry import unknown
-from arealite.impl.env.math.tasks import KINDS, TOP, make_question
+from arealite.impl.env.math.tasks import KINDS, TOP
 
 HELD_OUT = 8
 """One in HELD_OUT questions is left out of the split train and used by all other splits."""
@@ -47,7 +47,7 @@ class MathEnv(Env):
         rng = random.Random(f"math/{split}/{seed}")
         while True:
             kind, level = rng.choice(config.kinds), rng.choice(config.levels)
-            question, answer = make_question(rng, kind, level)
+            question, answer = KINDS[kind](rng, level)
             if (zlib.crc32(question.encode()) % HELD_OUT > 0) == (split == "train"):
                 extra_info = {"data_source": kind, "level": level}
                 prompt = f"{question} {config.instruction}".strip()

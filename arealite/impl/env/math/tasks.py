@@ -15,11 +15,6 @@ NAMES = ("Ada", "Ben", "Chen", "Dina", "Emil", "Fatou", "Goran", "Hana", "Ivo", 
 THINGS = ("apples", "stamps", "marbles", "books", "coins", "tickets", "shells", "pencils")
 
 
-def make_question(rng: random.Random, kind: str, level: int) -> Question:
-    """Return a question and its answer."""
-    return KINDS[kind](rng, level)
-
-
 # ------------------------------------------------------------ arithmetic
 
 

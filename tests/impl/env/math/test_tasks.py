@@ -10,7 +10,7 @@ import pytest
 from arealite.api.game_config import MathEnvConfig
 from arealite.base.errors import UserError
 from arealite.impl.env.math.env import MathEnv
-from arealite.impl.env.math.tasks import KINDS, TOP, expression, make_question
+from arealite.impl.env.math.tasks import KINDS, TOP, expression
 from tests.impl.env.games.players import first_rows, make
 
 MANY = 300
@@ -18,7 +18,7 @@ MANY = 300
 
 def questions(kind: str, level: int, count: int = MANY):
     rng = random.Random(f"{kind}/{level}")
-    return [make_question(rng, kind, level) for _ in range(count)]
+    return [KINDS[kind](rng, level) for _ in range(count)]
 
 
 @pytest.mark.parametrize("level", TOP)
