@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from arealite.api.agent import Agent
@@ -79,8 +81,14 @@ class Env(ABC):
             EpisodeError: The episode failed. It is counted and offered again, never rewarded.
         """
 
-    async def close(self) -> None:  # noqa: B027  (optional hook)
+    @cached_property
+    def cleanup(self) -> AsyncExitStack:
+        """What `close` stops. `setup` pushes each resource that it starts."""
+        return AsyncExitStack()
+
+    async def close(self) -> None:
         """Stop the resources of `setup`; also called if `setup` failed."""
+        await self.cleanup.aclose()
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,9 @@ class ToolsEnv(Env):
 
     async def setup(self) -> None:
         """Start the reward function and the tools."""
-        await self.scorer.setup()
-        await self.box.setup()
+        for part in (self.scorer, self.box):
+            self.cleanup.push_async_callback(part.close)
+            await part.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Run the agent, which calls tools, until it answers; set its reward.
@@ -83,11 +84,6 @@ class ToolsEnv(Env):
         parts["tool_errors"] = parts["tool_calls"] - kinds["fine"]
         parts |= getattr(correct, "parts", {})
         agent.reward(value, **parts, tool_timeouts=float(kinds["timeout"]))
-
-    async def close(self) -> None:
-        """Stop the tools and the reward function."""
-        await self.box.close()
-        await self.scorer.close()
 
     async def _converse(self, task: Task, agent: Agent, states: States, calls: Calls) -> Action:
         """Return the agent's last action. It has calls if the agent gave no answer."""

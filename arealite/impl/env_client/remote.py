@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import aiohttp
@@ -64,7 +63,6 @@ class RemoteEnv(Env):
             fix = f"the addresses of servers that `arealite serve env.type={config.type}` started"
             raise UserError(f"{what}: {fix}.")
         self.servers = ServerPool(runtime, Reply)
-        self._stack = AsyncExitStack()
         self._hosted: Hosted | None = None
 
     async def setup(self) -> None:
@@ -75,10 +73,10 @@ class RemoteEnv(Env):
         """
         runtime = self.config.runtime
         await self.servers.start()
-        self._stack.push_async_callback(self.servers.close)
+        self.cleanup.push_async_callback(self.servers.close)
         if runtime.type in HOSTS:
             children = HOSTS[runtime.type](self.args, self.config, self.servers)
-            self._stack.push_async_callback(children.close)
+            self.cleanup.push_async_callback(children.close)
             await children.start()
         try:
             what, on = "an environment server", "environment servers"
@@ -98,10 +96,6 @@ class RemoteEnv(Env):
         reset = {"task": task, "untrained": untrained, "env": self.config.type}
         async with self.servers.episode(reset) as (channel, first):
             await _Episode(channel, agents).play(first)
-
-    async def close(self) -> None:
-        """Stop the child processes and close all connections."""
-        await self._stack.aclose()
 
     def _is_any_alive(self) -> bool:
         if self.servers.fatal is not None:

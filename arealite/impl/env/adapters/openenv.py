@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -46,7 +45,6 @@ class OpenEnvEnv(Env):
     def __init__(self, args: TrialConfig, config: OpenEnvConfig) -> None:
         super().__init__(args, config)
         self.servers = ServerPool(config, OpenEnvReply)
-        self._stack = AsyncExitStack()
 
     @classmethod
     def rows(cls, config: OpenEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
@@ -67,10 +65,10 @@ class OpenEnvEnv(Env):
             fix = "Set env.openenv.addresses=[host:port,…], or env.runtime.type=docker."
             raise UserError(f"{what}. {fix}")
         await self.servers.start()
-        self._stack.push_async_callback(self.servers.close)
+        self.cleanup.push_async_callback(self.servers.close)
         if self.containers is not None:
             containers = self.containers(self.servers)
-            self._stack.push_async_callback(containers.close)
+            self.cleanup.push_async_callback(containers.close)
             await containers.start()
 
     async def run(self, task: Task, **agents: Agent) -> None:
@@ -97,10 +95,6 @@ class OpenEnvEnv(Env):
                     seen = self.text(reply.observation)
                 if reply.done or action.is_last:
                     break
-
-    async def close(self) -> None:
-        """Close all connections; the servers keep running."""
-        await self._stack.aclose()
 
     def first(self, task: Task, observation: object) -> str | list[dict[str, object]]:
         """Return a task's prompt followed by the first observation."""

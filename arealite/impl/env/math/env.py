@@ -55,6 +55,7 @@ class MathEnv(Env):
 
     async def setup(self) -> None:
         """Start the reward function."""
+        self.cleanup.push_async_callback(self.scorer.close)
         await self.scorer.setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
@@ -69,7 +70,3 @@ class MathEnv(Env):
         score = await self.scorer.score_task(action.text, task)
         agent.record.seconds_scoring += time.perf_counter() - begin
         agent.reward(score, **getattr(score, "parts", {}))
-
-    async def close(self) -> None:
-        """Stop the reward function."""
-        await self.scorer.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,10 +51,9 @@ class BrowserEnv(Env):
 
     async def setup(self) -> None:
         """Start the file server of the pages and the browser."""
-        self._stack = AsyncExitStack()
-        self.address = await self._stack.enter_async_context(serve_folder(html_folder()))
+        self.address = await self.cleanup.enter_async_context(serve_folder(html_folder()))
         self.browser = Browser(self.config.browser, [self.address])
-        self._stack.push_async_callback(self.browser.close)
+        self.cleanup.push_async_callback(self.browser.close)
         await self.browser.setup()
 
     @classmethod
@@ -89,10 +87,6 @@ class BrowserEnv(Env):
         await page.open(f"{self.address}/{page_path(name)}")
         goal = await page.evaluate(BEGIN, seed)
         return goal["utterance"] if isinstance(goal, dict) else str(goal)
-
-    async def close(self) -> None:
-        """Stop the browser and the file server."""
-        await self._stack.aclose()
 
 
 def is_over(view: View) -> bool:

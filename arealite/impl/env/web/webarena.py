@@ -55,6 +55,7 @@ class WebArenaEnv(Env):
             fix = "Set their addresses there, or in the variables WA_SHOPPING, WA_REDDIT, …"
             raise UserError(f"webarena.sites={{}}: there are no sites. {fix}")
         self.browser = Browser(self.config.browser, [*sites.values()])
+        self.cleanup.push_async_callback(self.browser.close)
         await self.browser.setup()
 
     @classmethod
@@ -115,10 +116,6 @@ class WebArenaEnv(Env):
         question = JUDGE.format(question=definition["intent"], right=right, given=given)
         verdict = checks.words((await judge.act(question)).text)
         return "yes" in verdict and "no" not in verdict
-
-    async def close(self) -> None:
-        """Stop the browser."""
-        await self.browser.close()
 
 
 async def find(page: Page, target: dict[str, Any]) -> str:
