@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from copy import copy
 from functools import partial
@@ -49,7 +49,7 @@ class VerifiersEnv(Env):
     def __init__(self, args: TrialConfig, config: VerifiersConfig) -> None:
         super().__init__(args, config)
         self.seats = tuple(config.seats)
-        self._stack, self._threads = AsyncExitStack(), Threads(1)
+        self._threads = Threads(1)
         self._tasks: list[Any] = []
 
     @classmethod
@@ -70,9 +70,9 @@ class VerifiersEnv(Env):
         self._env = env = await self._threads.call(load, self.config)
         self._source = iter(env.taskset)
         self._gateway = Gateway(self.config.gateway, args=self.args)
-        self._stack.push_async_callback(self._gateway.close)
+        self.cleanup.push_async_callback(self._gateway.close)
         await self._gateway.start()
-        await self._stack.enter_async_context(env.serving())
+        await self.cleanup.enter_async_context(env.serving())
         env._interception.acquire = partial(connect, env._interception.acquire)
 
     async def run(self, task: Task, **agents: Agent) -> None:
@@ -102,10 +102,6 @@ class VerifiersEnv(Env):
             parts.get(trace.agent.name, parts[self.seats[0]]).update(found)
         for name, agent in acted.items():
             agent.reward(sum(parts[name].values()), **parts[name])
-
-    async def close(self) -> None:
-        """Stop the environment's tools and proxy, and the gateway."""
-        await self._stack.aclose()
 
     def _task(self, row: Task) -> Any:
         """Return the environment's task of a row. This call blocks.
