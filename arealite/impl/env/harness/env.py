@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from math import fsum
 from typing import Any, cast
 
@@ -59,7 +59,6 @@ class HarnessEnv(Env):
         self.seats = tuple(config.seats)
         self.scorer = make_reward(config.reward)
         self._is_scoring = False
-        self._stack = AsyncExitStack()
         self._lock = asyncio.Lock()
         token = read_token(config.gateway.token_env, f"{AT}gateway.")
         self.gateway = Gateway(config.gateway, args=args, token=token)
@@ -75,7 +74,7 @@ class HarnessEnv(Env):
 
     async def setup(self) -> None:
         """Start the gateway, the event loop of functions, and the folder of programs."""
-        stack, gateway = self._stack, self.gateway
+        stack, gateway = self.cleanup, self.gateway
         stack.push_async_callback(self.scorer.close)
         if self.config.pull:
             gateway.lease = self._lease
@@ -117,10 +116,6 @@ class HarnessEnv(Env):
             for name, each in acted.items():
                 score = scores.get(name, scores.get("", Score(0.0)))
                 each.reward(score, **score.parts)
-
-    async def close(self) -> None:
-        """Stop what `setup` has started, and the reward function."""
-        await self._stack.aclose()
 
     @asynccontextmanager
     async def _play(
