@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 from arealite.api.agent import Agent
 from arealite.api.browser_config import BrowserEnvConfig
@@ -20,7 +23,6 @@ from arealite.api.task import Row, Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.extras import extra_requirement
 from arealite.base.registry import unknown
-from arealite.impl.browser.files import serve_folder
 from arealite.impl.browser.play import play
 from arealite.impl.browser.process import Browser
 
@@ -92,6 +94,35 @@ class BrowserEnv(Env):
 def is_over(view: View) -> bool:
     """Return whether the task is finished or the agent has left its page."""
     return not view.state or not view.state[0] or bool(view.state[1])
+
+
+@asynccontextmanager
+async def serve_folder(root: Path) -> AsyncGenerator[str]:
+    """Answer GET requests with the files below `root` on loopback until the body exits.
+
+    With file:// an agent could read this machine's files. Intercepting requests in the browser
+    would make each load about three times as slow.
+
+    Yields:
+        The address, as `http://127.0.0.1:port`.
+    """
+    app = web.Application()
+    app.router.add_static("/", root)
+    app.on_response_prepare.append(_add_headers)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    """Let the browser keep files, and read texts as UTF-8."""
+    response.headers["Cache-Control"] = "max-age=86400"
+    if response.content_type.startswith("text/"):
+        response.charset = "utf-8"
 
 
 def html_folder() -> Path:

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from arealite.impl.browser.files import serve_folder
+from arealite.impl.env.web.miniwob import serve_folder
 
 
 @pytest.fixture
