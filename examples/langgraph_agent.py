@@ -1,4 +1,4 @@
-"""A LangGraph agent, trained as it is: a graph with a tool, and nothing of AReaLite.
+"""A LangGraph agent with a tool, trained unchanged: it imports nothing of AReaLite.
 
     pip install langgraph langchain-openai
     python3 examples/langgraph_agent.py model.path=/models/Qwen2.5-1.5B-Instruct

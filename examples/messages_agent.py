@@ -1,4 +1,4 @@
-"""An agent of Anthropic's Messages API, trained as it is: plain HTTP, and nothing of AReaLite.
+"""An agent of Anthropic's Messages API in plain HTTP, which imports nothing of AReaLite.
 
     python3 examples/messages_agent.py model.path=/models/Qwen2.5-1.5B-Instruct
 
