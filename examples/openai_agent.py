@@ -21,7 +21,7 @@ TOOL = {"type": "function", "function": {"name": "calculator", "parameters": PAR
 
 
 @cache
-def connect(url: str) -> AsyncOpenAI:  # for all episodes; aiohttp: fast with many
+def connect(url: str) -> AsyncOpenAI:  # one for all episodes; aiohttp is faster
     return AsyncOpenAI(base_url=url, api_key="unused", http_client=DefaultAioHttpClient())
 
 
