@@ -37,6 +37,8 @@ BODIES: dict[str, Any] = {
 }
 SLOW = {"/init_weights_update_group"}
 """A valid request waits a minute for its host; test_insiders_http.py tests some."""
+PROBE = "/ready"
+"""Answers 503 while a fuzzed request has paused generation. test_strangers_http.py asks for it."""
 WELL, REFUSED = [200], [400, 404, 405, 413]
 
 
@@ -45,7 +47,9 @@ def schema(statuses: list[int]) -> dict[str, Any]:
     template = "#/components/schemas/{name}"
     _, parts = msgspec.json.schema_components([*BODIES.values()], ref_template=template)
     answers = {str(status): {"description": "as it says"} for status in statuses}
-    paths: dict[str, Any] = {path: {"get": {"responses": answers}} for path in READS}
+    paths: dict[str, Any] = {
+        path: {"get": {"responses": answers}} for path in READS if path != PROBE
+    }
     for path in ROUTES.keys() - SLOW:
         name = BODIES[path].__name__ if path in BODIES else ""
         body = {"$ref": template.format(name=name)} if name else {"type": "object"}
