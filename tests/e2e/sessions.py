@@ -1,4 +1,6 @@
-"""Agents for fault tests of the gateway: a function and a program. They import nothing of AReaLite.
+"""Agents for fault tests of the gateway: a function, a program, and agents that lease their tasks.
+
+They import nothing of AReaLite.
 
 An agent tells its answers in the file TOLD. The file ORDER holds a kind of session and the id of a
 server: the next session of that kind stops the server before its third request. So a fault in the
@@ -13,9 +15,11 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -84,24 +88,53 @@ async def solve(task: Any, endpoint: Any) -> dict[str, float]:
     return {"reward": sum(map(str.isdigit, text)) / 6, "attempt": attempt}
 
 
-def main() -> None:
-    """Play one turn more than an order needs, beside a child that would not end by itself."""
-    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    tell(at="began", pids=[os.getpid(), child.pid], folder=os.getcwd())
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    task = json.loads(Path("task.json").read_text())
+def post(url: str, key: str, body: dict[str, Any]) -> Any:
+    """Return the answer to a request."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def play(kind: str, url: str, key: str, task: dict[str, Any]) -> None:
+    """Play one turn more than an order needs."""
     messages = [{"role": "user", "content": task["prompt"]}]
     for turn in range(STOPS + 1):
         if turn == STOPS:
-            obey("program", task=task["task_id"])
-        data = json.dumps({"model": "policy", "messages": messages}).encode()
-        request = urllib.request.Request(url, data, key | {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as answer:
-            text = json.load(answer)["choices"][0]["message"]["content"]
+            obey(kind, task=task["task_id"])
+        answer = post(f"{url}/chat/completions", key, {"model": "policy", "messages": messages})
+        text = answer["choices"][0]["message"]["content"]
         messages += [{"role": "assistant", "content": text}, result(text)]
+
+
+def program() -> None:
+    """Play the task of a program, beside a child that would not end by itself."""
+    if "TOLD" in os.environ:
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        tell(at="began", pids=[os.getpid(), child.pid], folder=os.getcwd())
+    task = json.loads(Path("task.json").read_text())
+    play("program", os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], task)
     Path("reward.json").write_text(json.dumps({"reward": 1.0, "attempt": os.getpid()}))
 
 
+def pull(url: str, token: str) -> None:
+    """Lease and play tasks for ever; give up a session whose worker died."""
+    while True:
+        try:
+            leased = post(f"{url}/v1/rl/sessions", token, {"wait_s": 10})
+            base, key = leased["base_url"], leased["api_key"]
+            tell(at="leased", session=leased["session_id"], task=leased["task"]["task_id"])
+            play("pulled", base, key, leased["task"])
+            parts = {"attempt": secrets.randbits(48)}
+            post(f"{base}/rl/sessions/current/reward", key, {"reward": 1.0, "parts": parts})
+            post(f"{base}/rl/sessions/current/end", key, {})
+        except (OSError, HTTPException):  # no task, or no worker
+            time.sleep(0.1)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        for _ in range(int(sys.argv[2])):
+            threading.Thread(target=pull, args=(sys.argv[1], os.environ["HARNESS_TOKEN"])).start()
+    else:
+        program()

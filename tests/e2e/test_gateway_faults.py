@@ -7,11 +7,12 @@ The client's notes then say which generations each death could lose, and which o
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,9 @@ from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
 from tests.e2e import gated, sessions
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
-from tests.waiting import until, until_exited
+from tests.fakes.ports import held_port
+from tests.impl.sandbox.sandboxes import cell
+from tests.waiting import spawned, until, until_exited
 from tools import soak
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1200)]
@@ -45,6 +48,7 @@ KILLS = [
 ENV = "trainer.ppo.collector.env"
 NOTED = Path(__file__).with_name("noted.py")
 """A plugin of the run. It changes the client's class, so this process does not import it."""
+TOKEN = {"HARNESS_TOKEN": "hunter2"}
 Key = tuple[str, int]
 """Group and member: one episode, in all its attempts."""
 
@@ -220,7 +224,9 @@ class Live:
 
 
 @contextmanager
-def running(site: Site, folder: Path, *overrides: str) -> Iterator[Live]:
+def running(
+    site: Site, folder: Path, *overrides: str, environment: Mapping[str, str] = {}
+) -> Iterator[Live]:
     """Run a server and a train.py of many steps with the harness; stop both."""
     names = ["experiment_name=e2e", "trial_name=sessions", f"model.path={site.model}"]
     names += [f"cluster.name_root={folder / 'names'}"]
@@ -238,7 +244,9 @@ def running(site: Site, folder: Path, *overrides: str) -> Iterator[Live]:
     )
     script = str(ROOT / "arealite" / "launch_llm_server.py")
     files = {name.upper(): str(folder / name) for name in ("told", "order", "notes")}
-    place = soak.Site([sys.executable, script, *names], command, folder, ENVIRONMENT | files)
+    place = soak.Site(
+        [sys.executable, script, *names], command, folder, {**ENVIRONMENT, **files, **environment}
+    )
     live = Live(place, RunPaths(folder / "e2e" / "sessions"), folder)
     place.start()
     try:
@@ -355,3 +363,77 @@ def test_programs_of_a_killed_worker_die_and_are_started_again(site: Site, tmp_p
     assert report.ok and {*report.failures_by_class} == {"worker_lost"}, report.table()
     for key, each in live.trained().items():
         assert Counter(done[key]) == Counter(each.turns), key
+
+
+def test_task_of_a_killed_worker_is_leased_again_by_agents_elsewhere(
+    site: Site, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        port = stack.enter_context(held_port())
+        files = {name.upper(): str(tmp_path / name) for name in ("told", "order")}
+        words = [sys.executable, str(sessions.FILE), f"http://127.0.0.1:{port}", "4"]
+        stack.enter_context(spawned(words, ENVIRONMENT | files | TOKEN))
+        live = stack.enter_context(
+            running(
+                site,
+                tmp_path,
+                f"{ENV}.harness.pull=true",
+                f"{ENV}.harness.gateway.token_env=HARNESS_TOKEN",
+                f"{ENV}.harness.gateway.port={port}",
+                "trainer.ppo.collector.concurrency=4",
+                "trainer.ppo.batch_size=4",
+                environment=TOKEN,
+            )
+        )
+        dead = set[int]()
+        for _ in range(2):
+            kill = live.strike("pulled", "rollout-0")
+            dead.add(kill.victim.pid)
+            for key in kill.in_flight:
+                answers = [answer for _, answer in live.trained()[key].turns]
+                known = [kill.recorded[key][index] for index in sorted(kill.recorded[key])]
+                assert len(known) >= sessions.STOPS and answers[: len(known)] == known
+                posted = {
+                    n.turn for n in live.notes("posted") if n.key == key and n.pid not in dead
+                }
+                assert posted and posted.isdisjoint(kill.recorded[key])
+    assert len({line["session"] for line in live.told("leased")}) > len(live.trained())
+    done, report = live.generations(), audit(live.paths.ledger)
+    assert report.ok and {*report.failures_by_class} == {"worker_lost"}, report.table()
+    for key, each in live.trained().items():
+        assert Counter(done[key]) == Counter(each.turns), key
+
+
+def test_confined_programs_train_and_die_with_their_worker(site: Site, tmp_path: Path) -> None:
+    cell()  # skips where the host cannot confine
+    with running(
+        site,
+        tmp_path,
+        f"{ENV}.harness.command=[{os.path.realpath(sys.executable)},{sessions.FILE}]",
+        f"{ENV}.harness.sandbox=true",
+        f"{ENV}.harness.readable=[{sessions.FILE}]",
+        f"{ENV}.harness.environment.ORDER=none",
+        "trainer.ppo.collector.concurrency=4",
+        "trainer.ppo.batch_size=4",
+    ) as live:
+        worker = live.role("rollout-0")
+        programs = list[psutil.Process]()
+
+        def is_caught() -> bool:
+            worker.suspend()
+            for child in worker.children(recursive=True):
+                words = soak.arguments(child)
+                programs.extend([child] if str(sessions.FILE) in words[-1:] else [])
+            if not programs:
+                worker.resume()
+            return bool(programs)
+
+        live.wait(is_caught, "a confined program")
+        worker.kill()
+        until_exited(worker, *programs)
+        before = len(live.trained())
+        live.role("rollout-0", after=worker.pid)
+        live.wait(lambda: len(live.trained()) > before + 4, "programs of the next worker")
+    report = audit(live.paths.ledger)
+    assert report.ok and {*report.failures_by_class} == {"worker_lost"}, report.table()
+    assert report.turns.startswith(f"{(sessions.STOPS + 1) * len(live.trained())} turns certified")
