@@ -11,7 +11,7 @@ import hmac
 import math
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -159,7 +159,7 @@ class Gateway:
         except web.HTTPException as refused:
             error = ApiError(refused.status, f"{request.path}: {refused.text or refused.reason}")
         except ConnectionError:
-            raise
+            return web.Response()  # to nobody; aiohttp would log the error
         except Exception as failure:
             logger.exception("request failed", path=request.path)
             error = ApiError(500, internal(failure), "internal_error")
@@ -206,6 +206,9 @@ class Gateway:
         if ended:
             raise session_ended()
         text = "the API key is missing, or is not of a session of this gateway"
+        if request.path == SESSIONS:
+            name = self.config.token_env
+            text = f"tasks need the token of gateway.token_env={name} as the API key (${name})"
         raise ApiError(401, text, "invalid_api_key")
 
     def _own_seat(self, request: web.Request) -> SessionSeat:
@@ -385,6 +388,5 @@ async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamRes
         if not response.prepared:
             raise reply.error
         await _write(request, response, api.failed(reply.error))
-    with suppress(ConnectionError):
-        await _write(request, response)
+    await _write(request, response)
     return response

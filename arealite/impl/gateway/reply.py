@@ -112,6 +112,10 @@ class Reply:
     async def _answers(self, request: ChatRequest) -> list[Answer]:
         """Generate `request.n` answers to one prompt."""
         prompt = await self.seat.conversation.ask(request)
+        template = self.seat.agent.tokenizer.get_chat_template(tools=request.tools or None)
+        if request.tools and "tools" not in template:
+            fix = "remove them, or train a model whose template has tools"
+            raise ApiError(400, f"tools: the model's chat template ignores them; {fix}")
         reason, stats = prompt.origin.reason, self.seat.session.stats
         if reason not in ("", "first"):
             stats[f"branches_{reason}"] += 1
@@ -145,10 +149,8 @@ class Reply:
         try:
             response = await agent.generate(prompt.ids, sampling=sampling, **options)
         except ContextOverflow as error:
-            if error.room < 1:
-                raise
             shared.context = len(prompt.ids) + error.room
-            sampling = limited(sampling, error.room)
+            sampling = choose_sampling(seat, request, len(prompt.ids))
             response = await agent.generate(prompt.ids, sampling=sampling, **options)
         self.responses.append(response)
         deltas, answer = parser.finish(response)
@@ -182,14 +184,10 @@ def choose_sampling(seat: SessionSeat, request: ChatRequest, prompt: int) -> Sam
     room = run.max_new_tokens if request.max_tokens is None else request.max_tokens
     room = room if shared.context is None else min(room, shared.context - prompt)
     if room < 1:
-        text = f"the prompt of {prompt} tokens leaves no room for an answer"
-        raise ApiError(400, f"{text} (context: {shared.context})", "context_length_exceeded")
-    return limited(replace(run, **changes) if changes else run, room)
-
-
-def limited(sampling: SamplingConfig, room: int) -> SamplingConfig:
-    """Return sampling options with at most `room` new tokens."""
-    if room >= sampling.max_new_tokens:
-        return sampling
-    least = min(room, sampling.min_new_tokens)
-    return replace(sampling, max_new_tokens=room, min_new_tokens=least)
+        what = f"the prompt has {prompt} tokens, and the model's context {shared.context}"
+        fix = "Shorten the history that the agent sends, or raise llm_server.context_length."
+        raise ApiError(400, f"{what}: no room for an answer. {fix}", "context_length_exceeded")
+    if room < run.max_new_tokens:
+        least = min(room, run.min_new_tokens)
+        changes |= {"max_new_tokens": room, "min_new_tokens": least}
+    return replace(run, **changes) if changes else run

@@ -22,7 +22,7 @@ TOKEN = "token of agents that take tasks"
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    async with serving(TOKEN, max_body_mb=1, max_in_flight=2) as made:
+    async with serving(TOKEN, token_env="TASKS", max_body_mb=1, max_in_flight=2) as made:
         yield made
 
 
@@ -189,7 +189,8 @@ async def test_lease_needs_the_token_and_a_waiting_task(served: Served) -> None:
     assert (await lease(served, wait_s="x"))[0] == 400
     key = served.open().endpoint.api_key
     assert (await served.send(key, {}, SESSIONS))[0] == 403
-    assert (await served.send("", {}, SESSIONS))[0] == 401
+    status, body = await served.send("", {}, SESSIONS)
+    assert (status, b"gateway.token_env=TASKS as the API key ($TASKS)" in body) == (401, True)
 
 
 async def test_session_fails_if_its_agent_disconnects_before_it_gets_the_key(

@@ -135,11 +135,27 @@ async def test_answer_is_shortened_to_the_room_that_the_context_leaves(served: S
     assert session.error is None
 
 
+async def test_first_prompt_beyond_the_context_is_refused_with_both_lengths(served: Served) -> None:
+    session = served.open()
+    served.client.script = lambda request: ContextOverflow("g0/0", 20 - len(request.input_ids))
+    status, body = await served.send(session.endpoint.api_key, chat("b" * 200))
+    error, (request,) = json.loads(body)["error"], served.client.requests
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    length = f"the prompt has {len(request.input_ids)} tokens, and the model's context 20:"
+    assert length in error["message"] and "Shorten the history" in error["message"]
+
+
+async def test_tools_that_the_chat_template_ignores_are_refused(served: Served) -> None:
+    session, tool = served.open(), {"type": "function", "function": {"name": "add"}}
+    status, body = await served.send(session.endpoint.api_key, chat(tools=[tool]))
+    assert (status, "the model's chat template ignores them" in body.decode()) == (400, True)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "fails"),
     [
-        (ContextOverflow("too long"), 400, False),
+        (ContextOverflow("too long", 5), 400, False),
         (GenerationRefused("no"), 400, False),
         (ServerUnavailable("none"), 503, True),
         (ValueError("a bug"), 500, True),
@@ -221,7 +237,7 @@ async def test_stream_gets_keep_alives_while_it_has_no_events(
 
 
 async def test_client_that_does_not_read_is_disconnected_and_its_turn_is_dropped(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gateway_module, "WRITE_S", 0.0)
     session, other = served.open(), served.open()
@@ -237,4 +253,5 @@ async def test_client_that_does_not_read_is_disconnected_and_its_turn_is_dropped
     assert await served.ask(other) == "answer 2"
     await session.close()
     assert (turns(session), session.stats["undelivered_turns"]) == (0, 1)
+    assert not caplog.records, "no error of aiohttp"
     writer.transport.abort()
