@@ -41,20 +41,18 @@ def describe(routes: Mapping[str, object]) -> dict[str, Any]:
     kinds |= {f"POST {SESSIONS}": LeaseBody, f"POST {SESSIONS}/{{id}}/reward": RewardBody}
     template = "#/components/schemas/{name}"
     refs, schemas = msgspec.json.schema_components(kinds.values(), ref_template=template)
-    bodies = dict(zip(kinds, refs, strict=True))
+    contents = [{"application/json": {"schema": ref}} for ref in refs]
+    bodies = dict(zip(kinds, contents, strict=True))
+    responses = {str(status): {"description": ""} for status in STATUSES}
     key = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
     paths: dict[str, Any] = {}
     for name in routes:
         method, path = name.replace(":.+", "").split()
-        operation: dict[str, Any] = {"responses": {str(s): {"description": ""} for s in STATUSES}}
+        operation = {"responses": responses, "parameters": [key] if "{id" in path else []}
         if name in bodies:
-            content = {"application/json": {"schema": bodies[name]}}
-            operation["requestBody"] = {"required": True, "content": content}
-        if "{id" in path:
-            operation["parameters"] = [key]
+            operation["requestBody"] = {"required": True, "content": bodies[name]}
         paths.setdefault(path, {})[method.lower()] = operation
     info = {"title": "AReaLite gateway", "version": arealite.__version__}
     schemes = {"bearer": {"type": "http", "scheme": "bearer"}}
-    components = {"schemas": schemas, "securitySchemes": schemes}
-    described = {"openapi": "3.1.0", "info": info, "components": components, "paths": paths}
-    return described | {"security": [{"bearer": []}]}
+    described = {"openapi": "3.1.0", "info": info, "paths": paths, "security": [{"bearer": []}]}
+    return {**described, "components": {"schemas": schemas, "securitySchemes": schemes}}

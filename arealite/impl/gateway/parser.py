@@ -151,7 +151,8 @@ class Parser:
         self.request, self.prompt, self.id, self.index = request, prompt, id, index
         self.has_calls = bool(request.tools) and request.tool_choice != "none"
         self.scanner = Scanner(self.family, request.tools, has_calls=self.has_calls)
-        self.tokenizer, self.opening = renderer.tokenizer, prompt.opening
+        self.scanner.new = prompt.opening  # read with the first text
+        self.tokenizer = renderer.tokenizer
         self.ids, self.shown = list[int](), 0
         """The latest tokens, and how many characters of them were read."""
         self.count, self.last = 0, list[int]()
@@ -203,9 +204,8 @@ class Parser:
         return new
 
     def _read(self, text: str, *, is_end: bool) -> list[Delta]:
-        text, self.opening = self.opening + self._cut(text, is_end), ""
         deltas: list[Delta] = []
-        for kind, said, call in self.scanner.feed(text, is_end=is_end):
+        for kind, said, call in self.scanner.feed(self._cut(text, is_end), is_end=is_end):
             is_wanted = self.has_calls and (self.request.is_parallel or not self.calls)
             if call and is_wanted and not call.error:
                 self.calls.append(Call(self._id(call), call.name, call.arguments))

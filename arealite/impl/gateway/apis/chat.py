@@ -132,7 +132,6 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _usage(answers: list[Answer]) -> dict[str, Any]:
-    prompt, completion = answers[0].prompt_tokens, shared.sampled(*answers)
-    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
-    cached = {"cached_tokens": answers[0].cached_tokens}
-    return {**counts, "total_tokens": prompt + completion, "prompt_tokens_details": cached}
+    prompt, made = answers[0].prompt_tokens, shared.sampled(*answers)
+    usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    return {**usage, "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens}}

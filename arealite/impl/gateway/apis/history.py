@@ -11,7 +11,7 @@ import msgspec
 from arealite.api.observation import ChatMessage
 from arealite.impl.gateway.exchange import ApiError, assistant, function_call
 
-TEXTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+TEXTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
 THOUGHTS = ("thinking", "redacted_thinking")
 
 
@@ -112,10 +112,9 @@ def _parts(content: str | list[Item] | None) -> list[Item]:
 
 def _text(content: str | list[Item] | None, *, glue: str = "\n") -> str:
     parts = _parts(content)
-    for part in parts:
-        if part.type not in TEXTS:
-            what = f"content of type '{part.type}' is not supported: send text"
-            raise ApiError(400, what, "unsupported")
+    if others := {part.type for part in parts} - TEXTS:
+        what = f"content of type '{others.pop()}' is not supported: send text"
+        raise ApiError(400, what, "unsupported")
     return glue.join([part.text for part in parts])
 
 

@@ -133,9 +133,8 @@ def _end(answer: Answer) -> dict[str, Any]:
     cached = {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0}
     usage = {"input_tokens": prompt, "input_tokens_details": cached, "output_tokens": tokens}
     said = len(answer.text) + sum(len(call.arguments) for call in answer.calls)
-    thought = tokens * len(answer.thought) // max(1, len(answer.thought) + said)
-    usage |= {"output_tokens_details": {"reasoning_tokens": thought}}
-    usage["total_tokens"] = prompt + tokens
+    own = tokens * len(answer.thought) // max(1, len(answer.thought) + said)
+    usage |= {"output_tokens_details": {"reasoning_tokens": own}, "total_tokens": prompt + tokens}
     is_cut = answer.stop_reason == "length"
     details = {"reason": "max_output_tokens"} if is_cut else None
     status = "incomplete" if is_cut else "completed"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
@@ -156,29 +156,27 @@ def read_tools(raw: Raw, function_type: str) -> Tools:
 def _tools(data: bytes, function_type: str) -> Tools:
     tools: Tools = {}
     for outer in decode(_decoder, data) or ():
-        is_group = outer.type == "namespace"
-        for each in (outer.tools or ()) if is_group else (outer,):
+        space = outer.name if outer.type == "namespace" else None
+        for each in [outer] if space is None else outer.tools or ():
             tool = each.function or each
             if each.type not in ("", function_type):
                 what = f"tool '{tool.name}' of type '{each.type}' is no function that the client"
                 raise ApiError(400, f"{what} runs. Turn it off in the client", "unsupported")
             if not tool.name:
                 raise ApiError(400, f"tool {len(tools)} has no name. Name each function", "invalid")
-            name = f"{outer.name}__{tool.name}" if is_group else tool.name
+            name = tool.name if space is None else f"{space}__{tool.name}"
             about = {"description": tool.description} if tool.description else {}
             schema = tool.parameters or tool.input_schema or {"type": "object", "properties": {}}
             function = {"name": name, **about, "parameters": schema}
-            space = outer.name if is_group else None
             tools[name] = {"type": "function", "function": function}, space, tool.name
     return tools
 
 
 def read_choice(choice: str | Tool | None, tools: Iterable[str]) -> str:
     """Convert a `tool_choice` to the form of ChatRequest."""
-    chosen = choice or "auto"
-    if isinstance(chosen, Tool):
-        is_named = chosen.type in ("function", "tool")
-        chosen = f"={(chosen.function or chosen).name}" if is_named else chosen.type
+    chosen = choice.type if isinstance(choice, Tool) else choice or "auto"
+    if isinstance(choice, Tool) and chosen in ("function", "tool"):
+        chosen = f"={(choice.function or choice).name}"
     chosen = "required" if chosen == "any" else chosen
     possible = ["auto", "none", *["required" for _ in tools], *[f"={name}" for name in tools]]
     if chosen not in possible:
@@ -234,11 +232,8 @@ def blocks_of(answer: Answer) -> Iterator[Block]:
         yield Block(kind, index, call, [text])
 
 
-Step = Literal["start", "delta", "stop", "end"]
-
-
-async def steps(deltas: Deltas) -> AsyncIterator[tuple[Step, Block, Delta]]:
-    """Yield the steps of an answer: start, deltas and stop of each block, and the end."""
+async def steps(deltas: Deltas) -> AsyncIterator[tuple[str, Block, Delta]]:
+    """Yield the steps of an answer: "start", "delta" and "stop" of each block, and the "end"."""
     block = Block("")
     async for delta in deltas:
         if block.kind and (delta.call or delta.kind != block.kind):
