@@ -125,10 +125,9 @@ def read_calls(
     scanner = Scanner(family, tools)
     pieces = scanner.feed(text) + scanner.feed("", is_end=True)
     said = "".join(said for kind, said, _ in pieces if kind == "text")
-    calls = filter(None, (call for _, _, call in pieces))
     return said, tuple(
         ToolCall(ids.format(n), call.name, msgspec.json.decode(call.arguments), call.error)
-        for n, call in enumerate(calls)
+        for n, call in enumerate(call for *_, call in pieces if call)
     )
 
 
@@ -187,9 +186,8 @@ class Parser:
         thought, text = map("".join, self.parts.values())
         if not text and not self.calls:
             deltas.append(Delta("text", index=self.index))
-        counts = len(self.prompt.ids), self.prompt.origin.taken
-        rest = (self.stop_string, *counts, response, tokens, self.malformed)
-        answer = Answer(self.id, thought, text, tuple(self.calls), reason, *rest)
+        more = self.stop_string, len(self.prompt.ids), self.prompt.origin.taken, response, tokens
+        answer = Answer(self.id, thought, text, tuple(self.calls), reason, *more, self.malformed)
         return [*deltas, Delta("end", answer=answer, index=self.index)], answer
 
     def _decode(self, ids: Sequence[int], *, is_end: bool = False) -> str:

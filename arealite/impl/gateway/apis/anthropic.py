@@ -13,6 +13,7 @@ from arealite.impl.gateway.apis.shared import Api, Block, Body, Deltas, Events, 
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
+STEPS = {"added": "start", "done": "stop"}
 DELTAS = {"text": "text", "thought": "thinking", "call": "input_json"}
 """Type of a delta, and but for calls its field, by `Block.kind`."""
 
@@ -52,14 +53,15 @@ class Messages(Api):
         message |= {"stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
         yield sse({"type": "message_start", "message": message})
         async for step, block, delta in shared.steps(deltas):
-            event: dict[str, Any] = {"type": f"content_block_{step}", "index": block.index}
-            if step == "start":
+            name = STEPS.get(step, step)
+            event: dict[str, Any] = {"type": f"content_block_{name}", "index": block.index}
+            if step == "added":
                 yield sse({**event, "content_block": _block(block, "")})
             elif step == "delta":
                 kind = DELTAS[block.kind]
                 name = "partial_json" if block.call else kind
                 yield sse({**event, "delta": {"type": f"{kind}_delta", name: block.parts[-1]}})
-            elif step == "stop":
+            elif step == "done":
                 if block.kind == "thought":
                     signed = {"type": "signature_delta", "signature": id}
                     yield sse({**event, "type": "content_block_delta", "delta": signed})

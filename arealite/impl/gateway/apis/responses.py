@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from itertools import count
 from typing import Annotated, Any
 from uuid import uuid4
@@ -66,7 +65,7 @@ class Responses(Api):
                 item = item if step == "delta" else _item(request, id, block)
                 for kind, fields in _events(step, block, item):
                     yield event(kind, **fields)
-                response["output"] += [item] if step == "stop" else []
+                response["output"] += [item] if step == "done" else []
 
     def failed(self, error: ApiError) -> bytes:
         about = {"code": error.code or "server_error", "message": error.message}
@@ -92,26 +91,20 @@ def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
     return {**item, "content": [part], "status": "completed"}
 
 
-def _events(step: str, block: Block, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield kind and fields of the events of one step of a block."""
-    name, index = KINDS[block.kind], {"output_index": block.index}
-    place: dict[str, Any] = {**index, "item_id": item["id"]}
-    place |= {} if block.call else {"content_index": 0}
+def _events(step: str, block: Block, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return kind and fields of the events of one step of a block."""
+    kind, call, index = KINDS[block.kind], block.call, {"output_index": block.index}
+    place = {**index, "item_id": item["id"]} | ({} if call else {"content_index": 0})
     place |= {"logprobs": []} if block.kind == "text" else {}
     if step == "delta":
-        yield f"{name}.delta", {**place, "delta": block.parts[-1]}
-        return
-    text = {"arguments": block.text, "name": item["name"]} if block.call else {"text": block.text}
-    if step == "start":
-        content = {} if block.call else {"content": []}
-        yield "output_item.added", {**index, "item": {**item, **content, "status": "in_progress"}}
-    else:
-        yield f"{name}.done", {**place, **text}
-    if not block.call:
-        kind = "content_part.added" if step == "start" else "content_part.done"
-        yield kind, {**place, "part": item["content"][0]}
-    if step == "stop":
-        yield "output_item.done", {**index, "item": item}
+        return [(f"{kind}.delta", {**place, "delta": block.parts[-1]})]
+    part = [] if call else [(f"content_part.{step}", {**place, "part": item["content"][0]})]
+    if step == "added":
+        begun = {**item, "status": "in_progress"} | ({} if call else {"content": []})
+        return [("output_item.added", {**index, "item": begun}), *part]
+    whole = {"arguments": block.text, "name": item["name"]} if call else {"text": block.text}
+    done = "output_item.done", {**index, "item": item}
+    return [(f"{kind}.done", {**place, **whole}), *part, done]
 
 
 def _begin(request: ChatRequest, id: str, model: str) -> dict[str, Any]:

@@ -233,17 +233,17 @@ def blocks_of(answer: Answer) -> Iterator[Block]:
 
 
 async def steps(deltas: Deltas) -> AsyncIterator[tuple[str, Block, Delta]]:
-    """Yield the steps of an answer: "start", "delta" and "stop" of each block, and the "end"."""
+    """Yield the steps of an answer: "added", "delta" and "done" of each block, and the "end"."""
     block = Block("")
     async for delta in deltas:
         if block.kind and (delta.call or delta.kind != block.kind):
-            yield "stop", block, delta
+            yield "done", block, delta
             block = Block("", block.index + 1)
         if delta.answer:
             yield "end", block, delta
             return
         if not block.kind:
             block.kind, block.call = delta.kind, delta.call
-            yield "start", block, delta
+            yield "added", block, delta
         block.parts.append(delta.call.arguments if delta.call else delta.text)
         yield "delta", block, delta
