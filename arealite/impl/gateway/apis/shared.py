@@ -26,7 +26,8 @@ MAX_PARTS = 2**17
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Deltas, Events = AsyncIterator[Delta], AsyncIterator[bytes]
+Deltas = AsyncIterator[Delta]
+Events = AsyncIterator[bytes]
 dumps = msgspec.json.encode
 
 
