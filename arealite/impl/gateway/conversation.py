@@ -8,10 +8,11 @@ and tokenised. A message that differs begins a branch.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,23 +39,11 @@ from arealite.system.data.chats import decode, tokenize
 from arealite.system.data.forms import tool_calls
 
 LONG = 2000
-"""Texts with more characters are rendered and tokenised in a thread."""
-MEMO_BYTES = 32 << 20
-_turn = threading.Lock()
-"""Held by the thread that renders. Several threads would hold up the event loop longer: each may
-keep the interpreter for its switch interval."""
-
-
-class Place(NamedTuple):
-    """Where a request stands in the tree."""
-
-    request: ChatRequest
-    node: Node
-    """Its last message."""
-    base: Sample | None
-    """The last sampled answer before it."""
-    reason: str = ""
-    """`Origin.reason`."""
+"""Texts with more characters are rendered and tokenised in a thread; parts of a request with more
+bytes are converted each time."""
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gateway")
+"""One thread: several would hold up the event loop longer, because each may keep the interpreter
+for its switch interval."""
 
 
 class Start(NamedTuple):
@@ -78,14 +67,13 @@ class Conversation:
         """1: an incremental rendering differed from that of the whole conversation, and whole
         renderings are used since."""
         self._roots: dict[bytes, Node] = {}
-        self._memo: dict[bytes, list[Item]] = {}
-        self._memo_bytes = 0
         self._samples: dict[str, Sample] = {}
         """By id of the answer."""
         self._newest: Sample | None = None
         self._completions: list[Completion] = []
-        self._latest: Place | None = None
-        """The latest request. The next one usually repeats it."""
+        self._latest: tuple[list[bytes], list[Any], Node, Sample | None] = [], [], Node(), None
+        """Items, tools, last message and last sampled answer of the latest request, which the next
+        one usually repeats."""
         self._is_begun = False
 
     async def ask(self, request: ChatRequest, *, is_counted: bool = False) -> Prompt:
@@ -101,8 +89,7 @@ class Conversation:
         """
         if request.prompt is not None:
             return await _run(len(request.prompt), self._complete, request.prompt)
-        place = self._find(request)
-        node, base, reason = place.node, place.base, place.reason
+        node, base, reason = self._find(request)
         size, is_checked = node.characters, False
         if base is not None:
             is_checked = self.mismatches > 0 or base.turns & (base.turns - 1) == 0
@@ -113,7 +100,7 @@ class Conversation:
             node.is_asked = self._is_begun = True
             if base is not None:
                 base.is_continued = True
-        return await _run(size, self._make, place._replace(reason=reason), is_checked)
+        return await _run(size, self._make, request, node, base, reason, is_checked)
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
         """Add an answer to the tree."""
@@ -156,24 +143,21 @@ class Conversation:
 
     # ------------------------------------------------------------ the tree
 
-    def _find(self, request: ChatRequest) -> Place:
+    def _find(self, request: ChatRequest) -> tuple[Node, Sample | None, str]:
         """Look up the messages of a request; add new ones.
 
         Returns:
-            The place, with the reason for a new branch if there is no sampled answer before.
+            The last message, the last sampled answer before it, and the reason for a new branch if
+            there is no such answer.
         """
-        latest, items, previous = self._latest, request.items, request.previous
-        node, base, reason, known, wanted = None, None, "edited", 0, None
-        if latest and not previous:
-            known = len(latest.request.items)
-            if items[:known] == latest.request.items and request.tools == latest.request.tools:
-                node, base = latest.node, latest.base
-        if node is None:
-            tools, known = msgspec.json.encode(request.tools), 0
-            reason = "edited" if tools in self._roots else "tools"
-            root = Node(None, ("", "", ()), {}, TOOLS if request.tools else 0)
-            node = self._roots.setdefault(tools, root)
-        parsed = [item for raw in items[known:] for item in self._items(raw)]
+        items, tools, previous = request.items, request.tools, request.previous
+        known, same, node, base = self._latest
+        reason, wanted = "edited", None
+        if previous or not known or items[: len(known)] != known or tools != same:
+            known, base, name = [], None, msgspec.json.encode(tools)
+            reason = "edited" if name in self._roots else "tools"
+            node = self._roots.setdefault(name, Node(kinds=TOOLS if tools else 0))
+        parsed = [item for raw in items[len(known) :] for item in _parse(raw)]
         if previous:
             wanted, parsed = self._continue(previous, parsed)
         if not (parsed or node.depth):
@@ -181,10 +165,9 @@ class Conversation:
         if not node.depth and parsed[0].is_system and parsed[0].key not in node.children:
             reason = "tools"
         node, base = self._walk(node, base, parsed, wanted)
-        place = Place(request, node, base, reason)
         if not previous and node.key[0] != "assistant":
-            self._latest = place
-        return place
+            self._latest = items, tools, node, base
+        return node, base, reason
 
     def _walk(
         self, node: Node, base: Sample | None, items: list[Item], wanted: Sample | None
@@ -207,17 +190,6 @@ class Conversation:
             if item.key[2]:
                 ids |= renamed_ids(item.message, (base if node.samples and base else node).message)
         return node, base
-
-    def _items(self, raw: bytes) -> list[Item]:
-        """Convert a part of a request to messages; equal parts are converted once."""
-        if (found := self._memo.get(raw)) is not None:
-            return found
-        made = [Item(key_of(message), message) for message in history.messages(raw)]
-        self._memo_bytes += len(raw)
-        if self._memo_bytes > MEMO_BYTES:
-            self._memo, self._memo_bytes = {}, len(raw)
-        self._memo[raw] = made
-        return made
 
     def _exact(self, item: Item) -> Item:
         """Return a message with the ids of its calls in its key, if the template writes ids."""
@@ -270,11 +242,12 @@ class Conversation:
 
     # ------------------------------------------------------------ prompts
 
-    def _make(self, place: Place, is_checked: bool) -> Prompt:
-        renderer, reason, node = self.renderer, place.reason, place.node
-        forced = self._forced(place.request)
-        start = self._start(node, place.base, place.request.tools, is_checked)
-        if place.base is not start.base and reason != "resampled":
+    def _make(
+        self, request: ChatRequest, node: Node, base: Sample | None, reason: str, is_checked: bool
+    ) -> Prompt:
+        renderer, forced = self.renderer, self._forced(request)
+        start = self._start(node, base, request.tools, is_checked)
+        if base is not start.base and reason != "resampled":
             reason = "rewritten"
         opener = renderer.opening(start.text)
         empty = f"\n{renderer.family.think[1]}\n\n" if forced and opener else ""
@@ -392,11 +365,18 @@ def _anew(text: str) -> Start:
     return Start(None, [], text, text)
 
 
+def _parse(raw: bytes) -> list[Item]:
+    """Convert a part of a request to messages; short parts are converted once."""
+    return (_converted if len(raw) <= LONG else _converted.__wrapped__)(raw)
+
+
+@lru_cache(maxsize=2**14)
+def _converted(raw: bytes) -> list[Item]:
+    return [Item(key_of(message), message) for message in history.messages(raw)]
+
+
 async def _run(size: int, function: Callable[..., Prompt], *args: object) -> Prompt:
     """Call a function; for long texts in a thread."""
-    return await asyncio.to_thread(_alone, function, *args) if size > LONG else function(*args)
-
-
-def _alone(function: Callable[..., Prompt], *args: object) -> Prompt:
-    with _turn:
+    if size <= LONG:
         return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(_thread, function, *args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,9 +37,10 @@ class Item(NamedTuple):
 class Node:
     """A message of the tree."""
 
-    parent: Node | None
-    key: Key
-    message: ChatMessage
+    parent: Node | None = None
+    """None: the root, which is no message."""
+    key: Key = ("", "", ())
+    message: ChatMessage = field(default_factory=dict[str, Any])
     """Prepared for the template."""
     kinds: int = 0
     """Kinds of the conversation up to this message."""

@@ -15,6 +15,7 @@ import pytest
 
 from arealite.api.episode import Origin
 from arealite.api.observation import ChatMessage
+from arealite.impl.gateway import conversation
 from arealite.impl.gateway.apis import history
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 from arealite.impl.gateway.tree import Prompt
@@ -416,6 +417,7 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         items.append(item)
         return convert(item)
 
+    conversation._converted.cache_clear()
     monkeypatch.setattr(history, "messages", listen)
     return items
 
@@ -425,6 +427,7 @@ async def test_cost_of_a_turn_does_not_grow_with_the_history(converted: list[byt
     for turns in (64, 128):
         client = family_client("qwen3")
         converted.clear()
+        conversation._converted.cache_clear()
         render = client.conversation.renderer.render
         sizes = list[int]()
         client.conversation.renderer.render = partial(counted, render, sizes)  # type: ignore[method-assign]
