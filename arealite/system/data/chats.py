@@ -73,7 +73,7 @@ def _tokenize(tokenizer: Tokenizer, encoded: bytes) -> list[int]:
     prompt = msgspec.json.decode(encoded)
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
-    return _render(tokenizer, prompt)
+    return encode(tokenizer, render(tokenizer, prompt))
 
 
 SHORT = 1024
@@ -132,13 +132,6 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Return the text of tokens, including special tokens."""
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-
-def _render(
-    tokenizer: Any, messages: Sequence[object], *, add_generation_prompt: bool = True
-) -> list[int]:
-    text = render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
-    return encode(tokenizer, text)
 
 
 # ------------------------------------------------------------ rows
@@ -346,7 +339,8 @@ class _RowEncoder:
                 break  # no message follows the last answer
             try:
                 answered = turn < len(messages)
-                prompt = _render(self.tokenizer, messages[:turn], add_generation_prompt=answered)
+                past = render(self.tokenizer, messages[:turn], add_generation_prompt=answered)
+                prompt = encode(self.tokenizer, past)
                 text = _said(self.tokenizer, messages, turn) if answered else None
                 sampled = [] if text is None else _sampled(self.tokenizer, text)
             except UserError as error:
