@@ -309,7 +309,8 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
         return f"{key}={old} is called {new} now. Write {key}={new}."
     what = str(error.msg or error).splitlines()[0]
     if "value 'None'" in what or "is not Optional" in what:
-        return f"{key} has no value. Write {key}=VALUE, or remove it."
+        empty = f"""{key}='""'"""
+        return f"{key} has no value. Write {key}=VALUE, or remove it; {empty} is an empty text."
     return f"{key}: {what}." if key else f"{what}."
 
 

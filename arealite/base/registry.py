@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import iscoroutinefunction, isfunction, unwrap
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -186,7 +187,9 @@ def import_user_module(module: str, option: str) -> ModuleType:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        why = f"importing it raised {type(error).__name__}: {error}"
+        last = extract_tb(error.__traceback__)[-1]  # of a SyntaxError, the line is in its text
+        where = "" if last.filename.startswith("<") else f" ({last.filename}:{last.lineno})"
+        why = f"importing it raised {type(error).__name__}: {error}{where}"
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             why = "no module of that name. It must be importable from the working directory "
             why += "or PYTHONPATH, or be the path of a .py file."

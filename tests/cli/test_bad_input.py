@@ -167,7 +167,7 @@ CONFIGS = [
     ("folder.yaml", "folder.yaml does not exist or is not a regular file. Name another"),
 ]
 OVERRIDES = [
-    ("model.path=", "model.path has no value. Write model.path=VALUE, or remove it."),
+    ("model.path=", "Write model.path=VALUE, or remove it; model.path='\"\"' is an empty text."),
     ("dataset.train=", "dataset.train has no value. Write"),
     ("seed=", "seed has no value. Write"),
     ("imports=", "imports has no value. Write"),

@@ -253,7 +253,7 @@ async def test_episode_error_of_a_function_keeps_its_class(file: Path) -> None:
         ("no_such_module:f", "no module of that name. It must be importable"),
         ("{folder}/none.py:f", "no module of that name"),
         ("{folder}/math.py:f", "another module has the name math. Rename the file"),
-        ("{folder}/bad.py:f", "importing it raised NameError"),
+        ("{folder}/bad.py:f", "/bad.py:1)"),
         ("{file}:positional", "none is named `completion`. Write def f(completion, ground_truth)"),
         ("{file}:unnamed", "its parameters are (answer, truth), and none is named `completion`"),
     ],
