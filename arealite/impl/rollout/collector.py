@@ -31,7 +31,7 @@ from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
-from arealite.impl.rollout.failures import FATAL, make_failure, root_error
+from arealite.impl.rollout.failures import FATAL, PLACE, make_failure, root_error
 from arealite.impl.rollout.resume import recorded_turns, turn_header, unsent_turns
 from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
@@ -74,7 +74,7 @@ class Collector:
         """By name; a task's `extra_info.env` is the name of its environment."""
         self._eval_sampling = ppo.eval.sampling
         self._agents = AgentFactory(config, client=client, tokenizer=tokenizer)
-        self._logged: set[str] = set()
+        self._logged = set[tuple[str, ...]]()
         self._stack = AsyncExitStack()
         self._running = set[Wait]()
         """The wait of each running episode."""
@@ -216,11 +216,11 @@ class Collector:
 
     def _failure(self, lease: Lease, error: BaseException) -> Failure:
         failure = make_failure(error)
-        kind = failure.failure_class
-        if kind not in self._logged:  # log only the first of each class
-            self._logged.add(kind)
+        key = failure.failure_class, *PLACE.findall(failure.detail)
+        if key not in self._logged:  # log only the first of each class and place
+            self._logged.add(key)
             trace = None if isinstance(error, EpisodeError) else error
-            known = {"failure": kind, "task": lease.task.task_id, "error": str(error)}
+            known = {"failure": key[0], "task": lease.task.task_id, "error": str(error)}
             logger.warning("episode failed", **known, exc_info=trace)
         return failure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from traceback import extract_tb
 
 from arealite.api.rollout_messages import Failure
@@ -9,6 +10,8 @@ from arealite.base.errors import EpisodeError, InvariantError, UserError, failur
 
 MAX_DETAIL = 500
 """Characters of an error that a Failure keeps."""
+PLACE = re.compile(r"\([^()]+:\d+\)\Z")
+"""File and line at the end of a Failure's detail."""
 FATAL = (InvariantError, UserError)
 """Errors of the run, not of the episode."""
 
