@@ -59,11 +59,6 @@ class HarnessConfig:
         yield bool(self.gateway.token_env) or not self.pull, f"{what}. Export it, and set its name."
 
     @property
-    def ways(self) -> list[str]:
-        """The names of the options that are set of run, command and pull."""
-        return [name for name in ("run", "command", "pull") if getattr(self, name)]
-
-    @property
     def reads_columns(self) -> bool:
         """Whether agents get `Task.columns`."""
         return True

@@ -12,7 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Coroutine, Generator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
@@ -88,10 +88,28 @@ class Wait:
         if task is not None:
             self._base = task.cancelling()
             if self.seconds is not None:
-                self._timer = timer = _timer_of(task.get_loop())
-                self.deadline = timer.loop.time() + self.seconds
-                timer.add(self)
+                self._timer = _timer_of(task.get_loop())
+                self._arm()
         return self
+
+    def _arm(self) -> None:
+        if self._timer is not None and self.seconds is not None:
+            self.deadline = self._timer.loop.time() + self.seconds
+            self._timer.add(self)
+
+    @staticmethod
+    @contextmanager
+    def without_deadline() -> Generator[None]:
+        """Suspend the deadlines of the current task's waits; they begin anew after the body."""
+        task = asyncio.current_task()
+        waits = [wait for wait in table if wait._task is task]
+        for wait in waits:
+            wait.deadline = math.inf
+        try:
+            yield
+        finally:
+            for wait in waits:
+                wait._arm()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         table.discard(self)

@@ -25,12 +25,14 @@ from arealite.api.trial import TrialConfig
 from arealite.base import log
 from arealite.base.config import check_constraints
 from arealite.base.errors import EpisodeError, UserError
+from arealite.base.registry import unknown
 from arealite.impl.env.harness.functions import Functions
 from arealite.impl.env.harness.programs import AT, Finished, HarnessFailed, Programs
 from arealite.impl.env.tools import arithmetic
 from arealite.impl.env_server.wire import read_token
 from arealite.impl.gateway.gateway import Gateway
 from arealite.impl.gateway.session import Session
+from arealite.system.health.waits import Wait
 
 logger = log.get(__name__)
 
@@ -52,10 +54,10 @@ class HarnessEnv(Env):
         """
         super().__init__(args, config)
         check_constraints(config, AT)
-        if len(config.ways) != 1:
-            given = " and ".join(config.ways) or "none"
-            what = f"env.harness sets {given} of run, command and pull"
-            raise UserError(f"{what}. Set exactly one of them.")
+        ways = [name for name in ("run", "command", "pull") if getattr(config, name)]
+        if len(ways) != 1:
+            what = f"env.harness sets {' and '.join(ways) or 'no way to run an agent'}"
+            raise UserError(f"{what}. Set exactly one of run, command and pull.")
         self.seats = tuple(config.seats)
         self.scorer = make_reward(config.reward)
         self._is_scoring = False
@@ -147,7 +149,8 @@ class HarnessEnv(Env):
         """
         loop, idle_s, leased = asyncio.get_running_loop(), self.config.idle_s, asyncio.Event()
         self._offered.put_nowait((session, leased))
-        await leased.wait()
+        with Wait.without_deadline():
+            await leased.wait()
         while not session.ended.is_set():
             left = idle_s if session.in_flight else session.last_request + idle_s - loop.time()
             if left <= 0:
@@ -175,16 +178,27 @@ class HarnessEnv(Env):
         if finished and source == "last_line":
             return {"": parse(finished.text.rpartition("\n")[2], "the last line of stdout")}
         if source in ("auto", "return") and not isinstance(result, str | None):
-            is_by_seat = isinstance(result, dict) and len(self.seats) > 1
-            by_seat = cast(dict[str, object], result)
-            if not is_by_seat or not {*by_seat} <= {*self.seats}:
-                by_seat = {"": result}
-            return {name: score_of(each, self.config.run) for name, each in by_seat.items()}
+            return self._by_seat(result)
         if source not in ("auto", "function"):
             raise HarnessFailed(f"{AT}reward_from={source}: the agent gave no reward that way")
         text = result if result is not None else finished.text if finished else ""
         folder = {"folder": str(finished.folder)} if finished else {}
         return {"": await self._score(task, text or session.answer, folder)}
+
+    def _by_seat(self, result: Any) -> dict[str, Score]:
+        """Return the scores in the result of a function: of each seat, or of all.
+
+        Raises:
+            HarnessFailed: It is no reward, or a name is no seat.
+        """
+        path, seats, found = self.config.run, self.seats, {"": result}
+        if isinstance(result, dict) and len(seats) > 1:
+            named = cast(dict[str, object], result)
+            if {*named} & {*seats} or any(isinstance(each, dict) for each in named.values()):
+                found = named
+        if wrong := [name for name in found if name and name not in seats]:
+            raise HarnessFailed(f"{path} returned rewards: {unknown('seat', wrong[0], seats)}")
+        return {name: score_of(each, path) for name, each in found.items()}
 
     async def _score(self, task: Task, text: str, folder: dict[str, str]) -> Score:
         """Score an answer with the reward function, which is set up before its first use."""
@@ -225,5 +239,5 @@ def score_of(found: object, where: str) -> Score:
         parts = {name: float(value) for name, value in given.items()}
         return Score(parts.pop("reward", fsum(parts.values())), **parts)
     except (TypeError, ValueError) as error:
-        wanted = "a number, or a dict of numbers without the name value"
+        wanted = "a number, or a dict of numbers, none of them named value"
         raise HarnessFailed(f"{where} gave {found!r:.60}, and must give {wanted}") from error

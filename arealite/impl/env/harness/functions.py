@@ -39,17 +39,19 @@ class Functions:
         """Import the function.
 
         Raises:
-            UserError: There is no such function, or it does not accept (task, endpoint).
+            UserError: There is no such function, it does not accept (task, endpoint), or it yields.
         """
-        self.path = path
-        self._function = import_function(path, f"{AT}run={path}")
+        self.path, option = path, f"{AT}run={path}"
+        self._function = found = import_function(path, option)
         self._threads = Threads(THREADS)
         self._is_blocked = False
         try:
-            inspect.signature(self._function).bind("task", "endpoint")
+            inspect.signature(found).bind("task", "endpoint")
         except (TypeError, ValueError) as error:
             fix = "Write def solve(task, endpoint)."
-            raise UserError(f"{AT}run={path} cannot be called: {error}. {fix}") from error
+            raise UserError(f"{option} cannot be called: {error}. {fix}") from error
+        if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+            raise UserError(f"{option} is a generator. Return the reward, do not yield it.")
 
     def setup(self) -> None:
         """Start the event loop of coroutines."""

@@ -69,6 +69,16 @@ async def raising(task: Any, endpoint: Any) -> float:
     return [][1]
 
 
+async def refusing(task: Any, endpoint: Any) -> None:
+    if task.columns["first"]:
+        raise ValueError(task.task_id)
+    raise ValueError(task.task_id)
+
+
+async def generating(task: Any, endpoint: Any) -> Any:
+    yield 1.0
+
+
 async def leaving(task: Any, endpoint: Any) -> float:
     await ask(endpoint)
     sys.exit(3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from arealite.base.errors import ServerUnavailable, UserError
 from arealite.impl.env.harness import functions
@@ -54,7 +55,7 @@ async def test_result_is_a_number_or_parts_or_an_answer_to_score(
 @pytest.mark.parametrize("result", [(1.0, {}), {"right": "yes"}, {"value": 1.0}, [1.0]])
 async def test_result_that_is_no_reward_fails_the_episode(result: Any) -> None:
     detail = await failed("harness_failed", run="row", columns={"result": result})
-    assert "must give a number, or a dict of numbers without" in detail
+    assert "must give a number, or a dict of numbers, none of them" in detail
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,16 @@ async def test_result_that_is_no_reward_fails_the_episode(result: Any) -> None:
 async def test_failing_function_is_reported_with_its_own_line(name: str, words: str) -> None:
     detail = await failed("harness_failed", run=name)
     assert words in detail and re.search(r"agents\.py:\d+\)", detail)
+
+
+async def test_failures_of_two_lines_are_both_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    async with collecting(run="refusing") as made:
+        for number in range(6):
+            work = lease(number)
+            columns = {"first": number % 2}
+            task = structs.replace(work.task, columns=columns)
+            await made.run(structs.replace(work, task=task), 0)
+    assert capsys.readouterr().out.count("episode failed") == 2
 
 
 async def test_function_without_a_request_fails_the_episode() -> None:
@@ -86,6 +97,14 @@ async def test_seats_get_their_own_rewards() -> None:
     episode = await play(run="duel", seats=["x", "o"])
     rewards = {header.seat: rewarded(header) for header in episode.headers}
     assert rewards == {"x": (1.0, {}), "o": (-1.0, {"lost": 1.0})}
+
+
+@pytest.mark.parametrize(
+    "result", [{"x": 1.0, "oo": 0.0}, {"xx": {"reward": 1.0}, "o": 1.0}, {"oo": {"right": 1.0}}]
+)
+async def test_reward_of_an_unknown_seat_fails_the_episode(result: dict[str, Any]) -> None:
+    detail = await failed("harness_failed", run="row", seats=["x", "o"], columns={"result": result})
+    assert "Unknown seat" in detail and "Known: x, o." in detail
 
 
 async def test_seat_that_did_not_ask_has_no_trajectory() -> None:
@@ -142,8 +161,9 @@ async def test_cancelled_episode_ends_its_session_and_its_agent() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "sets none of run, command and pull. Set exactly one"),
-        ({"run": "number", "command": ["true"]}, "sets run and command of run, command"),
+        ({}, "sets no way to run an agent. Set exactly one of run, command and pull"),
+        ({"run": "number", "command": ["true"]}, "sets run and command. Set exactly one"),
+        ({"run": "generating"}, "is a generator. Return the reward, do not yield it."),
         ({"run": "nmber"}, "Unknown function 'nmber'"),
         ({"run": "one_parameter"}, "Write def solve(task, endpoint)."),
         ({"run": "nowhere.py:solve"}, "env.harness.run=nowhere.py:solve: no module of that name"),

@@ -97,6 +97,19 @@ async def test_session_is_not_silent_while_it_generates(http: aiohttp.ClientSess
         await play
 
 
+async def test_deadline_of_an_episode_begins_when_an_agent_takes_its_task(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with collecting(episode_timeout_s=0.2, **OPTIONS) as made:
+        play = asyncio.create_task(made.run(lease(), 0))
+        with pytest.raises(TimeoutError):  # longer than episode_timeout_s
+            await asyncio.wait_for(asyncio.shield(play), 0.5)
+        await post(http, f"{url_of(made)}/v1/rl/sessions", TOKEN, {"wait_s": 10})
+        episode, _ = await play
+        assert episode.failure is not None
+        assert episode.failure.failure_class == "episode_timeout"
+
+
 async def test_waiting_task_is_not_silent_and_a_cancelled_one_is_not_leased(
     http: aiohttp.ClientSession,
 ) -> None:
