@@ -30,9 +30,9 @@ from arealite.algo.reduction import token_weights  # noqa: E402
 from arealite.api.algorithm import LossConfig  # noqa: E402
 from arealite.api.engine import Sequence, Training  # noqa: E402
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig  # noqa: E402
-from arealite.api.llm import LLMResponse  # noqa: E402
+from arealite.api.episode import Record  # noqa: E402
+from arealite.api.llm import LLMResponse, SamplingConfig  # noqa: E402
 from arealite.api.trajectory import Segment  # noqa: E402
-from arealite.api.turns import Turn  # noqa: E402
 from arealite.impl.demo.sorting import answer, draw, held_out, make_kit, question  # noqa: E402
 from arealite.impl.engine.fsdp import FSDPEngine  # noqa: E402
 from arealite.impl.rollout.collector import make_segments  # noqa: E402
@@ -89,10 +89,11 @@ class Sampler:
         """Compare an answer with the right one; return the reward and the exact sampled tokens."""
         versions = [int(v) for v, start, end in request.spans for _ in range(start, end)]
         response = LLMResponse(request.output, request.logprobs, versions, "stop", 0)
-        turn = Turn(request.prompt, response, request.sampling.temperature)
+        record = Record()
+        record.add(record.begin(request.prompt, SamplingConfig()), response)
         text = self.tokenizer.decode(request.output, skip_special_tokens=True)
         reward = 1.0 if text == answer(request.rid) else 0.0
-        return Sample(request.rid, make_segments([turn])[0], reward)
+        return Sample(request.rid, make_segments(record.turns)[0], reward)
 
     def next_batch(self, rng: random.Random) -> list[Sample]:
         """Answer the tasks of the next batch, each GROUP_SIZE times."""

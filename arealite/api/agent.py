@@ -90,20 +90,20 @@ class Agent(ABC):
         record, seat, begin = self.record, self.seat, time.perf_counter()
         sampling = sampling or seat.sampling
         turn = record.begin(input_ids, sampling, origin, extends)
-        resumed = turn.response if turn.response.output_ids else None
+        response = turn.response
+        resumed = response if response.output_ids else None
         if on_tokens is not None and resumed is not None:
             on_tokens(resumed.output_ids)
-        if not turn.response.stop_reason:
+        if not response.stop_reason:
             request_id = f"{seat.episode_id}/{seat.name}/{turn.index}"
             what = request_id, seat.group_id, input_ids, sampling, None, seat.min_version
+            known = turn.start - len(turn.added) // 4
             store = partial(record.store_partial, turn)
-            known = turn.parent.end if turn.parent else 0
-            json = b"[%b]" % turn.json
-            request = LLMRequest(*what, resumed, store, on_tokens, known, json)
-            turn.response = await self.client.generate(request)
+            request = LLMRequest(*what, resumed, store, on_tokens, known, turn.json)
+            response = await self.client.generate(request)
             record.seconds_generating += time.perf_counter() - begin
-        record.add(turn)
-        return turn.response
+        record.add(turn, response)
+        return response
 
 
 agents = Registry[Agent].built_in("agent")

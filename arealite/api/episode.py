@@ -9,9 +9,12 @@ import msgspec
 
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.observation import ToolCall
-from arealite.api.turn_tree import Tree
-from arealite.api.turns import NOTHING, Origin, StoredTurn, Turn
+from arealite.api.turn_tree import place
+from arealite.api.turns import NOTHING, Origin, StoredTurn, Turn, arrays
 from arealite.base.errors import RewardNotFinite
+
+RECENT = 32
+"""Number of turns of a seat whose prompts are kept in memory as JSON."""
 
 
 class Action(msgspec.Struct, frozen=True):
@@ -34,7 +37,6 @@ class Record(msgspec.Struct):
     """In the order of their ends; the turns of concurrent requests have any order."""
     partial: dict[int, Turn] = {}
     """Unfinished generations at their last interruption, by index."""
-    tree: Tree = msgspec.field(default_factory=Tree)
     recorded: list[StoredTurn] = []
     """Generations of an earlier attempt, by index, whose worker crashed; each is reused once."""
     next_index: int = 0
@@ -66,8 +68,8 @@ class Record(msgspec.Struct):
         continued, or `NOTHING` without a record.
         """
         self.generations += 1
-        turn = Turn(input_ids, NOTHING, sampling.temperature, origin=origin)
-        self.tree.place(turn, extends)
+        turn = Turn(NOTHING, sampling.temperature, origin=origin)
+        place(turn, input_ids, self.turns, extends)
         stored = self._recall(turn, sampling.max_new_tokens) if self.recorded else None
         if stored is None:
             turn.index, self.next_index = self.next_index, self.next_index + 1
@@ -95,17 +97,19 @@ class Record(msgspec.Struct):
         """Keep the unfinished response of a turn."""
         self.partial[turn.index] = msgspec.structs.replace(turn, response=response)
 
-    def add(self, turn: Turn) -> None:
-        """Add a turn of `begin` whose response is finished."""
+    def add(self, turn: Turn, response: LLMResponse) -> None:
+        """Add a turn of `begin` with its finished response."""
+        turn.response, turn.sampled = response, arrays(response)
         self.partial.pop(turn.index, None)
         self.turns.append(turn)
-        self.tree.add(turn)
+        if turn.parent is not None:
+            turn.parent.json = b""
+        if len(self.turns) > RECENT:
+            self.turns[-1 - RECENT].json = b""
 
     def drop(self, response: LLMResponse) -> None:
         """Remove the turn of a response that never reached its client: it is not trained."""
-        for turn in [turn for turn in self.turns if turn.response is response]:
-            self.turns.remove(turn)
-            self.tree.drop(turn)
+        self.turns = [turn for turn in self.turns if turn.response is not response]
 
 
 @dataclass(frozen=True)

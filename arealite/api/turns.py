@@ -5,6 +5,7 @@ A digest is the 16-byte BLAKE2b hash of little-endian arrays. T is the number of
 
 from __future__ import annotations
 
+import struct
 from array import array
 from functools import partial
 from hashlib import blake2b as _blake2b
@@ -32,10 +33,8 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, eq=False):
-    """One generation of an agent, and its reward."""
+    """One generation of an agent, and its reward. Its prompt is stored as what follows `parent`."""
 
-    tokens: list[int]
-    """The prompt. Empty when `Tree` needs it no more."""
     response: LLMResponse
     temperature: float
     reward: float = 0.0
@@ -44,28 +43,30 @@ class Turn(msgspec.Struct, eq=False):
     is_stored: bool = False
     """Whether the datapipe has this turn."""
     origin: Origin | None = None
+    """None: the agent did not tell."""
     parent: Turn | None = None
-    """The turn that the prompt extends: the prompt begins with its prompt and its output."""
+    """The turn whose prompt and output begin this prompt; the root of the tree if there is none."""
     prompt: bytes = b""
-    """Digest of the prompt when its request was sent; b"": not computed yet."""
-    answer: bytes = b""
-    """Digest of the response when it arrived."""
+    """Digest of the prompt when its request was sent."""
     start: int = 0
     """Length of the prompt."""
-    end: int = 0
-    """Length of prompt and output."""
     added: bytes = b""
     """int32: the prompt's tokens after those of `parent`."""
     sampled: tuple[bytes, bytes, bytes] = (b"", b"", b"")
-    """Ids (int32), logprobs (float32) and versions (int32) of the response."""
+    """Ids (int32), logprobs (float32) and versions (int32) of the finished response."""
     state: Any = None
-    """The digest of prompt and output so far, to be continued."""
+    """The hash of the prompt, to be continued."""
     json: bytes = b""
-    """Prompt and output so far in JSON, without brackets. A later turn continues it."""
+    """The prompt in JSON; b"" when a later turn has continued it."""
+
+    @property
+    def end(self) -> int:
+        """Length of prompt and output."""
+        return self.start + len(self.response.output_ids)
 
     @property
     def raw_prompt(self) -> bytes:
-        """The prompt as int32, of a turn that `Tree.place` has placed."""
+        """The prompt as int32."""
         parts, turn = [self.added], self.parent
         while turn is not None:
             parts += turn.sampled[0], turn.added
@@ -75,7 +76,7 @@ class Turn(msgspec.Struct, eq=False):
     @property
     def input_ids(self) -> list[int]:
         """The prompt."""
-        return array("i", self.raw_prompt).tolist() if self.prompt else self.tokens
+        return array("i", self.raw_prompt).tolist()
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
@@ -103,17 +104,22 @@ class StoredTurn(msgspec.Struct, frozen=True):
         return LLMResponse(ids, logprobs, versions, self.stop_reason, self.interruptions)
 
 
+def pack(kind: str, values: list[Any]) -> bytes:
+    """Return int32 ("i") or float32 ("f") values as bytes; faster than `array`."""
+    return struct.pack(f"<{len(values)}{kind}", *values)
+
+
 def arrays(response: LLMResponse) -> tuple[bytes, bytes, bytes]:
     """Return the ids, logprobs and versions of a response as bytes."""
-    logprobs, versions = array("f", response.logprobs), array("i", response.versions)
-    return array("i", response.output_ids).tobytes(), logprobs.tobytes(), versions.tobytes()
+    ids, versions = pack("i", response.output_ids), pack("i", response.versions)
+    return ids, pack("f", response.logprobs), versions
 
 
 def encode_turn(turn: Turn) -> bytes:
     """Pack a turn, finished or not, into one payload frame."""
-    response, prompt = turn.response, turn.prompt or blake2b(array("i", turn.input_ids)).digest()
+    response = turn.response
     end = response.stop_reason, response.interruptions, turn.index
-    stored = StoredTurn(prompt, turn.temperature, *arrays(response), *end)
+    stored = StoredTurn(turn.prompt, turn.temperature, *arrays(response), *end)
     return msgspec.msgpack.encode(stored)
 
 

@@ -52,7 +52,7 @@ class RemoteSeat(Agent):
         self._turn, step = await self._session.wait_for(self.seat.name, observation)
         response = LLMResponse([], [], [], step.stop_reason)
         if step.stop_reason:  # the client's agent generated the text
-            self.record.turns.append(Turn([], response, 0.0))
+            self.record.turns.append(Turn(response, 0.0))
         return Action(step.text, response if step.stop_reason else None, step.calls, step.is_last)
 
     def reward(self, value: float, **parts: float) -> None:

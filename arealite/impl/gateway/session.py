@@ -119,7 +119,7 @@ class SessionSeat:
         end.
         """
         record = self.agent.record
-        extended = {id(turn.parent.response) for turn in record.turns if turn.parent is not None}
+        extended = {id(turn.parent.response) for turn in record.turns if turn.parent}
         for response in [each for reply in self._undelivered for each in reply.responses]:
             if id(response) not in extended:
                 record.drop(response)

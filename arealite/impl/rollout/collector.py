@@ -25,8 +25,7 @@ from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader, TurnReceipt, encode_segments
-from arealite.api.turn_tree import Tree
-from arealite.api.turns import Turn, encode_turn
+from arealite.api.turns import Turn, blake2b, encode_turn
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
@@ -283,23 +282,18 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
     its prompt begins with, at the same temperature. Any other turn begins a segment, in which
     earlier tokens are not trained again. The segments are in the order of their last turns.
     """
-    if not all([turn.answer for turn in turns]):  # made by hand
-        tree = Tree()
-        for turn in turns:
-            turn.tokens, turn.parent = turn.input_ids, None
-            tree.place(turn)
-            tree.add(turn)
     rows: dict[Turn, list[tuple[Turn, TurnReceipt]]] = {}
     kept = {*turns}
     for turn in turns:
-        parent, origin = turn.parent, turn.origin
+        parent, origin, start = turn.parent, turn.origin, turn.start
         while parent is not None and parent not in kept:  # its answer was dropped
             parent = parent.parent
         row = rows.pop(parent, []) if parent else []
         reason = "" if row else _branch(turn, is_first=turn is turns[0])
-        start, length = turn.start, turn.end - turn.start
         taken = min(origin.taken, start) if origin else parent.end if parent else 0
-        row.append((turn, TurnReceipt(start, length, taken, reason, turn.prompt, turn.answer)))
+        answer = blake2b(b"".join(turn.sampled)).digest()
+        length = turn.end - start
+        row.append((turn, TurnReceipt(start, length, taken, reason, turn.prompt, answer)))
         rows[turn] = row
     return [_segment(row) for row in rows.values()]
 
@@ -308,7 +302,7 @@ def _branch(turn: Turn, *, is_first: bool) -> str:
     """Return why a turn begins a segment."""
     if turn.origin is not None and turn.origin.reason:
         return turn.origin.reason
-    return "first" if is_first else "forked" if turn.parent else "rewritten"
+    return "first" if is_first else "forked" if turn.parent and turn.parent.end else "rewritten"
 
 
 def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:

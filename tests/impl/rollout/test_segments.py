@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,25 +12,34 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arealite.api.episode import Record
+from arealite.api.episode import RECENT, Record
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.trajectory import Segment, decode_segments, encode_segments
-from arealite.api.turn_tree import RECENT
 from arealite.api.turns import Origin, Turn
 from arealite.impl.rollout.collector import make_segments
 
 ANY_PACE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def turn(prompt: list[int], output: list[int], **settings) -> Turn:
-    count = len(output)
-    response = LLMResponse(
-        output,
-        [-0.25 * (1 + i) for i in range(count)],
-        [settings.get("version", 1)] * count,
-        "stop",
-    )
-    return Turn(prompt, response, settings.get("temperature", 1.0), settings.get("reward", 0.0))
+class Given(NamedTuple):
+    """A turn to record."""
+
+    prompt: list[int]
+    output: list[int]
+    reward: float = 0.0
+    version: int = 1
+    temperature: float = 1.0
+
+
+def segments_of(*given: Given) -> list[Segment]:
+    """Return the segments of turns that were sampled one after the other."""
+    record = Record()
+    for prompt, output, reward, version, temperature in given:
+        turn = record.begin(prompt, SamplingConfig(temperature=temperature))
+        turn.reward, count = reward, len(output)
+        logprobs = [-0.25 * (1 + i) for i in range(count)]
+        record.add(turn, LLMResponse(output, logprobs, [version] * count, "stop"))
+    return make_segments(record.turns)
 
 
 def arrays(segment: Segment) -> dict[str, list]:
@@ -46,7 +56,7 @@ def arrays(segment: Segment) -> dict[str, list]:
 
 
 def test_one_turn_is_one_segment() -> None:
-    (segment,) = make_segments([turn([5, 6, 7], [8, 9], version=3, reward=0.5)])
+    (segment,) = segments_of(Given([5, 6, 7], [8, 9], version=3, reward=0.5))
     assert arrays(segment) == {
         "tokens": [5, 6, 7, 8, 9],
         "loss_mask": [0, 0, 0, 1, 1],
@@ -57,11 +67,9 @@ def test_one_turn_is_one_segment() -> None:
 
 
 def test_extending_turns_are_one_segment() -> None:
-    turns = [
-        turn([5], [6, 7], reward=1.0, version=1),
-        turn([5, 6, 7, 8], [9], reward=-1.0, version=2),
-    ]
-    (segment,) = make_segments(turns)
+    (segment,) = segments_of(
+        Given([5], [6, 7], reward=1.0, version=1), Given([5, 6, 7, 8], [9], reward=-1.0, version=2)
+    )
     found = arrays(segment)
     assert found["tokens"] == [5, 6, 7, 8, 9]
     assert found["loss_mask"] == [0, 1, 1, 0, 1]
@@ -70,14 +78,14 @@ def test_extending_turns_are_one_segment() -> None:
 
 
 def test_turn_that_rewrites_earlier_tokens_starts_a_segment() -> None:
-    turns = [turn([5], [6, 7]), turn([5, 6], [7]), turn([5, 6, 7], [8], temperature=0.5)]
-    segments = make_segments(turns)
+    last = Given([5, 6, 7], [8], temperature=0.5)
+    segments = segments_of(Given([5], [6, 7]), Given([5, 6], [7]), last)
     assert [len(segment.loss_mask) for segment in segments] == [3, 3, 4]
     assert [segment.temperature for segment in segments] == [1.0, 1.0, 0.5]
 
 
 def test_empty_output_keeps_its_reward() -> None:
-    (segment,) = make_segments([turn([5, 6], [], reward=2.0)])
+    (segment,) = segments_of(Given([5, 6], [], reward=2.0))
     assert arrays(segment)["rewards"] == [0, 2.0]
 
 
@@ -130,9 +138,8 @@ def finish(
 ) -> None:
     """Add the answer of a turn to the record."""
     logprobs = [-float(next(numbers)) for _ in ids]
-    turn.response = LLMResponse(ids, logprobs, [version] * len(ids), "stop")
     turn.reward = 0.5
-    record.add(turn)
+    record.add(turn, LLMResponse(ids, logprobs, [version] * len(ids), "stop"))
 
 
 @ANY_PACE
@@ -166,28 +173,20 @@ def test_each_sampled_token_is_trained_once_under_the_prompt_that_was_sent(
     assert sum(len(segment.turns) for segment in segments) == len(sent)
 
 
-@ANY_PACE
-@given(sessions())
-def test_turns_made_by_hand_become_the_same_segments(session: tuple[Record, list[Sent]]) -> None:
-    record, _ = session
-    bare = [Turn(t.input_ids, t.response, t.temperature, t.reward) for t in record.turns]
-    tokens = [(each.tokens, each.loss_mask) for each in make_segments(bare)]
-    trained = sum(mask.count(1) for _, mask in tokens)
-    assert trained == sum(len(turn.response.output_ids) for turn in record.turns)
-    assert len(tokens) <= len(record.turns)
-
-
-def test_only_the_last_of_many_branches_keep_their_tokens() -> None:
+def test_only_the_last_of_many_branches_keep_their_json() -> None:
     record, numbers, sampling = Record(), itertools.count(1), SamplingConfig()
     root = [*range(1000)]
     for at in range(3 * RECENT):
         finish(record, record.begin([*root, at], sampling), [7], numbers)
-    kept = [turn for turn in record.turns if turn.tokens]
-    assert len(kept) == RECENT
+    kept = [turn for turn in record.turns if turn.json]
+    assert kept == record.turns[-RECENT:]
     prompt = [*root, 0, 7, 8]
-    turn = record.begin(prompt, sampling)
-    assert (turn.parent, turn.added) == (record.turns[0], b"\x08\0\0\0"), "found by its digest"
-    assert turn.prompt == record.begin(prompt, SamplingConfig(temperature=0.5)).prompt
+    for extends in (None, record.turns[0].response):
+        turn = record.begin(prompt, sampling, None, extends)
+        assert (turn.parent, turn.added) == (record.turns[0], b"\x08\0\0\0")
+        assert json.loads(turn.json) == prompt
+    other = record.begin(prompt, SamplingConfig(temperature=0.5))
+    assert (other.prompt, other.added) == (turn.prompt, turn.raw_prompt)
 
 
 def test_receipts_tell_where_the_tokens_of_a_prompt_come_from() -> None:
@@ -231,7 +230,8 @@ def test_long_session_is_one_segment_and_keeps_its_tokens_once() -> None:
         turn = record.begin(prompt, SamplingConfig())
         finish(record, turn, [5, 6], numbers)
         prompt = [*prompt, 5, 6, 7]
-    assert sum(len(turn.added) // 4 + len(turn.tokens) for turn in record.turns) < 3 * len(prompt)
+    assert sum(len(turn.added) // 4 for turn in record.turns) < len(prompt)
+    assert [json.loads(turn.json) for turn in record.turns if turn.json] == [prompt[:-3]]
     (segment,) = make_segments(record.turns)
     assert [receipt.taken for receipt in segment.turns[:3]] == [0, 3, 6]
 
@@ -239,11 +239,11 @@ def test_long_session_is_one_segment_and_keeps_its_tokens_once() -> None:
 @ANY_PACE
 @given(st.lists(tokens.filter(bool), min_size=1, max_size=8))
 def test_conversation_is_one_segment(parts: list[list[int]]) -> None:
-    turns: list[Turn] = []
+    turns: list[Given] = []
     history: list[int] = [1]
     for part in parts:
-        turns.append(turn(history, part))
+        turns.append(Given(history, part))
         history = history + part + [2]
-    segments = make_segments(turns)
+    segments = segments_of(*turns)
     assert len(segments) == 1
     assert len(segments[0].loss_mask) == len(history) - 1

@@ -12,8 +12,10 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from arealite.api.episode import Record
+from arealite.api.llm import SamplingConfig
 from arealite.api.rollout_messages import Episode, Lease, TurnHeader
-from arealite.api.turns import Turn, encode_turn
+from arealite.api.turns import encode_turn
 from arealite.base.errors import EpisodeError, InvariantError, RoleError
 from arealite.impl.rollout import worker as module
 from arealite.impl.rollout.worker import RolloutWorker
@@ -147,7 +149,8 @@ async def test_lease_with_recorded_turns_resumes_and_is_counted() -> None:
 async def test_recorded_turns_are_sent_only_to_a_new_datapipe() -> None:
     async with running("counter") as (_, link, client, _task):
         client.gate.clear()
-        turn = Turn([3, 4], response([10, 11]), 1.0)
+        turn = Record().begin([3, 4], SamplingConfig())
+        turn.response = response([10, 11])
         header = TurnHeader(0, "agent", 0, 1)
         work = msgspec.structs.replace(lease(1, prompt="01"), turns=[header])
         link.turns[work.lease_id] = [encode_turn(turn)]

@@ -184,8 +184,7 @@ def branched_session() -> list[Segment]:
         ([1, 2, 7, 8, 3, 7, 8, 5], Origin(7, 1)),
     ]:
         turn = record.begin(prompt, SamplingConfig(), origin)
-        turn.response = LLMResponse([7, 8], [-0.5, -0.25], [0, 1], "stop")
-        record.add(turn)
+        record.add(turn, LLMResponse([7, 8], [-0.5, -0.25], [0, 1], "stop"))
     return make_segments(record.turns)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from arealite.api.config import DatasetConfig, ExperimentConfig
-from arealite.api.llm import LLMResponse
+from arealite.api.episode import Record
+from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.offline import OfflineConfig, SFTConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
-from arealite.api.turns import Turn
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.demo.tiny_model import make_tokenizer
@@ -105,13 +105,14 @@ def test_turns_last_trains_only_the_last_answer() -> None:
 
 def test_chat_row_has_the_tokens_of_agent_and_collector() -> None:
     tokenizer = make_tokenizer_with_chat()
-    messages, turns = [USER, ANSWER, AGAIN, SECOND], []
+    messages, record = [USER, ANSWER, AGAIN, SECOND], Record()
     for index in (1, 3):
         said = tokenizer(messages[index]["content"])["input_ids"] + [tokenizer.eos_token_id]
         count = len(said)
         response = LLMResponse(said, [-1.0] * count, [0] * count, "stop")
-        turns.append(Turn(chats.tokenize(tokenizer, messages[:index]), response, 1.0))
-    (segment,) = make_segments(turns)
+        turn = record.begin(chats.tokenize(tokenizer, messages[:index]), SamplingConfig())
+        record.add(turn, response)
+    (segment,) = make_segments(record.turns)
     (example,) = encode({"messages": messages}, tokenizer=tokenizer)
     assert segment.tokens == example.tokens.tobytes()
     assert segment.loss_mask == (example.kinds == chats.ASSISTANT).astype(np.uint8).tobytes()

@@ -70,7 +70,8 @@ def train(
 
 def stored(index: int) -> bytes:
     """Return a turn of one token, as a worker sends it."""
-    return encode_turn(Turn([1, 2], LLMResponse([index], [-1.0], [0], "stop", 0), 1.0, index=index))
+    response = LLMResponse([index], [-1.0], [0], "stop", 0)
+    return encode_turn(Turn(response, 1.0, index=index, prompt=bytes(16)))
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class Player(Agent):
     async def act(self, observation: Any) -> Action:
         """Answer, and record a turn of one token."""
         self.seen.append(observe(observation))
-        self.record.turns.append(Turn([1], response([2]), 1.0))
+        self.record.turns.append(Turn(response([2]), 1.0))
         text = self._solve(self.seen[-1]) if self._answers is None else next(self._answers)
         return Action(text)
 
