@@ -19,10 +19,15 @@ from hypothesis import strategies as st
 
 from arealite.api.reward import MathVerifyConfig, RewardConfig, Score, make_reward
 from arealite.base.errors import RewardTimeout, failure_class
-from arealite.impl.reward import pool as pools
+from arealite.impl.reward import math_verify as rewards
 from arealite.impl.reward.checker import is_equal
-from arealite.impl.reward.math_verify import MathVerifyReward, equal_integers
-from arealite.impl.reward.pool import BadTruth, Checker, CheckerCrash, CheckerPool
+from arealite.impl.reward.math_verify import (
+    BadTruth,
+    Checker,
+    CheckerCrash,
+    MathVerifyReward,
+    equal_integers,
+)
 from tests.waiting import has_exited, until_exited
 
 ENDLESS = (
@@ -36,7 +41,7 @@ ROOT = "\\sqrt{2}"
 """A truth that is not a number, so answers are compared by math-verify."""
 
 
-SOURCE = Path(pools.COMMAND[-1]).read_text()
+SOURCE = Path(rewards.COMMAND[-1]).read_text()
 
 
 @pytest.fixture
@@ -47,9 +52,9 @@ async def reward():
     await made.close()
 
 
-def family(pool: CheckerPool) -> list[psutil.Process]:
-    """Return every process of the pool, children first."""
-    parents = [psutil.Process(c._process.pid) for c in pool.checkers if c._process]
+def family(reward: MathVerifyReward) -> list[psutil.Process]:
+    """Return every process of a reward, children first."""
+    parents = [psutil.Process(c._process.pid) for c in reward.checkers if c._process]
     return [child for p in parents for child in p.children(recursive=True)] + parents
 
 
@@ -122,7 +127,7 @@ def test_short_cut_is_undecided_for_other_formats(text):
 async def test_short_cut_needs_no_process():
     reward = MathVerifyReward(MathVerifyConfig())
     assert await reward.score("007", "7") == 1.0
-    assert reward.pool.checkers[0]._process is None
+    assert reward.checkers[0]._process is None
 
 
 # ---------------------------------------------------------------- processes
@@ -130,14 +135,14 @@ async def test_short_cut_needs_no_process():
 
 @pytest.mark.parametrize("answer", ENDLESS)
 async def test_answer_that_uses_up_the_cpu_seconds_scores_0_and_is_counted(reward, answer):
-    child, _ = family(reward.pool)
-    reward.pool.timeout_s = 0.5
+    child, _ = family(reward)
+    reward.timeout_s = 0.5
     score = await reward.score(answer, ROOT)
     assert (score, score.parts) == (0.0, {"unchecked": 1.0})
     until_exited(child)
-    reward.pool.timeout_s = 600.0
+    reward.timeout_s = 600.0
     assert await reward.score("$x/2$", "x/2") == 1.0
-    assert len(family(reward.pool)) == 2
+    assert len(family(reward)) == 2
 
 
 async def test_non_numeric_answer_to_an_integer_truth_scores_0_without_a_check(reward):
@@ -145,25 +150,25 @@ async def test_non_numeric_answer_to_an_integer_truth_scores_0_without_a_check(r
 
 
 async def test_check_of_a_checker_without_cpu_time_is_repeated(reward, monkeypatch):
-    child, _ = family(reward.pool)
+    child, _ = family(reward)
     child.send_signal(signal.SIGSTOP)
     said: list[bool | str | None] = []
     ask = Checker.ask
 
     async def patient(self: Checker, *question: Any) -> bool | str | None:
         said.append(await ask(self, *question))
-        reward.pool.patience_s = 600.0
+        reward.patience_s = 600.0
         return said[-1]
 
     monkeypatch.setattr(Checker, "ask", patient)
-    reward.pool.patience_s = 0.1
+    reward.patience_s = 0.1
     assert await reward.score("1/2", "0.5") == 1.0
     assert said == ["waited", True]
     assert has_exited(child)
 
 
 async def test_episode_fails_if_checkers_get_no_cpu_time(reward):
-    reward.pool.patience_s = 0.0
+    reward.patience_s = 0.0
     with pytest.raises(RewardTimeout, match=r"a check got no CPU for 0\.0 s, 3 times") as caught:
         await reward.score("$9^{9^{9^{9}}}$", ROOT)
     assert failure_class(caught.value) == "reward_timeout"
@@ -184,12 +189,12 @@ class ScriptedChecker(Checker):
         return self.answers.pop(0)
 
 
-def scripted_pool(*answers: bool | str | None) -> tuple[CheckerPool, ScriptedChecker]:
-    pool = CheckerPool(workers=1, timeout_s=1.0)
+def scripted_reward(*answers: bool | str | None) -> tuple[MathVerifyReward, ScriptedChecker]:
+    reward = MathVerifyReward(MathVerifyConfig(workers=1, timeout_s=1.0))
     checker = ScriptedChecker(*answers)
-    pool._free.get_nowait()
-    pool._free.put_nowait(checker)
-    return pool, checker
+    reward._free.get_nowait()
+    reward._free.put_nowait(checker)
+    return reward, checker
 
 
 @pytest.mark.parametrize(
@@ -203,17 +208,17 @@ def scripted_pool(*answers: bool | str | None) -> tuple[CheckerPool, ScriptedChe
     ],
 )
 async def test_only_cpu_timeout_and_a_second_crash_count_against_the_answer(answers, verdict):
-    pool, checker = scripted_pool(*answers)
-    assert await pool.check("x", "y") is verdict
+    reward, checker = scripted_reward(*answers)
+    assert await reward.check("x", "y") is verdict
     assert not checker.answers
 
 
 @pytest.mark.parametrize("said", ["cpu", "crashed"])
 async def test_truth_that_fails_every_comparison_raises_bad_truth(said):
     times = 1 if said == "cpu" else 2
-    pool, checker = scripted_pool(*[said] * times * 2)
+    reward, checker = scripted_reward(*[said] * times * 2)
     with pytest.raises(BadTruth, match="ground_truth='y'") as caught:
-        await pool.check("x", "y")
+        await reward.check("x", "y")
     assert failure_class(caught.value) == "reward_truth"
     assert checker.asked == ["x"] * times + ["\\boxed{0}"] * times
 
@@ -239,7 +244,7 @@ async def test_answer_that_crashes_the_checker_twice_scores_0_and_is_counted(
     assert SOURCE.count(head) == 1
     planted = tmp_path / "checker.py"
     planted.write_text(SOURCE.replace(head, f"{head}    if 'crash' in completion: {crash}\n"))
-    monkeypatch.setattr(pools, "COMMAND", (*pools.COMMAND[:-1], str(planted)))
+    monkeypatch.setattr(rewards, "COMMAND", (*rewards.COMMAND[:-1], str(planted)))
     reward = MathVerifyReward(MathVerifyConfig(timeout_s=600.0))
     await reward.setup()
     try:
@@ -257,7 +262,7 @@ def test_score_is_a_float_with_parts():
 
 
 async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(reward):
-    child, _ = family(reward.pool)
+    child, _ = family(reward)
     check = asyncio.ensure_future(reward.score("$9^{9^{9^{9}}}$", ROOT))
     done, _ = await asyncio.wait([check], timeout=0.2)
     assert not done
@@ -270,25 +275,25 @@ async def test_cancelled_check_is_killed_and_its_answer_never_reaches_the_next(r
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["child", "parent"])
 async def test_dead_worker_is_restarted_and_its_check_repeated(reward, victim):
-    before = family(reward.pool)
+    before = family(reward)
     before[victim].kill()
     until_exited(before[victim])
     assert await reward.score("1/2", "0.5") == 1.0
-    after = family(reward.pool)
+    after = family(reward)
     assert len(after) == 2
     assert not {p.pid for p in after} & {before[0].pid}
 
 
 def test_dead_worker_is_restarted_under_uvloop():
     async def check() -> bool | None:
-        pool = CheckerPool(workers=1, timeout_s=600.0)
-        await pool.start()
-        parent = family(pool)[-1]
+        reward = MathVerifyReward(MathVerifyConfig(workers=1, timeout_s=600.0))
+        await reward.setup()
+        parent = family(reward)[-1]
         parent.kill()
-        assert pool.checkers[0]._process is not None
-        await pool.checkers[0]._process.wait()
-        equal = await pool.check("1/2", "0.5")
-        await pool.close()
+        assert reward.checkers[0]._process is not None
+        await reward.checkers[0]._process.wait()
+        equal = await reward.check("1/2", "0.5")
+        await reward.close()
         return equal
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -301,51 +306,52 @@ async def test_check_whose_worker_is_killed_is_repeated_then_fails_the_episode(r
     killed: list[int] = []
     async with asyncio.timeout(60):
         while not check.done():
-            for child in family(reward.pool)[:-1]:
+            for child in family(reward)[:-1]:
                 if child.pid not in killed and not has_exited(child):
                     killed.append(child.pid)
                     child.kill()
             await asyncio.wait([check], timeout=0.01)
     with pytest.raises(CheckerCrash):
         await check
-    assert len(killed) == pools.TRIES
+    assert len(killed) == rewards.TRIES
     assert await reward.score("1/2", "0.5") == 1.0
 
 
 async def test_close_leaves_no_process():
-    pool = CheckerPool(workers=2, timeout_s=600.0)
-    await pool.start()
-    processes = family(pool)
+    reward = MathVerifyReward(MathVerifyConfig(workers=2, timeout_s=600.0))
+    await reward.setup()
+    processes = family(reward)
     assert len(processes) == 4
-    busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "x/2"))
+    busy = asyncio.ensure_future(reward.check("$9^{9^{9^{9}}}$", "x/2"))
     await asyncio.wait([busy], timeout=0.1)
     busy.cancel()
     await asyncio.gather(busy, return_exceptions=True)
-    await pool.close()
+    await reward.close()
     until_exited(*processes)
 
 
 async def test_checks_run_in_parallel_and_keep_their_answers():
-    pool = CheckerPool(workers=2, timeout_s=600.0)
-    await pool.start()
+    reward = MathVerifyReward(MathVerifyConfig(workers=2, timeout_s=600.0))
+    await reward.setup()
     try:
-        checks = [pool.check(f"it is ${n}/7$", f"\\frac{{{n - n % 2}}}{{7}}") for n in range(40)]
+        checks = [reward.check(f"it is ${n}/7$", f"\\frac{{{n - n % 2}}}{{7}}") for n in range(40)]
         assert await asyncio.gather(*checks) == [n % 2 == 0 for n in range(40)]
     finally:
-        await pool.close()
+        await reward.close()
 
 
 @pytest.mark.processes
 async def test_death_of_the_owner_ends_the_workers(tmp_path):
     code = """
 import asyncio, psutil
-from arealite.impl.reward.pool import CheckerPool
+from arealite.api.reward import MathVerifyConfig
+from arealite.impl.reward.math_verify import MathVerifyReward
 async def main():
-    pool = CheckerPool(workers=1, timeout_s=600.0)
-    await pool.start()
-    busy = asyncio.ensure_future(pool.check("$9^{9^{9^{9}}}$", "x/2"))
+    reward = MathVerifyReward(MathVerifyConfig(workers=1, timeout_s=600.0))
+    await reward.setup()
+    busy = asyncio.ensure_future(reward.check("$9^{9^{9^{9}}}$", "x/2"))
     await asyncio.wait([busy], timeout=0.1)
-    parent = psutil.Process(pool.checkers[0]._process.pid)
+    parent = psutil.Process(reward.checkers[0]._process.pid)
     print(parent.pid, parent.children()[0].pid, flush=True)
     await busy
 asyncio.run(main())
