@@ -312,7 +312,7 @@ class Datapipe:
         """End leases that workers will not finish; if `is_lost`, count a failed attempt."""
         for lease in leases:
             self.evals.release(lease, is_lost=is_lost)
-            (self.store.fail_lease if is_lost else self.store.end_lease)(lease)
+            self.store.end_lease(lease, is_lost=is_lost)
             self.requests.changed = True
 
     # ------------------------------------------------------------ the clock

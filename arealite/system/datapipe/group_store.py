@@ -81,12 +81,24 @@ class GroupStore:
         self._set_state(group, "leased")
         return lease
 
-    def end_lease(self, lease: Lease) -> None:
-        """Remove a lease; its unfinished members can be leased again."""
+    def end_lease(self, lease: Lease, *, is_lost: bool = False) -> None:
+        """Remove a lease; its unfinished members can be leased again.
+
+        Args:
+            lease: A lease that its worker will not finish, or has finished.
+            is_lost: Count a failed attempt for each unfinished member.
+        """
         group = self.groups.get(lease.group_id)
-        if group is not None and group.leases.pop(lease.lease_id, None) is not None:
-            self.ledger.put_group(group)
-            self._leasable[group.seq] = group
+        if group is None or lease.lease_id not in group.leases:
+            return
+        failure = Failure(LOST, "the worker exited, was silent, or does not list the lease")
+        for member in group.unfinished(group.leases[lease.lease_id]) if is_lost else ():
+            self._add_failure(group, member, lease.lease_id, failure)
+        del group.leases[lease.lease_id]
+        self.ledger.put_group(group)
+        self._leasable[group.seq] = group
+        if is_lost:
+            self._close_if_finished(group)
 
     def _resumable_turns(self, group: Group, members: Sequence[int]) -> list[TurnHeader]:
         """Return the stored turns from which members resume; delete them if they are too old.
@@ -104,17 +116,6 @@ class GroupStore:
         """Delete the stored turns of an episode that ended or starts from its beginning."""
         if group.turns.pop(member, None):
             self.ledger.delete_turns(group.group_id, member)
-
-    def fail_lease(self, lease: Lease) -> None:
-        """End a lease whose worker is lost; count a failed attempt for each unfinished member."""
-        group = self.groups.get(lease.group_id)
-        if group is None or lease.lease_id not in group.leases:
-            return
-        failure = Failure(LOST, "the worker exited, was silent, or does not list the lease")
-        for member in group.unfinished(group.leases[lease.lease_id]):
-            self._add_failure(group, member, lease.lease_id, failure)
-        self.end_lease(lease)
-        self._close_if_finished(group)
 
     def _makes_stale(self, group: Group, version: int) -> bool:
         """Return whether a lease of `version` (after a roll-back) would make a group too old."""

@@ -74,7 +74,7 @@ class History:
             self.store.add_turns(Progress("w", lease.lease_id, lease.group_id, [told]), [b"turn"])
             draw = self.rng.random()
             if draw < 0.2:
-                self.store.fail_lease(lease)
+                self.store.end_lease(lease, is_lost=True)
             elif draw < 0.4:
                 self.store.add_episode(failed(lease, lease.members[0]), [])
             else:

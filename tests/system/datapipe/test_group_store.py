@@ -165,11 +165,11 @@ def test_episode_that_always_kills_its_worker_fails_for_good(make: Make, policy:
     assert group
     lease = store.lease(group, worker_id="w", credit=2)
     store.add_episode(episode(lease, 0), [b""])
-    store.fail_lease(lease)
+    store.end_lease(lease, is_lost=True)
     assert group.leasable(2) == [1], "only what was not in is an attempt, and one is not enough"
     store.end_lease(store.lease(group, worker_id="w", credit=2))
     assert group.leasable(2) == [1], "a lease that was given up is no attempt"
-    store.fail_lease(store.lease(group, worker_id="w", credit=2))
+    store.end_lease(store.lease(group, worker_id="w", credit=2), is_lost=True)
     assert group.state == "filtered"
     assert store.counts["filtered:failed:worker_lost"] == 1
     assert sum(store.failed_window) == 0, "lost workers are not failing episodes"
@@ -180,7 +180,7 @@ def test_late_result_of_a_lost_lease_counts_once(make: Make) -> None:
     group = store.next_group()
     assert group
     lost = store.lease(group, worker_id="a", credit=2)
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     again = store.lease(group, worker_id="b", credit=2)
     assert again.lease_id != lost.lease_id
     store.add_episode(episode(lost, 0, reward=0.5), [b"late"])
@@ -195,7 +195,7 @@ def test_late_result_beyond_the_staleness_bound_is_ignored(make: Make) -> None:
     group = store.next_group()
     assert group
     lost = store.lease(group, worker_id="a", credit=1)
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     store.version = store.next_step = 5
     again = store.lease(group, worker_id="b", credit=1)
     store.add_episode(episode(lost, 0, version=0), [b""])
@@ -222,7 +222,7 @@ def test_turns_of_a_lost_lease_are_sent_with_the_next_lease(make: Make) -> None:
     tell(store, lost, turn(0), turn(0, member=1))
     tell(store, lost, turn(1))
     publish(store, 2)
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     group = store.groups[lost.group_id]
     assert group.start == 0, "what is kept may not get older than eta unseen"
     again = store.lease(group, worker_id="w2", credit=1)
@@ -237,7 +237,7 @@ def test_lease_without_turns_has_the_confirmed_version(make: Make) -> None:
     store = make(group_size=1)
     lost = lease_next(store)
     publish(store, 2)
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     again = lease_next(store)
     assert (again.group_id, again.version, again.turns) == ("g0", 2, [])
 
@@ -256,8 +256,8 @@ def test_turns_are_deleted_when_the_episode_ends(make: Make, end: str) -> None:
         store.add_episode(failed(lease, 1), [])
     else:
         store.add_episode(episode(lease, 1), [b""])
-        store.fail_lease(lease)
-        store.fail_lease(lease_next(store))
+        store.end_lease(lease, is_lost=True)
+        store.end_lease(lease_next(store), is_lost=True)
         assert store.counts["filtered:failed:worker_lost"] == 1
     left = {"finished": 1, "failed": 1, "given up": 0, "filtered": 0}[end]
     assert turns_in(store) == left
@@ -268,7 +268,7 @@ def test_progress_that_is_late_too_old_or_unleased_is_ignored(make: Make) -> Non
     store = make(group_size=2)
     lost = lease_next(store)
     tell(store, lost, turn(0))
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     publish(store, 1)
     again = lease_next(store)
     tell(store, lost, turn(1), turn(0), turn(0, member=1))  # its worker is alive after all
@@ -288,10 +288,10 @@ def test_turn_replaces_only_the_stored_turn_of_its_index(make: Make) -> None:
     store = make(group_size=1, max_attempts=9)
     lost = lease_next(store)
     tell(store, lost, turn(0), turn(1), turn(2), turn(2, seat="judge"))
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     other = lease_next(store)
     tell(store, other, turn(1))
-    store.fail_lease(other)
+    store.end_lease(other, is_lost=True)
     last = lease_next(store)
     assert last.turns == [turn(0), turn(1), turn(2), turn(2, seat="judge")]
     names = [b"g0.1.1 agent 0", b"g0.1.2 agent 1", b"g0.1.1 agent 2", b"g0.1.1 judge 2"]
@@ -303,7 +303,7 @@ def test_restart_restores_turns_attempts_and_failures(make: Make) -> None:
     lost = lease_next(store)
     tell(store, lost, turn(0), turn(1), turn(0, member=1), turn(0, member=2))
     store.add_episode(failed(lost, 1), [])
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     running = lease_next(store, credit=1)
     tell(store, running, turn(2))
     before = store.groups["g0"]
@@ -339,7 +339,7 @@ def test_resumed_episode_holds_batches_back(make: Make) -> None:
     assert train_step(store) == [0]
     run(store, lambda m: True)
     assert store.counts["complete"] == 1
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     assert train_step(store) is None, "g0 is due in batch 1"
     again = lease_next(store)
     assert (again.group_id, again.version) == ("g0", 0)
@@ -359,7 +359,7 @@ def test_turns_too_old_for_a_smaller_eta_are_deleted(make: Make, policy: str) ->
         store.add_episode(episode(lease, 0), [b""])
         assert train_step(store)
     store = make(again=store, max_staleness=1, **about)
-    store.fail_lease(slow)
+    store.end_lease(slow, is_lost=True)
     again = lease_next(store)
     assert (again.group_id, again.turns, again.version) == ("g0", [], 2)
     assert turns_in(store) == 0
@@ -374,7 +374,7 @@ def test_groups_too_old_for_a_smaller_eta_hold_no_batch_back(make: Make) -> None
     leases = [lease_next(store) for _ in range(4)]
     for lease in leases[1:]:
         store.add_episode(episode(lease, 0), [b""])
-    store.fail_lease(leases[0])
+    store.end_lease(leases[0], is_lost=True)
     store = make(again=store, max_staleness=0, **about)
     assert store.next_group() is None, "g0 would be a fourth one"
     assert train_step(store) == [0, 0]
@@ -389,7 +389,7 @@ def test_masked_tokens_may_have_any_age(make: Make) -> None:
     store = make(group_size=1, staleness_policy="mask", max_staleness=0)
     lost = lease_next(store)
     tell(store, lost, turn(0))
-    store.fail_lease(lost)
+    store.end_lease(lost, is_lost=True)
     store.version = store.next_step = 7
     assert lease_next(store).turns == [turn(0)]
 
@@ -432,7 +432,7 @@ def test_leases_lost_over_a_roll_back_do_not_block_batches(make: Make) -> None:
     held = [lease_next(store) for _ in range(3)]
     store.roll_back(3)
     for lease in held:
-        store.fail_lease(lease)
+        store.end_lease(lease, is_lost=True)
     publish(store, 3)
     ages: list[int] = []
     for _ in range(5):
@@ -474,7 +474,7 @@ def test_lost_episode_is_leased_even_if_no_group_fits_a_smaller_batch(make: Make
     store = make(again=store, group_size=2, num_groups=1, max_staleness=1, max_attempts=9)
     store.roll_back(0)
     publish(store, 0)
-    store.fail_lease(store.groups[lost.group_id].leases[lost.lease_id])
+    store.end_lease(store.groups[lost.group_id].leases[lost.lease_id], is_lost=True)
     assert train_step(store) is None, "policy wait waits for running and pending episodes"
     again = lease_next(store)
     assert (again.group_id, again.members) == (lost.group_id, [1])
@@ -495,7 +495,7 @@ def test_lease_after_a_roll_back_makes_no_group_too_old(make: Make) -> None:
     publish(store, 0)
     assert store.compose() and store.compose(), "a rank asks for the planned batches at once"
     for lease in held:
-        store.fail_lease(lease)
+        store.end_lease(lease, is_lost=True)
     given: list[Lease] = []
     while (group := store.next_group()) is not None:
         given.append(store.lease(group, worker_id="w", credit=2))
@@ -533,7 +533,7 @@ def test_failed_episode_backs_off_longer_each_time(
             now += 0.1
         rests.append(now - begin)
     assert rests == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], abs=0.11)
-    store.fail_lease(lease_next(store))
+    store.end_lease(lease_next(store), is_lost=True)
     assert store.next_group() is not None, "a dead worker is no reason to wait"
 
 
@@ -558,5 +558,5 @@ def test_at_most_one_batch_of_groups_is_created_beyond_the_last_step(make: Make)
         leases.append(store.lease(group, worker_id="w", credit=8))
     assert len(leases) == 3 * 2, "two batches, and one so that the last waits for no straggler"
     publish(store, 2)
-    store.fail_lease(leases[0])
+    store.end_lease(leases[0], is_lost=True)
     assert store.next_group() is None, "after the last step nobody needs it"

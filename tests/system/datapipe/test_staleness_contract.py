@@ -124,7 +124,7 @@ class Chaos(Trial):
     def lose(self, run: Running) -> None:
         """Lose a lease; its results may still arrive."""
         self.happened["lost"] = self.happened.get("lost", 0) + 1
-        self.store.fail_lease(run.lease)
+        self.store.end_lease(run.lease, is_lost=True)
         for other in self.running[run.lease.lease_id]:
             self.free += not (other.is_lost or other.is_over)
             other.is_lost = True

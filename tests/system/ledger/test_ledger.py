@@ -128,7 +128,7 @@ class Random:
     def lose(self) -> None:
         lease, _ = self.pick()
         if lease is not None:
-            self.store.fail_lease(lease)
+            self.store.end_lease(lease, is_lost=True)
 
     def compose(self) -> None:
         groups = self.store.compose()
@@ -226,7 +226,7 @@ def test_copy_taken_at_any_commit_is_consistent(tmp_path: Path) -> None:
         assert seen.offered == number + 1
         assert seen.groups[group.group_id].state == "leased"
         assert seen.groups[group.group_id].leasable(3) == []
-        seen.fail_lease(lease)
+        seen.end_lease(lease, is_lost=True)
         assert seen.groups[group.group_id].leasable(3) == [1]
         assert audit(copy / "ledger.sqlite").ok
         seen.ledger.close()
