@@ -12,6 +12,8 @@ import pytest_asyncio
 
 from arealite.api.gateway_config import GatewayConfig
 from arealite.impl.env.harness.env import HarnessEnv
+from arealite.impl.gateway.gateway import Gateway
+from arealite.impl.gateway.session import Session
 from tests.fakes.experiment import lease
 from tests.impl.env.harness.harnesses import collecting
 
@@ -30,10 +32,14 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARNESS_TOKEN", "hunter2")
 
 
-def url_of(collector: Any) -> str:
+def gateway_of(collector: Any) -> Gateway:
     env = collector.parts[""].env
     assert isinstance(env, HarnessEnv)
-    return env.gateway.url
+    return env.gateway
+
+
+def url_of(collector: Any) -> str:
+    return gateway_of(collector).url
 
 
 async def post(http: Any, url: str, key: dict[str, str], body: Any = None) -> Any:
@@ -84,16 +90,28 @@ async def test_session_is_not_silent_while_it_generates(http: aiohttp.ClientSess
     async with collecting(idle_s=0.05, **OPTIONS) as made:
         client: Any = made._agents.client
         client.gate.clear()
+        gateway, sessions = gateway_of(made), list[Session]()
+        lease_now = gateway.lease
+        assert lease_now
+
+        async def lease_busy() -> Session:
+            """Lease a session that is not silent before its request has come."""
+            sessions.append(await lease_now())
+            sessions[0].in_flight += 1
+            return sessions[0]
+
+        gateway.lease = lease_busy
         play = asyncio.create_task(made.run(lease(), 0))
-        sessions = f"{url_of(made)}/v1/rl/sessions"
-        _, leased = await post(http, sessions, TOKEN, {"wait_s": 10})
+        url = f"{gateway.url}/v1/rl/sessions"
+        _, leased = await post(http, url, TOKEN, {"wait_s": 10})
         asking = asyncio.create_task(ask(http, leased))
         await client.received(1)
+        sessions[0].in_flight -= 1
         with pytest.raises(TimeoutError):  # far longer than idle_s
             await asyncio.wait_for(asyncio.shield(play), 0.3)
         client.gate.set()
         await asking
-        await post(http, f"{sessions}/{leased['session_id']}/end", TOKEN)
+        await post(http, f"{url}/{leased['session_id']}/end", TOKEN)
         await play
 
 
