@@ -120,8 +120,7 @@ class Conversation:
         child = node.children[item.key] = self._child(node, self._exact(item))
         start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
         new, length = prompt.ids[start:] + output, len(prompt.ids) + len(output)
-        about = item.message, child, prompt.text, turns, response
-        sample = Sample(own, new, length, stop, *about)
+        sample = Sample(own, new, length, stop, item.message, child, turns, response)
         if self._newest is not None:
             self._newest.prompt_ids = []
         self._newest, sample.prompt_ids = sample, prompt.ids if output else []
@@ -340,22 +339,21 @@ class Conversation:
         """Return the prompt of a text or of tokens, which may continue an earlier completion."""
         tokenizer, known = self.renderer.tokenizer, self._completions
         size = len(tokenizer)
-        if not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < size:
+        if isinstance(prompt, str):
+            found = [each for each in known if prompt.startswith(each.text)]
+        elif not 0 <= min(prompt) <= max(prompt) < size:
             raise ApiError(400, f"prompt has ids that are not tokens. Ids are below {size}")
-        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-        best = Completion("", [], "edited" if known else "first")
-        for each in known:
-            is_text = isinstance(prompt, str)
-            is_start = (
-                text.startswith(each.text) if is_text else prompt[: len(each.ids)] == each.ids
-            )
-            best = each if is_start and len(each.ids) > len(best.ids) else best
-        if not isinstance(prompt, str):
-            ids = prompt
-        elif best.ids:
-            ids = best.ids + self.renderer.encode(prompt[len(best.text) :], best.ids)
         else:
-            ids = tokenize(tokenizer, prompt)
+            found = [each for each in known if prompt[: len(each.ids)] == each.ids]
+        anew = Completion("", [], "edited" if known else "first")
+        best = max(found, key=lambda each: len(each.ids), default=anew)
+        if not isinstance(prompt, str):
+            text, ids = tokenizer.decode(prompt), prompt
+        elif not best.ids:
+            text, ids = prompt, tokenize(tokenizer, prompt)
+        else:
+            new = self.renderer.encode(prompt[len(best.text) :], best.ids)
+            text, ids = prompt, best.ids + new
         origin = Origin(len(best.ids), len(ids) - len(best.ids), best.reason)
         best.reason = "edited"
         return Prompt(ids, origin, text=text)

@@ -248,10 +248,10 @@ class Renderer:
         """
         at = 0
         for number, turn in enumerate(turns):
-            if not text.startswith(turn.text, at):
+            if not text.startswith(turn.prompt.text, at):
                 return number, at, False
             mark, end = self._number("A", number), self.ending(kinds & TOOLS, turn.message).calls
-            start = at + len(turn.text)
+            start = at + len(turn.prompt.text)
             found = text.find(mark, start)
             is_kept = found >= 0 and self._keeps_thought(turn.message, number, text[start:found])
             if not is_kept or not text.startswith(end, found + len(mark)):

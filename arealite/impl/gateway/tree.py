@@ -87,7 +87,7 @@ class Sample:
     """A sampled answer."""
 
     prompt: Prompt
-    """Without its ids."""
+    """Without its ids. Its text is that between the answer before and this one."""
     new: list[int]
     """Tokens of prompt and answer after those of `prompt.base`."""
     length: int
@@ -97,8 +97,6 @@ class Sample:
     message: ChatMessage
     """Prepared for the template."""
     node: Node
-    text: str
-    """`Prompt.text`: text of the template between the answer before and this one."""
     turns: int
     """Number of answers in prompt and answer."""
     response: LLMResponse | None
