@@ -264,7 +264,7 @@ async def native(
                 mine, theirs = rates if repeat % 2 else rates[::-1]
                 add(found, f"native_ratio{name}", theirs / mine)
                 add(found, f"native_tokens_per_s{name}", mine)
-        bench.gateway._shared = None  # another model, another tokenizer
+        bench.gateway._renderer = bench.gateway.context = None  # another model, another tokenizer
 
 
 async def first(bench: Bench, address: str, model: Path, repeats: int, found: Measured) -> None:
@@ -282,7 +282,7 @@ async def first(bench: Bench, address: str, model: Path, repeats: int, found: Me
             if repeat:
                 add(found, "first_token_ms", played.result.first_ms - own.first_ms)
                 add(found, "first_token_server_ms", own.first_ms)
-        bench.gateway._shared = None
+        bench.gateway._renderer = bench.gateway.context = None
 
 
 @contextmanager
@@ -327,7 +327,7 @@ async def measure(options: argparse.Namespace) -> dict[str, float]:
         bench.profiler = cProfile.Profile(time.thread_time) if options.profile else None
         if only & {"cpu", "busy", "stall"}:
             await quick(bench, only, options.repeats, found)
-            bench.gateway._shared = None
+            bench.gateway._renderer = bench.gateway.context = None
         for kind, name, steps in (
             ("embedded", "", {"native", "first"}),
             ("sglang", "_sglang", {"sglang"}),

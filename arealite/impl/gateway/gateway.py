@@ -6,12 +6,10 @@ Each key belongs to one seat of one session. Errors have the form of the API of 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import math
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -30,7 +28,7 @@ from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.openapi import SESSIONS, decode_lease, decode_reward, describe
 from arealite.impl.gateway.rendering import Renderer
-from arealite.impl.gateway.reply import Reply, Shared
+from arealite.impl.gateway.reply import Reply
 from arealite.impl.gateway.session import RETRY, Session, SessionSeat, internal, session_ended
 from arealite.impl.http_guard import refusal_of_page
 from arealite.impl.http_limits import LimitedRunner
@@ -63,37 +61,42 @@ class Gateway:
             token: Token that agents need to take tasks; "": none can take tasks.
         """
         self.config, self.args, self._token = config, args, token.encode()
-        self.lease: Callable[[], Awaitable[Session]] | None = None
-        """Waits for a task that an agent can take, and opens its session; None: agents do not
-        take tasks. It is cancelled when the agent's request ends."""
+        self.offered = asyncio.Queue[Session]()
+        """Sessions that agents can take."""
         self.url = ""
+        self.context: int | None = None
+        """Context length of the servers; None: not known yet."""
+        self.warned = set[str]()
+        """Options of requests that were logged as ignored."""
         self.sessions: dict[str, Session] = {}
-        self._seats: dict[bytes, SessionSeat] = {}
-        """By hash of the key."""
-        self._ended: dict[bytes, None] = {}
-        """Hashes of the keys of ended sessions, oldest first."""
-        self._shared: Shared | None = None
-        self._stack = AsyncExitStack()
+        self._seats: dict[str, SessionSeat] = {}
+        """By key."""
+        self._ended: dict[str, None] = {}
+        """Keys of ended sessions, oldest first."""
+        self._renderer: Renderer | None = None
         hosts = (config.host, config.public_host, args.cluster.host, socket.gethostname())
         self._names = {"localhost", *(host.lower() for host in hosts if host)}
+        size = config.max_body_mb * 2**20
+        app = web.Application(middlewares=[self._serve], client_max_size=size)
+        for name, handler in self._routes().items():
+            app.router.add_route(*name.split(), handler)
+        self._runner = LimitedRunner(app, bodies=dict.fromkeys(APIS, size), shutdown_timeout=0.1)
 
-    async def start(self) -> None:
+    async def start(self, path: str = "") -> None:
         """Listen, and set `url`.
+
+        Args:
+            path: Path of a Unix socket at which the gateway listens, too; "": none.
 
         Raises:
             UserError: The address cannot be used.
         """
-        config, host = self.config, self.config.host or "127.0.0.1"
+        config, host, runner = self.config, self.config.host or "127.0.0.1", self._runner
         await asyncio.to_thread(check_address, host, config.port, at="gateway")
-        size = config.max_body_mb * 2**20
-        app = web.Application(middlewares=[self._serve], client_max_size=size)
-        for name, handler in self._routes().items():
-            method, path = name.split()
-            app.router.add_route(method, path, handler)
-        runner = LimitedRunner(app, bodies=dict.fromkeys(APIS, size), shutdown_timeout=0.1)
         await runner.setup()
-        self._stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, host, config.port).start()
+        if path:
+            await web.UnixSite(runner, path).start()
         public = self.args.cluster.host if host in ("0.0.0.0", "::") else host
         public = config.public_host or (f"[{public}]" if ":" in public else public)
         self.url = f"http://{public}:{runner.addresses[0][1]}"
@@ -102,7 +105,7 @@ class Gateway:
         """End all sessions, and stop listening."""
         for session in [*self.sessions.values()]:
             await session.close()
-        await self._stack.aclose()
+        await self._runner.cleanup()
 
     def open(self, task: Task, agents: Mapping[str, Agent]) -> Session:
         """Return a new session. The gateway must listen.
@@ -114,20 +117,23 @@ class Gateway:
         Raises:
             UserError: `gateway.parser` is no known format.
         """
-        if self._shared is None:
-            tokenizer = next(iter(agents.values())).tokenizer
-            family = family_of(tokenizer, self.config.parser)
-            self._shared = Shared(self.config, Renderer(tokenizer, family), self.url)
-        session = Session(task, agents, self._shared, lambda: self._forget(session))
+        session = Session(task, agents, self)
         self.sessions[session.id] = session
-        self._seats |= {_hash(seat.key): seat for seat in session.seats.values()}
+        self._seats |= {seat.key: seat for seat in session.seats.values()}
         return session
 
-    def _forget(self, session: Session) -> None:
+    def renderer(self, tokenizer: Any) -> Renderer:
+        """Return the renderer of all sessions."""
+        if self._renderer is None:
+            self._renderer = Renderer(tokenizer, family_of(tokenizer, self.config.parser))
+        return self._renderer
+
+    def forget(self, session: Session) -> None:
+        """Refuse the keys of a session from now on."""
         self.sessions.pop(session.id, None)
-        for name in [_hash(seat.key) for seat in session.seats.values()]:
-            self._seats.pop(name, None)
-            self._ended[name] = None
+        for seat in session.seats.values():
+            self._seats.pop(seat.key, None)
+            self._ended[seat.key] = None
         while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
@@ -198,11 +204,11 @@ class Gateway:
         ended, headers = False, request.headers
         scheme, _, bearer = headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         for key in (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")):
-            if seat := self._seats.get(name := _hash(key)):
+            if seat := self._seats.get(key):
                 return seat
             if self._token and hmac.compare_digest(key.encode(errors="replace"), self._token):
                 return None
-            ended = ended or name in self._ended
+            ended = ended or key in self._ended
         if ended:
             raise session_ended()
         text = "the API key is missing, or is not of a session of this gateway"
@@ -235,7 +241,7 @@ class Gateway:
             response = await _stream(request, reply, api)
         else:
             while not reply.is_done:
-                await reply.changed()
+                await reply.changed.wait()
             if reply.error is not None:
                 raise reply.error
             await _write(request, response := _json(reply.chunks[0]))
@@ -265,14 +271,17 @@ class Gateway:
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
         """Wait for a task; return it with the keys of its session."""
-        if self._seat(request) is not None or self.lease is None:
+        if self._seat(request) is not None:
             raise ApiError(403, "tasks need the token of gateway.token_env", "forbidden")
         wait_s = decode_lease(await request.read() or b"{}").wait_s
         try:
             async with asyncio.timeout(min(wait_s, MAX_LEASE_S)):
-                session = await self.lease()
+                while (session := await self.offered.get()).ended.is_set():
+                    pass
         except TimeoutError:
             raise ApiError(429, "no task is waiting; retry later", "no_task", RETRY) from None
+        session.touch()
+        session.leased.set()
         keys = {name: seat.key for name, seat in session.seats.items()}
         own = {"session_id": session.id, "task": session.task, "seats": keys}
         try:
@@ -281,7 +290,6 @@ class Gateway:
             text = "its agent disconnected before it received the key"
             session.fail(EpisodeError(f"{session.task.task_id}: {text}"))
             raise
-        session.touch()
         return response
 
     def _session(self, request: web.Request) -> Session:
@@ -325,10 +333,6 @@ class Gateway:
                 own = {"seat": seat, "sampled": sampled, "stop_reason": stop_reason}
                 turns.append(own | (msgspec.to_builtins(turn.origin) or {}))
         return _json(_describe(session) | {"turns": turns})
-
-
-def _hash(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _describe(session: Session) -> dict[str, Any]:
@@ -377,7 +381,7 @@ async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamRes
         if not data:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S):
-                    await reply.changed()
+                    await reply.changed.wait()
                 continue
             except TimeoutError:
                 data = api.keep_alive

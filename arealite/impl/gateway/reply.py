@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from arealite.api.gateway_config import GatewayConfig
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.base import log
 from arealite.base.errors import ContextOverflow
@@ -16,24 +15,11 @@ from arealite.impl.gateway.apis import Api
 from arealite.impl.gateway.conversation import Prompt
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest, Delta
 from arealite.impl.gateway.parser import Parser
-from arealite.impl.gateway.rendering import Renderer
 
 if TYPE_CHECKING:
     from arealite.impl.gateway.session import SessionSeat
 
 logger = log.get(__name__)
-
-
-@dataclass
-class Shared:
-    """What all sessions of a gateway use."""
-
-    config: GatewayConfig
-    renderer: Renderer
-    url: str
-    context: int | None = None
-    """Context length of the servers; None: not known yet."""
-    warned: set[str] = field(default_factory=set[str])
 
 
 class Reply:
@@ -53,11 +39,8 @@ class Reply:
         """Events that a client has received."""
         self.is_done = self.is_delivered = False
         self._deltas = asyncio.Queue[Delta | None]()
-        self._changed = asyncio.Event()
-
-    async def changed(self) -> None:
-        """Wait for the next chunk or the end."""
-        await self._changed.wait()
+        self.changed = asyncio.Event()
+        """Set for a moment after each chunk and at the end."""
 
     def finish(self, error: ApiError | None = None) -> None:
         """End the reply."""
@@ -74,8 +57,8 @@ class Reply:
             self.seat.deliver(self)
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed.clear()
+        self.changed.set()
+        self.changed.clear()
 
     async def run(self, api: Api, request: ChatRequest) -> None:
         """Generate the answers of the request, and encode them.
@@ -83,7 +66,7 @@ class Reply:
         An error before the first delta comes before the first event, so that it has a status. The
         model is called as in the request: Claude Code drops the thoughts of other models.
         """
-        session, model = self.seat.session, request.options.model or self.seat.shared.config.model
+        session, model = self.seat.session, request.options.model or self.seat.gateway.config.model
         if not self.is_stream:
             answers = await self._answers(request)
             self.chunks.append(api.encode(request, answers, model))
@@ -112,8 +95,8 @@ class Reply:
     async def _answers(self, request: ChatRequest) -> list[Answer]:
         """Generate `request.n` answers to one prompt."""
         prompt = await self.seat.conversation.ask(request)
-        template = self.seat.agent.tokenizer.get_chat_template(tools=request.tools or None)
-        if request.tools and "tools" not in template:
+        tools, tokenizer = request.tools, self.seat.agent.tokenizer
+        if tools and "tools" not in tokenizer.get_chat_template(tools=tools):
             fix = "remove them, or train a model whose template has tools"
             raise ApiError(400, f"tools: the model's chat template ignores them; {fix}")
         reason, stats = prompt.origin.reason, self.seat.session.stats
@@ -133,9 +116,9 @@ class Reply:
         self, request: ChatRequest, prompt: Prompt, sampling: SamplingConfig, index: int
     ) -> Answer:
         """Generate and parse one answer."""
-        seat, agent, shared = self.seat, self.seat.agent, self.seat.shared
+        seat, agent = self.seat, self.seat.agent
         name = secrets.token_hex(12) if index else self.id
-        parser = Parser(shared.renderer, request, prompt, id=name, index=index)
+        parser = Parser(seat.conversation.renderer, request, prompt, id=name, index=index)
 
         def push(deltas: list[Delta]) -> None:
             for delta in deltas if self.is_stream else ():
@@ -149,7 +132,7 @@ class Reply:
         try:
             response = await agent.generate(prompt.ids, sampling=sampling, **options)
         except ContextOverflow as error:
-            shared.context = len(prompt.ids) + error.room
+            seat.gateway.context = len(prompt.ids) + error.room
             sampling = choose_sampling(seat, request, len(prompt.ids))
             response = await agent.generate(prompt.ids, sampling=sampling, **options)
         self.responses.append(response)
@@ -166,25 +149,25 @@ def choose_sampling(seat: SessionSeat, request: ChatRequest, prompt: int) -> Sam
     Raises:
         ApiError: The context has no room left, or the trainer cannot use the temperature.
     """
-    run, shared = seat.agent.seat.sampling, seat.shared
+    run, gateway = seat.agent.seat.sampling, seat.gateway
     asked = {"temperature": request.temperature, "top_p": request.top_p}
     wanted = {k: v for k, v in asked.items() if v not in (None, getattr(run, k))}
     changes: dict[str, Any] = {"stop": [*run.stop, *request.stop]} if request.stop else {}
-    if wanted and shared.config.sampling == "request":
+    if wanted and gateway.config.sampling == "request":
         if wanted.get("temperature", 1) <= 0:
             text = "temperature must be above 0, and top_p must be in (0, 1], for training"
             raise ApiError(400, f"{text}; got {wanted}", "unsupported_value")
         changes |= wanted
     elif wanted:
         seat.session.stats["sampling_ignored"] += 1
-        if wanted.keys() - shared.warned:
-            shared.warned |= wanted.keys()
+        if wanted.keys() - gateway.warned:
+            gateway.warned |= wanted.keys()
             fix = "gateway.sampling=request uses them"
             logger.warning("sampling options of an agent are ignored", **wanted, hint=fix)
     room = run.max_new_tokens if request.max_tokens is None else request.max_tokens
-    room = room if shared.context is None else min(room, shared.context - prompt)
+    room = room if gateway.context is None else min(room, gateway.context - prompt)
     if room < 1:
-        what = f"the prompt has {prompt} tokens, and the model's context {shared.context}"
+        what = f"the prompt has {prompt} tokens, and the model's context {gateway.context}"
         fix = "Shorten the history that the agent sends, or raise llm_server.context_length."
         raise ApiError(400, f"{what}: no room for an answer. {fix}", "context_length_exceeded")
     if room < run.max_new_tokens:

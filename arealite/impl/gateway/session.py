@@ -10,9 +10,9 @@ import asyncio
 import hashlib
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from arealite.api.agent import Agent
 from arealite.api.task import Task
@@ -20,7 +20,10 @@ from arealite.base import errors, log
 from arealite.impl.gateway.apis import Api
 from arealite.impl.gateway.conversation import Conversation
 from arealite.impl.gateway.exchange import ApiError
-from arealite.impl.gateway.reply import Reply, Shared
+from arealite.impl.gateway.reply import Reply
+
+if TYPE_CHECKING:
+    from arealite.impl.gateway.gateway import Gateway
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -52,10 +55,10 @@ class Endpoint:
 class SessionSeat:
     """One seat of a session: its key, its conversation and its replies."""
 
-    def __init__(self, session: Session, agent: Agent, shared: Shared) -> None:
-        self.session, self.agent, self.shared = session, agent, shared
+    def __init__(self, session: Session, agent: Agent, gateway: Gateway) -> None:
+        self.session, self.agent, self.gateway = session, agent, gateway
         self.key = f"sk-{secrets.token_urlsafe(32)}"
-        self.conversation = Conversation(shared.renderer)
+        self.conversation = Conversation(gateway.renderer(agent.tokenizer))
         self._replies: dict[str, Reply] = {}
         """By name: the replies that a repeated request gets."""
         self._undelivered: dict[Reply, None] = {}
@@ -133,16 +136,16 @@ class Session:
     Its context closes it, and raises the session's error in place of the episode's other failure.
     """
 
-    def __init__(
-        self, task: Task, agents: Mapping[str, Agent], shared: Shared, on_close: Callable[[], None]
-    ) -> None:
+    def __init__(self, task: Task, agents: Mapping[str, Agent], gateway: Gateway) -> None:
         self.id = secrets.token_hex(16)
-        self.task, self.agents, self._on_close = task, agents, on_close
-        self.seats = {name: SessionSeat(self, agent, shared) for name, agent in agents.items()}
+        self.task, self.agents, self._gateway = task, agents, gateway
+        self.seats = {name: SessionSeat(self, agent, gateway) for name, agent in agents.items()}
         self.reported: tuple[float, dict[str, float]] | None = None
         """Reward and parts of POST …/reward."""
         self.answer = ""
         """Text of the last delivered answer."""
+        self.leased = asyncio.Event()
+        """Set when an agent elsewhere has taken the task."""
         self.ended = asyncio.Event()
         """Set by POST …/end, by `close`, and with `error`."""
         self.error: BaseException | None = None
@@ -153,7 +156,7 @@ class Session:
         self.in_flight = 0
         self.is_closed = False
         self._tasks = set[asyncio.Task[Any]]()
-        urls = f"{shared.url}/v1", shared.url, shared.config.model
+        urls = f"{gateway.url}/v1", gateway.url, gateway.config.model
         seats = {name: Endpoint(*urls, seat.key) for name, seat in self.seats.items()}
         self.endpoint = Endpoint(*urls, next(iter(self.seats.values())).key, seats)
         """Of the first seat."""
@@ -206,7 +209,7 @@ class Session:
         """Cancel running generations, and drop the turns that no client received."""
         self.is_closed = True
         self.ended.set()
-        self._on_close()
+        self._gateway.forget(self)
         try:
             for task in self._tasks:
                 task.cancel()

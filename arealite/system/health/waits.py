@@ -100,7 +100,7 @@ class Wait:
     @staticmethod
     @contextmanager
     def without_deadline() -> Generator[None]:
-        """Suspend the deadlines of the current task's waits; they begin anew after the body."""
+        """Pause the deadlines of the current task's waits; they begin anew after the body."""
         task = asyncio.current_task()
         waits = [wait for wait in table if wait._task is task]
         for wait in waits:

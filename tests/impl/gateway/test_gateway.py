@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arealite.base.errors import EpisodeError
-from arealite.impl.gateway.session import Session
+from arealite.impl.gateway import gateway as gateway_module
 from tests.fakes.gateway import CHAT, MESSAGES, Served, chat, serving
 from tests.waiting import eventually
 
@@ -135,14 +135,12 @@ async def lease(served: Served, **body: Any) -> tuple[int, Any]:
 
 
 async def test_agent_takes_a_task_reports_its_reward_and_ends(served: Served) -> None:
-    opened: list[Session] = []
-
-    async def open_session() -> Session:
-        opened.append(served.open("agent", "helper"))
-        return opened[-1]
-
-    served.gateway.lease = open_session
+    ended, session = served.open(), served.open("agent", "helper")
+    await ended.close()
+    for each in (ended, session):
+        served.gateway.offered.put_nowait(each)
     status, leased = await lease(served, wait_s=5)
+    assert session.leased.is_set() and not ended.leased.is_set()
     key, at = leased["api_key"], f"{SESSIONS}/{leased['session_id']}"
     assert (status, leased["task"]["prompt"]) == (200, "1+1=")
     assert ([*leased["seats"]], leased["seats"]["agent"]) == (["agent", "helper"], key)
@@ -158,7 +156,6 @@ async def test_agent_takes_a_task_reports_its_reward_and_ends(served: Served) ->
         assert (await served.send(key, bad, f"{at}/reward"))[0] == 400
     reward = {"reward": 0.5, "parts": {"style": 0.1}}
     assert (await served.send(key, reward, f"{SESSIONS}/current/reward"))[0] == 200
-    (session,) = opened
     assert session.reported == (0.5, {"style": 0.1})
     assert (await served.send(TOKEN, b"", f"{at}/end"))[0] == 200
     assert session.ended.is_set()
@@ -178,13 +175,6 @@ async def test_session_of_another_key_is_unknown(served: Served) -> None:
 
 
 async def test_lease_needs_the_token_and_a_waiting_task(served: Served) -> None:
-    assert (await lease(served))[0] == 403
-
-    async def never() -> Session:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    served.gateway.lease = never
     assert (await lease(served, wait_s=0))[0] == 429
     assert (await lease(served, wait_s="x"))[0] == 400
     key = served.open().endpoint.api_key
@@ -194,25 +184,16 @@ async def test_lease_needs_the_token_and_a_waiting_task(served: Served) -> None:
 
 
 async def test_session_fails_if_its_agent_disconnects_before_it_gets_the_key(
-    served: Served,
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, opened = asyncio.Event(), list[Session]()
+    async def disconnected(*_: object) -> None:
+        raise ConnectionResetError
 
-    async def take() -> Session:
-        asked.set()
-        try:
-            await asyncio.Event().wait()
-        finally:  # the agent disconnects at the moment when the task is taken
-            opened.append(served.open())
-            return opened[-1]  # noqa: B012
-
-    served.gateway.lease = take
-    asking = asyncio.ensure_future(lease(served))
-    await asked.wait()
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    await eventually(lambda: opened and opened[0].ended.is_set())
-    assert isinstance(opened[0].error, EpisodeError)
+    monkeypatch.setattr(gateway_module, "_write", disconnected)
+    served.gateway.offered.put_nowait(session := served.open())
+    await served.send(TOKEN, {}, SESSIONS)
+    assert session.ended.is_set()
+    assert isinstance(session.error, EpisodeError)
 
 
 async def test_openapi_describes_every_route(served: Served) -> None:

@@ -1,7 +1,7 @@
 """Process 1 of a harness's sandbox: run one program, and give it the gateway's port.
 
 The sandbox has a loopback of its own. This process listens there at the gateway's port, and passes
-each connection to a Unix socket of the rollout worker. `programs.py` sends the text of this file to
+each connection to the Unix socket of the gateway. `programs.py` sends the text of this file to
 a new Python process, so it imports nothing of the package.
 
 Arguments: the path of the Unix socket, the port, then the program's words. When stdin closes, this
@@ -27,19 +27,12 @@ async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-async def join(
-    near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
-    """Copy bytes in both directions until both ends are closed."""
-    await asyncio.gather(relay(near[0], far[1]), relay(far[0], near[1]))
-
-
 async def main(path: str, port: str, *command: str) -> None:
     """Serve the port while the program runs; exit with its code."""
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await join((reader, writer), await asyncio.open_unix_connection(path))
+        far_reader, far_writer = await asyncio.open_unix_connection(path)
+        await asyncio.gather(relay(reader, far_writer), relay(far_reader, writer))
 
     def parent_closed() -> None:
         if not os.read(0, CHUNK):

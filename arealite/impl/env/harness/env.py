@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from math import fsum
 from typing import Any, cast
 
@@ -60,14 +61,10 @@ class HarnessEnv(Env):
             raise UserError(f"{what}. Set exactly one of run, command and pull.")
         self.seats = tuple(config.seats)
         self.scorer = make_reward(config.reward)
-        self._is_scoring = False
-        self._lock = asyncio.Lock()
         token = read_token(config.gateway.token_env, f"{AT}gateway.")
         self.gateway = Gateway(config.gateway, args=args, token=token)
         self.programs = Programs(config) if config.command else None
         self.functions = Functions(config.run) if config.run else None
-        self._offered = asyncio.Queue[tuple[Session, asyncio.Event]]()
-        """Sessions that no agent has leased yet, and an event for the lease."""
 
     @classmethod
     def rows(cls, config: HarnessConfig, *, split: str, seed: int) -> Iterator[Row]:
@@ -76,19 +73,15 @@ class HarnessEnv(Env):
 
     async def setup(self) -> None:
         """Start the gateway, the event loop of functions, and the folder of programs."""
-        stack, gateway = self.cleanup, self.gateway
-        stack.push_async_callback(self.scorer.close)
-        if self.config.pull:
-            gateway.lease = self._lease
+        cleanup, gateway, programs = self.cleanup, self.gateway, self.programs
+        cleanup.push_async_callback(self.scorer.close)
         if self.functions:
-            self.functions.setup()
-            stack.callback(self.functions.close)
-        stack.push_async_callback(gateway.close)
-        await gateway.start()
+            self.functions.setup(cleanup)
+        if programs:
+            await programs.setup(cleanup)
+        cleanup.push_async_callback(gateway.close)
+        await gateway.start(programs.socket if programs else "")
         logger.info("gateway", url=gateway.url)
-        if self.programs:
-            stack.push_async_callback(self.programs.close)
-            await self.programs.setup(int(gateway.url.rpartition(":")[2]))
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Run the agent for one episode, and set its reward.
@@ -133,24 +126,16 @@ class HarnessEnv(Env):
             await self._wait_for_end(session)
             yield None, None
 
-    async def _lease(self) -> Session:
-        """Return the next task's session. Called for `POST /v1/rl/sessions`."""
-        while (offered := await self._offered.get())[0].ended.is_set():
-            pass
-        offered[1].set()
-        offered[0].touch()
-        return offered[0]
-
     async def _wait_for_end(self, session: Session) -> None:
         """Offer a session to agents elsewhere; return when an agent has ended it.
 
         Raises:
             HarnessSilent: The agent made no request for `idle_s`, and none is running.
         """
-        loop, idle_s, leased = asyncio.get_running_loop(), self.config.idle_s, asyncio.Event()
-        self._offered.put_nowait((session, leased))
+        loop, idle_s = asyncio.get_running_loop(), self.config.idle_s
+        self.gateway.offered.put_nowait(session)
         with Wait.without_deadline():
-            await leased.wait()
+            await session.leased.wait()
         while not session.ended.is_set():
             left = idle_s if session.in_flight else session.last_request + idle_s - loop.time()
             if left <= 0:
@@ -200,15 +185,17 @@ class HarnessEnv(Env):
             raise HarnessFailed(f"{path} returned rewards: {unknown('seat', wrong[0], seats)}")
         return {name: score_of(each, path) for name, each in found.items()}
 
+    @cached_property
+    def _scoring(self) -> asyncio.Task[None]:
+        """The setup of the reward function, which begins at its first use."""
+        return asyncio.create_task(self.scorer.setup())
+
     async def _score(self, task: Task, text: str, folder: dict[str, str]) -> Score:
-        """Score an answer with the reward function, which is set up before its first use."""
+        """Score an answer with the reward function."""
         if self.scorer.needs_truth and task.ground_truth is None:
             what = "the agent gave no reward, and the row has no ground_truth to score its answer"
             raise HarnessFailed(f"{what}. Return a reward, or set {AT}reward.type.")
-        async with self._lock:
-            if not self._is_scoring:
-                await self.scorer.setup()
-                self._is_scoring = True
+        await asyncio.shield(self._scoring)
         task = structs.replace(task, extra_info={**task.extra_info, **folder})
         found = await self.scorer.score_task(text, task)
         return found if isinstance(found, Score) else Score(found)

@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from traceback import extract_tb
 from typing import Any
 
@@ -53,15 +53,12 @@ class Functions:
         if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
             raise UserError(f"{option} is a generator. Return the reward, do not yield it.")
 
-    def setup(self) -> None:
-        """Start the event loop of coroutines."""
+    def setup(self, cleanup: AsyncExitStack) -> None:
+        """Start the event loop of coroutines. Its cleanup cancels them."""
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop, self._closed = self._runner.get_loop(), asyncio.Event()
+        cleanup.callback(self._loop.call_soon_threadsafe, self._closed.set)
         start(self._run_loop)
-
-    def close(self) -> None:
-        """Cancel all coroutines, and stop their event loop."""
-        self._loop.call_soon_threadsafe(self._closed.set)
 
     def _run_loop(self) -> None:
         with self._runner:

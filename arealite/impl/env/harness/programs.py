@@ -14,10 +14,11 @@ import stat
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -84,7 +85,6 @@ class Programs:
             UserError: They are not.
         """
         self.config = config
-        self._stack = AsyncExitStack()
         needed = {config.command[0]: "write the path of the program"}
         needed |= {"bwrap": "set sandbox=false"} if config.sandbox else {}
         for program, other in needed.items():
@@ -92,25 +92,17 @@ class Programs:
                 what = f"env.harness: the program {program} is not installed"
                 raise UserError(f"{what}. Install it, or {other}.")
 
-    async def setup(self, port: int) -> None:
-        """Make the folder of all episodes, and the socket that leads to the gateway's port.
+    async def setup(self, cleanup: AsyncExitStack) -> None:
+        """Make the folder of all episodes; remove the folders that killed workers left."""
+        parent, prefix = Path(tempfile.gettempdir()), f"arealite-harness-{os.getuid()}-"
+        self._root, lock = await asyncio.to_thread(make_locked, parent, prefix)
+        cleanup.callback(os.close, lock)
+        cleanup.callback(shutil.rmtree, self._root, ignore_errors=True)
 
-        The folders that killed workers left are removed.
-        """
-        parent = Path(tempfile.gettempdir())
-        root, lock = await asyncio.to_thread(
-            make_locked, parent, f"arealite-harness-{os.getuid()}-"
-        )
-        self._root, self._port = root, port
-        self._stack.callback(os.close, lock)
-        self._stack.callback(shutil.rmtree, root, ignore_errors=True)
-        if self.config.sandbox:
-            server = await asyncio.start_unix_server(self._connect, self._root / "gateway.sock")
-            self._stack.callback(server.close)
-
-    async def close(self) -> None:
-        """Remove the folder."""
-        await self._stack.aclose()
+    @property
+    def socket(self) -> str:
+        """Path at which the gateway must listen for confined programs; "": there are none."""
+        return str(self._root / "gateway.sock") if self.config.sandbox else ""
 
     @asynccontextmanager
     async def run(self, task: Task, endpoint: Endpoint) -> AsyncGenerator[Finished]:
@@ -128,7 +120,10 @@ class Programs:
             await asyncio.to_thread(self._write_task, folder, task, endpoint)
             inside = INSIDE if self.config.sandbox else str(folder)
             words = self.config.check_task(task, inside)
-            yield await self._run(words, folder, self._environment(endpoint, inside))
+            guarded = ["/bin/sh", "-c", GUARD, "sh", *words]
+            if self.config.sandbox:
+                guarded = self._confine(words, folder, urlsplit(endpoint.base_url).port)
+            yield await self._run(guarded, folder, self._environment(endpoint, inside))
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -156,11 +151,8 @@ class Programs:
     async def _run(
         self, words: list[str], folder: Path, environment: Mapping[str, str]
     ) -> Finished:
-        command = ["/bin/sh", "-c", GUARD, "sh", *words]
-        if self.config.sandbox:
-            command = self._confine(words, folder)
         try:
-            process = await spawn(command, cwd=folder, env=dict(environment))
+            process = await spawn(words, cwd=folder, env=dict(environment))
         except OSError as error:
             raise HarnessFailed(f"the program cannot be started: {error}") from error
         assert process.stdout and process.stderr
@@ -180,22 +172,15 @@ class Programs:
             raise HarnessFailed(f"{how_ended(code)}: {lines}")
         return Finished(folder, text)
 
-    def _confine(self, words: list[str], folder: Path) -> list[str]:
-        """Return the command that runs `words` in bubblewrap."""
-        socket = str(self._root / "gateway.sock")
-        binds = ["--bind", str(folder), INSIDE, "--bind", socket, SOCKET, "--cap-drop", "ALL"]
+    def _confine(self, words: list[str], folder: Path, port: int | None) -> list[str]:
+        """Return the command that runs `words` in bubblewrap, with the gateway at `port`."""
+        binds = ["--bind", str(folder), INSIDE, "--bind", self.socket, SOCKET, "--cap-drop", "ALL"]
         readable = [os.path.abspath(os.path.expanduser(path)) for path in self.config.readable]
         readable += [sys.base_prefix, *(f"/etc/{name}" for name in READABLE)]
         outer = bubblewrap(readable, DISK, binds=binds, folder=INSIDE)
         code = Path(confined.__file__).read_text()
         python = [os.path.realpath(sys.executable), "-I", "-S", "-c", code]
-        return [*outer, *python, SOCKET, str(self._port), *words]
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass a connection out of a sandbox to the gateway."""
-        with suppress(OSError):
-            far = await asyncio.open_connection("127.0.0.1", self._port)
-            await confined.join((reader, writer), far)
+        return [*outer, *python, SOCKET, str(port), *words]
 
 
 async def keep_tail(pipe: asyncio.StreamReader, kept: bytearray) -> None:
