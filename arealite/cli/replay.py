@@ -7,6 +7,7 @@ processes resume from a checkpoint in a temporary folder. The run's folder is on
 import argparse
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -105,7 +106,7 @@ def load(file: Path) -> ExperimentConfig:
 
 async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
     """Run the ranks of a segment to their end; return 0, or the exit code of the first cause."""
-    from arealite.impl.launcher.processes import rank_environments, spawn, threads
+    from arealite.impl.launcher.processes import end_all, rank_environments, spawn, threads
     from arealite.impl.launcher.supervisor import Budget, Role
 
     command = [sys.executable, "-m", "arealite.cli.main", "replay", *words]
@@ -119,7 +120,7 @@ async def run_ranks(segment: Segment, words: Sequence[str]) -> int:
         dead = await ranks.end()
         return max(dead.code, 1) if dead else 0
     finally:
-        await ranks.clear()
+        await end_all(ranks.children, signal.SIGKILL)
 
 
 def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) -> int:
