@@ -1,7 +1,5 @@
 """Options of the adapters for third-party environments."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Options of the built-in agents."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

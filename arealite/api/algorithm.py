@@ -3,8 +3,6 @@
 The formulas are in `arealite/algo/`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 from typing import Literal

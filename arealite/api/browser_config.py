@@ -1,7 +1,5 @@
 """Options of environments in a real browser."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

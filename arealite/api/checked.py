@@ -1,7 +1,5 @@
 """Check that an agent's `act` returns an Action."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Options of the collector, which runs episodes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Config classes hold all defaults. YAML files hold only values that differ from them.
 """
 
-from __future__ import annotations
-
 import getpass
 from dataclasses import dataclass
 from pathlib import Path

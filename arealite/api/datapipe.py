@@ -1,7 +1,5 @@
 """Options of the datapipe, the process between rollout workers and trainer."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

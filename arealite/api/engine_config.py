@@ -1,7 +1,5 @@
 """Options of train engines, optimizers and checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

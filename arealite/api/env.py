@@ -1,7 +1,5 @@
 """The environment interface: one episode is one call of the coroutine `run`."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """Options of an environment: its type, its runtime, and the options of each type."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from arealite.api import adapter_config as adapters

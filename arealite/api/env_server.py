@@ -4,8 +4,6 @@ The wire format is OpenEnv's: JSON over a WebSocket, one reply to each message. 
 format of observations and actions to the environment; here they are EnvObservation and Step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 

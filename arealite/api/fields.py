@@ -4,8 +4,6 @@
 field. Loading a config checks the ranges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from typing import Any

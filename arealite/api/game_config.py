@@ -1,7 +1,5 @@
 """Options of the built-in environments: mathematics, debate, games."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The metric-logger interface. A logger gets one flat dict of numbers per step."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Observations with choices and tools, and the tool calls of an action."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import msgspec

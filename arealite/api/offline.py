@@ -1,7 +1,5 @@
 """Options of the offline trainers (sft, dpo, reward), which need no servers and no workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

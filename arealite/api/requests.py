@@ -1,7 +1,5 @@
 """A Request: what an environment with `reset()` and `step(actions)` sends to an actor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """The reward-function interface: score an answer against its ground truth."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Self

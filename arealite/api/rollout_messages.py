@@ -5,8 +5,6 @@ is at least once: a message may arrive twice, and its id makes it idempotent. Ea
 the process that fills the message.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from arealite.api.task import Task

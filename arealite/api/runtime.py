@@ -1,7 +1,5 @@
 """Options of an environment's runtime: the worker, a child process, or another host."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The root configs of `arealite eval` and `arealite collect`: a run's options and their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

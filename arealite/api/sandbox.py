@@ -1,7 +1,5 @@
 """Options of the sandbox, which runs programs of a model, and the result of a program."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 from typing import Literal

@@ -1,7 +1,5 @@
 """The task: a row of the data set, as environments get it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tool interface: a function that agents can call, with its JSON schema."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from typing import Any

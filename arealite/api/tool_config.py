@@ -1,7 +1,5 @@
 """Options of the tools environment and of the built-in tools."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

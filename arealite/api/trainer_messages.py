@@ -3,8 +3,6 @@
 A sender repeats a request until it is answered. Its step or id makes it idempotent.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from arealite.api.trajectory import Count, Ranks, TrajectoryHeader

@@ -1,7 +1,5 @@
 """Options of every process of a trial: names, seed, cluster."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from arealite.api.fields import opt, sub

@@ -4,8 +4,6 @@ Hosts that share a folder may have clocks that differ by minutes. The age of a f
 computed with the clock of the folder, which also sets modification times.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -3,8 +3,6 @@
 The kernel releases a lock when its process exits, so a lock is never stale.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

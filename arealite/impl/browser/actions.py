@@ -3,8 +3,6 @@
 This module needs no browser: it parses actions and refuses invalid ones by their text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from urllib.parse import urljoin, urlsplit

@@ -4,8 +4,6 @@ A page runs untrusted scripts that may hang, crash or navigate at any moment. So
 has a deadline, and a failed request fails the episode with a failure class for its reason.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager, suppress

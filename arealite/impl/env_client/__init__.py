@@ -1,7 +1,5 @@
 """Environments outside the rollout worker: servers, sessions and child processes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from arealite.api.env import Env, envs

@@ -3,8 +3,6 @@
 A child that crashes, hangs or leaks memory is replaced. Only its own episodes fail.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

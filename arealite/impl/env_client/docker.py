@@ -4,8 +4,6 @@ A container is removed when it crashes or hangs, when the environment is closed,
 exits. If even the guard of a container was killed, the next start of the trial removes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

@@ -4,8 +4,6 @@ Episodes that run on a lost server fail and are offered again. The server gets n
 answers again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable

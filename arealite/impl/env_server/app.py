@@ -4,8 +4,6 @@ A server of several environments has these routes again for each of them, below 
 environments run in the same event loop: an environment that blocks it blocks all sessions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable

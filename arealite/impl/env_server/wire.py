@@ -1,7 +1,5 @@
 """Wire format shared by environment servers and their clients: messages, limits, failures."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import TypeVar

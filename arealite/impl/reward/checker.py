@@ -21,8 +21,6 @@ If the truth is a number, the answer must be one computed number: `35+8`, `86/2`
 `{40, 43}` are no answers. math-verify compares everything else.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

@@ -4,8 +4,6 @@ The comparison is SQuAD's (Rajpurkar et al., 2016): without case, punctuation an
 `math_verify` for numbers.
 """
 
-from __future__ import annotations
-
 import re
 
 from arealite.api.reward import Reward

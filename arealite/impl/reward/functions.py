@@ -11,8 +11,6 @@ A function gets the values that its parameters name:
 A path may also name a `Reward` class. If a function returns None, it does not count for the row.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from functools import partial

@@ -6,8 +6,6 @@ check or crashes the checker has reward 0 and the part `unchecked`. If a check g
 is killed for another reason, the episode fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

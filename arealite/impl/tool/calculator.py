@@ -1,7 +1,5 @@
 """A calculator: it parses expressions with `ast` and computes with exact fractions."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -1,7 +1,5 @@
 """Text files of an episode, kept in memory. The agent's paths are never used on the disk."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tool `python`: each call runs one program, in the sandbox or in Monty."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """The tool `search`: full-text search (SQLite FTS5) in a local knowledge base."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sqlite3

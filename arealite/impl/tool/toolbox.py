@@ -3,8 +3,6 @@
 The toolbox checks the arguments of each call and truncates long answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal, NamedTuple

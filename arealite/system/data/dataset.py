@@ -3,8 +3,6 @@
 Rows are checked before a run starts, and an error names the file and line of the row.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Also checks chat messages, and prepares them for chat templates.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Checks that prompts fit the model's tokenizer and the servers' context. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes collected trajectories to a Parquet or JSONL file, which `dataset.train` of sft reads."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 An interrupted command resumes from this file and generates no sample twice.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping

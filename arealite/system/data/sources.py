@@ -3,8 +3,6 @@
 Each row comes with its place, such as "data.jsonl, line 3", for errors.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

@@ -3,8 +3,6 @@
 The list depends only on the config and the files, so every process builds the same list.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

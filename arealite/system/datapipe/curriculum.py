@@ -5,8 +5,6 @@ rows are of one class. The state is read from the ledger, so a resumed run draws
 an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import random
 import sqlite3
 from collections import Counter

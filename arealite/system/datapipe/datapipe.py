@@ -4,8 +4,6 @@ One event loop reacts to messages, to commits of the ledger, and to a clock (eve
 module sends and receives the messages; the state is in `group_store`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

@@ -3,8 +3,6 @@
 The state is in memory only: after a restart the trainer requests an unfinished evaluation again.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A group is open until it is filtered or its batch is trained. Each change is que
 This module has no sockets and no event loop, so tests can run random histories on it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence

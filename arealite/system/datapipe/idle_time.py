@@ -3,8 +3,6 @@
 Under staleness policy `wait`, the datapipe holds a full batch back for slow episodes.
 """
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -4,8 +4,6 @@ An invalid message is counted and stops no process. An invalid episode counts as
 so its member is leased again.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ the number of running episodes falls as episodes end. The load of each server is
 in the name registry. The launcher reads the desired number of workers from the datapipe's entry.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

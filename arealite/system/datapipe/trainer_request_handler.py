@@ -4,8 +4,6 @@ A request may arrive several times, also after a restart of the datapipe. Its an
 each time.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ At the end of a run, only the records since the last checkpoint are left to audi
 dropped only after it passed an audit.
 """
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 

@@ -4,8 +4,6 @@ Each state message of a worker lists all its leases. A lease that is missing fro
 with a message or a restart. It is sent again, or its members are leased again. No episode is lost.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -4,8 +4,6 @@ The functions have no side effects. The launcher, which kills blocked processes,
 use them, so both report the same findings.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -3,8 +3,6 @@
 The text fits on one screen. The launcher prints it, too, before it gives up.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -3,8 +3,6 @@
 The launcher's console and `arealite top`, which may run on another machine, use this reader.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A separate thread writes them, because the rest of the process may hang. Errors 
 suppressed. `diagnosis` reads the files.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextvars

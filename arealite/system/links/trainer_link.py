@@ -3,8 +3,6 @@
 All calls block. There is no event loop, because a rank has no other work while it waits.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

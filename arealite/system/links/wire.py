@@ -4,8 +4,6 @@ The event loop watches a plain ZeroMQ socket. zmq.asyncio creates a future for e
 costs more than the message itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

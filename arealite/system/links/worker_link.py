@@ -3,8 +3,6 @@
 The link reconnects to a restarted datapipe by itself; the worker needs no code for that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

@@ -3,8 +3,6 @@
 The processes of a trial derive their token and their ZeroMQ keys from it.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import re

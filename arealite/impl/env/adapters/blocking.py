@@ -4,8 +4,6 @@ A thread cannot be stopped. If an episode is cancelled during a call, the thread
 the call returns, and the environment is closed afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Base class and seeded rows for adapters of environments from other packages."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager

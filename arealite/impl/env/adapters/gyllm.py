@@ -4,8 +4,6 @@ A step returns Requests (`arealite.api.requests`), or GyLLM's dicts. The name of
 suffix, as in "agent::key=value".
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections import defaultdict

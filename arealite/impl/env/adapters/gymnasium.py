@@ -3,8 +3,6 @@
 Actions must be texts or numbered.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapter of OpenEnv servers: observations become text, and the agent's text becomes an action."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

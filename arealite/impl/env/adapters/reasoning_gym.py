@@ -5,8 +5,6 @@ Scorers need Python objects that JSON would change: after a round trip through J
 rearc score their own answer 0.05.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -1,6 +1,6 @@
 """Split the source of a test into cases. `harness.py` runs the cases."""
 
-from __future__ import annotations
+from __future__ import annotations  # `compile` hands it on to the tests
 
 import ast
 from collections.abc import Iterator

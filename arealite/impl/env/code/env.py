@@ -4,8 +4,6 @@ A program cannot read the expected results and cannot report itself as right. It
 compared in this module, and asserts run in a separate process of the sandbox (`harness.py`).
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -4,7 +4,7 @@ This process is forked before the tests are read, and all its files except two p
 the program knows no expected values, and its only output is its functions' results as plain data.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # `compile` hands it on to the programs
 
 import json
 import operator

@@ -3,8 +3,6 @@
 Level 1 asks for one expression. Levels 2 to 5 ask for a function with as many steps.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Types that JSON lacks have a name in the encoding. Answers are decoded to plain 
 no comparison method of a program runs in the process that judges it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Each observation holds the rules, the claim and all speeches so far, so agents need no memory.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

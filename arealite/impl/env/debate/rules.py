@@ -4,8 +4,6 @@ The rules count words and do not understand them. Use them for first experiments
 a model as judge for anything else.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise

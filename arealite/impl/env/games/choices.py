@@ -1,7 +1,5 @@
 """Find the choice that an answer names. All games use this module."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

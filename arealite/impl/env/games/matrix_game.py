@@ -3,8 +3,6 @@
 Each observation holds the rules, the payoffs and all earlier choices.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from itertools import product, repeat

@@ -3,8 +3,6 @@
 A model's tokens hold several letters, so long texts are hard even for large models.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Iterator, Sequence

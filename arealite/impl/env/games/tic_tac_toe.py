@@ -3,8 +3,6 @@
 Each observation holds the rules and the board, so agents need no memory.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import count

@@ -3,8 +3,6 @@
 It is the shortest environment. Copy it to write a new one.
 """
 
-from __future__ import annotations
-
 import random
 import time
 import zlib

@@ -4,8 +4,6 @@ Kinds: arithmetic, algebra, word (a situation) and multi_step (a story with seve
 Higher levels, 1 to 5, have larger numbers, longer expressions, harder equations, longer stories.
 """
 
-from __future__ import annotations
-
 import random
 
 Question = tuple[str, int]

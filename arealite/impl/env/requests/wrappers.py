@@ -4,8 +4,6 @@ A wrapper stands between an environment and the agent of a seat. So it works in 
 and for Requests (`make(name, wrappers=[…])`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Sequence
 from copy import copy
 from functools import partial

@@ -4,8 +4,6 @@ Each check gives 0 or 1, and a task's score is their product. Source of the rule
 (Zhou et al. 2023, arXiv:2307.13854, section 3.2) and the fields of its published tasks.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Awaitable, Callable, Mapping
