@@ -43,7 +43,7 @@ function callsIn(text) {
       const call = JSON.parse(body), given = JSON.stringify(call.arguments ?? call.parameters ?? {});
       return make("span", { className: "call" }, make("b", {}, String(call.name)), ` ${given}`);
     } catch {
-      return make("span", { className: "call bad" }, `what cannot be read: ${body.trim()}`);
+      return make("span", { className: "call bad" }, `malformed call: ${body.trim()}`);
     }
   });
 }
@@ -77,19 +77,22 @@ function scaleOf(mode, known, step) {
     chip("\u00a0".repeat(20), `linear-gradient(to right, ${stops})`), `${format(top)} ${high}`] };
 }
 
-/** Return where a segment begins to differ from another segment, and why; "" for the first one. */
+/** Return why a segment began, and how it differs from an earlier segment; "" for the first one. */
 function originOf({ ids, segments, turns }, index, begin) {
-  const reason = turns[index]?.[0]?.[2];
+  const [start, , reason] = turns[index]?.[0] ?? [];
   if (!reason || reason === "first") return "";
-  let best = 0, from = 0, other = 0;
+  let best = 0, from = 0, whole = 0, other = 0;
   segments.forEach((length, number) => {
-    const most = Math.min(length, segments[index]);
+    const [at, , why] = turns[number][0], most = Math.min(length, segments[index]);
+    const isEarlier = why === "first" || at < start || (at === start && number < index);
     let same = 0;
-    while (number !== index && same < most && ids[other + same] === ids[begin + same]) same++;
-    if (same > best) [best, from] = [same, number + 1];
+    while (isEarlier && same < most && ids[other + same] === ids[begin + same]) same++;
+    if (same > best) [best, from, whole] = [same, number + 1, length];
     other += length;
   });
-  return from ? `: ${reason}, leaves segment ${from} after ${plural(best, "token")}` : `: ${reason}`;
+  const how = best === segments[index] ? "repeats" : best === whole ? "continues" : "leaves";
+  const after = how === "leaves" ? ` after ${plural(best, "token")}` : "";
+  return from ? `: ${reason}, ${how} segment ${from}${after}` : `: ${reason}`;
 }
 
 class Detail {
@@ -205,7 +208,7 @@ class Detail {
     return make("section", { className: isSampled ? "block policy" : "block", dataset: { role: shown } },
       make("h5", {}, isSampled ? `policy, turn ${turn}` : shown,
         make("small", {}, plural(end - begin, "token") + (receipt
-          ? `; prompt: ${count(receipt[1])} taken, ${count(receipt[0] - receipt[1])} rendered` : "")), isSampled ? callsIn(text) : []), words);
+          ? `; prompt tokens: ${count(receipt[1])} reused, ${count(receipt[0] - receipt[1])} new` : "")), isSampled ? callsIn(text) : []), words);
   }
 
   paint() {

@@ -86,7 +86,7 @@ function drawLedger({ ledger }) {
     "interrupted", "weight_versions", "max_staleness"];
   const panels = {
     Balance: [rows([["", ["groups", "tokens"]], ...balance]),
-      make("ul", {}, guarantees, ledger.notes.map((note) => make("li", {}, note)))],
+      make("ul", {}, guarantees, [ledger.turns, ...ledger.notes].filter(Boolean).map((note) => make("li", {}, note)))],
     Counts: [rows(facts.map((name) => [name.replaceAll("_", " "), [ledger[name]]]))],
     "Failed episodes, by class": [counted(ledger.failures_by_class, ledger.examples)],
     "Filtered groups, by reason": [counted(ledger.filtered_by_reason)],

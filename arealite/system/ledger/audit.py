@@ -295,7 +295,8 @@ class Audit:
         for turn in chain(*decode_receipts(payload)):
             tally["turns"] += 1
             tally["taken"] += turn.taken
-            tally["rendered"] += turn.start - turn.taken
+            tally["new"] += turn.start - turn.taken
+            tally["sampled"] += turn.length
             if turn.reason not in ("", "first"):
                 tally[f"branch {turn.reason}"] += 1
 
@@ -347,8 +348,10 @@ class Audit:
             return ""
         reasons = ", ".join([f"{reason} {count}" for reason, count in found.most_common()])
         branches = f"{found.total()} branches" + (f" ({reasons})" if reasons else "")
-        tokens = f"{now['taken']} tokens taken, {now['rendered']} rendered anew"
-        return f"{now['turns']} turns certified: {tokens}, {branches}"
+        wrong = [len(v) for k, v in self.problems["broken"].items() if "(receipt:" in k]
+        checked = f"{now['turns']} turns certified, {sum(wrong)} trajectories wrong"
+        prompts = f"prompt tokens: {now['taken']} reused, {now['new']} new"
+        return f"{checked}: {now['sampled']} sampled tokens; {prompts}; {branches}"
 
     def _notes(self) -> Iterator[str]:
         if self.dropped:

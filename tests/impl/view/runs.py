@@ -174,15 +174,18 @@ def page_data(file: Path) -> dict[str, Any]:
     return {name: zlib.decompress(b64decode(packed)) for name, packed in blocks}
 
 
-def branched_session() -> list[Segment]:
-    """Return a session of four turns in two segments: the third is a branch."""
+BRANCHED = (
+    ([1, 2], Origin(0, 2, "first")),
+    ([1, 2, 7, 8, 3], Origin(4, 1)),
+    ([1, 2, 4], Origin(2, 1, "edited")),
+    ([1, 2, 7, 8, 3, 7, 8, 5], Origin(7, 1)),
+)
+
+
+def branched_session(turns: Sequence[tuple[list[int], Origin]] = BRANCHED) -> list[Segment]:
+    """Return a session; as a default one of two segments, because the third turn is a branch."""
     record = Record()
-    for prompt, origin in [
-        ([1, 2], Origin(0, 2, "first")),
-        ([1, 2, 7, 8, 3], Origin(4, 1)),
-        ([1, 2, 4], Origin(2, 1, "edited")),
-        ([1, 2, 7, 8, 3, 7, 8, 5], Origin(7, 1)),
-    ]:
+    for prompt, origin in turns:
         turn = record.begin(prompt, SamplingConfig(), origin)
         record.add(turn, LLMResponse([7, 8], [-0.5, -0.25], [0, 1], "stop"))
     return make_segments(record.turns)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from arealite.api.episode import Origin
 from arealite.base.names import RunPaths
 from arealite.impl.view import report_rows
 from arealite.impl.view.report import write_report
@@ -450,10 +451,30 @@ def test_branches_and_origins_of_a_session_are_shown(tmp_path: Path, opened: Ope
             "Segment 2 of 2",
         ]
         assert texts(page, "#detail .policy h5 small") == [
-            "2 tokens; prompt: 2 taken, 1 rendered",
-            "2 tokens; prompt: 0 taken, 2 rendered",
-            "2 tokens; prompt: 4 taken, 1 rendered",
-            "2 tokens; prompt: 7 taken, 1 rendered",
+            "2 tokens; prompt tokens: 2 reused, 1 new",
+            "2 tokens; prompt tokens: 0 reused, 2 new",
+            "2 tokens; prompt tokens: 4 reused, 1 new",
+            "2 tokens; prompt tokens: 7 reused, 1 new",
+        ]
+        assert "4 turns certified, 0 trajectories wrong: 8 sampled" in page.inner_text("#ledger")
+
+
+def test_segments_of_equal_tokens_point_only_at_earlier_ones(tmp_path: Path, opened: Open) -> None:
+    first, again = Origin(0, 2, "first"), Origin(2, 0, "resampled")
+    turns = [([1, 2], first), ([1, 2], again), ([1, 2], again), ([1, 2, 7, 8, 3], Origin(4, 1))]
+    root, segments = tmp_path / "run", branched_session([*turns, ([1, 4], Origin(1, 1, "edited"))])
+    make_tokenizer(root / "model", [f" w{number}." for number in range(9)])
+    own = replace(branched_header(segments, 0), turns=5, trained_tokens=10)
+    paths = make_run(root, [(0, own, segments)])
+    write_report(paths, paths.report, most=100)
+    with opened(paths.report) as page:
+        page.locator("#grid [data-row]").first.click()
+        page.wait_for_selector("#detail[data-row='0']")
+        assert texts(page, "#detail h4") == [
+            "Segment 1 of 4",
+            "Segment 2 of 4: resampled, repeats segment 1",
+            "Segment 3 of 4: resampled, continues segment 1",
+            "Segment 4 of 4: edited, leaves segment 1 after 1 token",
         ]
 
 

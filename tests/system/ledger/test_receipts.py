@@ -80,12 +80,14 @@ def test_audit_finds_a_wrong_receipt_by_its_trajectory(name: str, tmp_path: Path
     tamper, what = TAMPERED[name]
     report = audited(tmp_path, tamper(branched_session()))
     assert report.broken == [f"1 payloads differ from their header ({what}): g0/1/agent"]
+    assert report.turns.startswith("4 turns certified, 1 trajectories wrong")
 
 
 def test_audit_counts_turns_tokens_and_branches(tmp_path: Path) -> None:
     report = audited(tmp_path, branched_session())
     assert report.ok, report.table()
-    line = "8 turns certified: 26 tokens taken, 10 rendered anew, 2 branches (edited 2)"
+    line = "8 turns certified, 0 trajectories wrong: 16 sampled tokens; "
+    line += "prompt tokens: 26 reused, 10 new; 2 branches (edited 2)"
     assert report.turns == line
     assert line in report.table().splitlines()
 
