@@ -115,7 +115,7 @@ class Conversation:
             self._completions.append(Completion(text + (answer.stop_string or stop), ids))
             return
         message = answer.message()
-        item = Item(key_of(message), self._acceptable(message, prompt, output, stop))
+        item = Item(key_of(message), self._acceptable(node, message, prompt, output, stop))
         turns = prompt.base.turns + 1 if prompt.base else 1
         child = node.children[item.key] = self._child(node, self._exact(item))
         start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
@@ -128,14 +128,13 @@ class Conversation:
         self._samples[answer.id] = sample
 
     def _acceptable(
-        self, message: ChatMessage, prompt: Prompt, output: list[int], stop: str
+        self, node: Node, message: ChatMessage, prompt: Prompt, output: list[int], stop: str
     ) -> ChatMessage:
         """Return an answer in a form that the template accepts, at worst as its whole text."""
-        kinds = prompt.node.kinds & TOOLS if prompt.node else 0
         bare = {**message, "reasoning_content": ""}
         for tried in (message, bare, {**bare, "tool_calls": tool_calls(message)[:1]}):
             with suppress(ApiError):
-                self.renderer.ending(kinds, tried)
+                self.renderer.ending(node.kinds & TOOLS, tried)
                 return self.renderer.prepare(tried)
         text = decode(self.renderer.tokenizer, output)
         return {"role": "assistant", "content": prompt.opening + text.removesuffix(stop)}

@@ -64,7 +64,6 @@ class Renderer:
         schema = {"type": "object", "properties": {}, "required": []}
         tool = {"name": self._number("F", 0), "description": "", "parameters": schema}
         self._tools = [{"type": "function", "function": tool}]
-        self._is_json_text = False
         self._is_json_text = "tool_calls" in source and self._needs_json()
 
     def encode(self, text: str, before: Sequence[int]) -> list[int]:
