@@ -4,8 +4,6 @@ This module holds the collective operations and the checkpoints. The modules bes
 model, the batches, the optimizer and the files of a Hugging Face folder.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import deque
@@ -83,7 +81,7 @@ class FSDPEngine(TrainEngine):
         self._optimizer = Optimizer(self.module, training) if training else None
         self._skips_adapter = False
 
-    def without_adapter(self) -> FSDPEngine:
+    def without_adapter(self) -> "FSDPEngine":
         """Return a frozen engine on the same parameters that skips the adapters.
 
         It has the outputs of the model before training, and needs no additional memory.

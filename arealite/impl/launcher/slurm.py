@@ -3,8 +3,6 @@
 A role's number determines its node among the nodes of its part. Steps share the CPUs of a node.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets
@@ -40,7 +38,7 @@ class Nodes:
     """CPUs of the node with the fewest."""
 
     @classmethod
-    def of(cls, number: int, is_alone: bool) -> Nodes:
+    def of(cls, number: int, is_alone: bool) -> "Nodes":
         """Read Slurm's environment variables of component `number` of the job."""
         suffix = "" if is_alone else f"_HET_GROUP_{number}"
         try:

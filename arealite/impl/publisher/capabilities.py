@@ -4,8 +4,6 @@ Versions of SGLang differ in pause modes, weight-update sessions and routes. No 
 on a version number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +31,7 @@ class Capabilities:
     dp: int
 
     @classmethod
-    def read(cls, spec: Json, info: Json, meta: Json) -> Capabilities:
+    def read(cls, spec: Json, info: Json, meta: Json) -> "Capabilities":
         """Read capabilities from the server's answers.
 
         Args:

@@ -3,8 +3,6 @@
 The trainers use torch.distributed only through this module, so tests run without a second process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -44,7 +42,7 @@ class World:
         return self.rank == 0
 
     @classmethod
-    def init(cls, *, threads: int, seed: int) -> World:
+    def init(cls, *, threads: int, seed: int) -> "World":
         """Initialise torch.distributed from RANK, WORLD_SIZE and MASTER_*; one rank without them.
 
         Args:
