@@ -13,7 +13,7 @@ from arealite.impl.gateway.apis.shared import Api, Block, Body, Deltas, Events, 
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 
 STOP = {"stop": "end_turn", "stop_string": "end_turn", "calls": "tool_use", "length": "max_tokens"}
-STEPS = {"added": "start", "done": "stop"}
+STEPS = {"added": "start", "delta": "delta", "done": "stop", "end": ""}
 DELTAS = {"text": "text", "thought": "thinking", "call": "input_json"}
 """Type of a delta, and but for calls its field, by `Block.kind`."""
 
@@ -31,7 +31,7 @@ class Messages(Api):
     """POST /v1/messages and POST /v1/messages/count_tokens."""
 
     request_type = MessageBody
-    function_type, server_error = "custom", "api_error"
+    function_type = "custom"
     keep_alive = sse({"type": "ping"})
 
     def read(self, body: MessageBody) -> dict[str, Any]:
@@ -53,8 +53,7 @@ class Messages(Api):
         message |= {"stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
         yield sse({"type": "message_start", "message": message})
         async for step, block, delta in shared.steps(deltas):
-            name = STEPS.get(step, step)
-            event: dict[str, Any] = {"type": f"content_block_{name}", "index": block.index}
+            event: dict[str, Any] = {"type": f"content_block_{STEPS[step]}", "index": block.index}
             if step == "added":
                 yield sse({**event, "content_block": _block(block, "")})
             elif step == "delta":

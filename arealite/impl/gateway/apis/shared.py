@@ -71,7 +71,6 @@ class Api(ABC):
     """Sent while a stream has no other events."""
     function_type = "function"
     """Type of a tool that the client runs."""
-    server_error = "server_error"
 
     def __init__(self) -> None:
         reasons = [FIELDS["refused"][api].items() for api in ("all", type(self).__name__)]
@@ -97,14 +96,14 @@ class Api(ABC):
             if value and value != FIELDS["neutral"].get(path):
                 raise ApiError(400, f"{path} is not supported: remove it. {why}", "unsupported")
         tools = read_tools(body.tools, self.function_type)
-        names, stop = ("max_tokens", "temperature", "top_p"), body.stop or ()
+        names = ("max_tokens", "temperature", "top_p")
         made: dict[str, Any] = {name: getattr(body, name) for name in names}
-        made |= {"tools": [schema for schema, *_ in tools.values()]}
+        made["tools"] = [schema for schema, *_ in tools.values()]
         made["tool_choice"] = read_choice(body.tool_choice, tools)
         is_single = getattr(body.tool_choice, "disable_parallel_tool_use", False)
         made["is_parallel"] = body.parallel_tool_calls is not False and not is_single
         made |= {"is_stream": bool(body.stream), "logprobs": bool(body.logprobs), "n": body.n or 1}
-        made["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        made["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return ChatRequest(options=body, **made | self.read(body))
 
     @abstractmethod
@@ -136,7 +135,7 @@ class Api(ABC):
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the body of an error."""
-        kind = "invalid_request_error" if error.status < 500 else self.server_error
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
         about = {"type": ERRORS.get(error.status, kind), "message": error.message}
         return {"error": {**about, "param": None, "code": error.code or None}}
 
