@@ -7,7 +7,6 @@ ChatRequest to a prompt. `parser` converts sampled tokens to Deltas and an Answe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -33,8 +32,7 @@ class ApiError(Exception):
         self.status, self.message, self.code, self.headers = status, message, code, headers or {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatRequest:
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request for answers."""
 
     items: list[bytes]
@@ -44,7 +42,7 @@ class ChatRequest:
     """Text or tokens of /v1/completions, which has no messages."""
     previous: str = ""
     """`Answer.id` whose conversation the items continue; "": the items are the whole history."""
-    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tools: list[dict[str, Any]] = []
     """OpenAI function schemas: {"type": "function", "function": {"name", …}}."""
     tool_choice: str = "auto"
     """"auto", "none", "required", or "=NAME" for the tool that must be called."""

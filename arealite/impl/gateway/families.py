@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from arealite.base.data import read_toml
 from arealite.base.errors import UserError
@@ -45,8 +45,7 @@ class CallError(Exception):
         self.at = at
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
+class Family(msgspec.Struct, frozen=True, kw_only=True):
     """How the models of a family write thoughts and tool calls."""
 
     name: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any
@@ -206,15 +205,14 @@ def sse(data: dict[str, Any]) -> bytes:
     return b"%bdata: %b\n\n" % (name.encode(), line)
 
 
-@dataclass
-class Block:
+class Block(msgspec.Struct):
     """One thought, text or call of an answer."""
 
     kind: str
     """As of Delta; "" if no block is open."""
     index: int = 0
     call: Call | None = None
-    parts: list[str] = field(default_factory=list[str])
+    parts: list[str] = []
 
     @property
     def text(self) -> str:
