@@ -263,7 +263,7 @@ def test_hostile_text_is_not_executed(paths: RunPaths, opened: Open) -> None:
         assert "".join(shown) == "user" + HOSTILE + ODD + "<tool_call>{never closed" + "\ufffd"
         assert page.locator("#detail img").count() == 0
         assert page.title() == f"{paths.root.parent.name}/run · AReaLite report"
-        assert "cannot be read" in (texts(page, "#detail .call"))[0]
+        assert texts(page, "#detail .call")[0].startswith("malformed call: {never closed")
 
 
 def test_filters_sorting_and_keys(paths: RunPaths, opened: Open) -> None:
