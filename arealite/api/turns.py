@@ -42,6 +42,8 @@ class Turn(msgspec.Struct, eq=False):
     """Number of the generation within its seat, by start time, from 0."""
     is_stored: bool = False
     """Whether the datapipe has this turn."""
+    next_state: str = ""
+    """Text of the next observation. Filled by ObservingCollector."""
     origin: Origin | None = None
     """None: the agent did not tell."""
     parent: Turn | None = None

@@ -10,9 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
-
-from msgspec.structs import replace
 
 from arealite.api.agent import Agent
 from arealite.api.config import ExperimentConfig
@@ -20,14 +17,12 @@ from arealite.api.episode import Action
 from arealite.api.observation import messages
 from arealite.api.rollout_messages import Failure, Lease
 from arealite.api.task import Task
-from arealite.api.trajectory import decode_segments, encode_segments
 from arealite.base.errors import RoleError
-from arealite.impl.rollout.collector import Agents, Collector, Part, Played
+from arealite.impl.rollout.collector import Agents, Collector, Part
 from arealite.system.data.samples import Samples
 from arealite.system.datapipe.group_store import FAILURE_WINDOW
 from arealite.system.health.waits import is_cancelled
 from arealite.system.ledger.group import back_off_s, too_many_failures
-from arealite.system.ledger.payloads import payload_sum
 
 Job = tuple[int, Task, int]
 """(number of the task, the task, number of the sample)."""
@@ -36,41 +31,23 @@ Job = tuple[int, Task, int]
 class ObservingCollector(Collector):
     """A collector that adds `next_state` to segments."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._seen = dict[tuple[str, int], dict[str, dict[int, str]]]()
-        """The observations of each episode and seat, by the number of tokens sampled before."""
-
-    async def run(self, lease: Lease, member: int, turns: Sequence[bytes] = ()) -> Played:
-        """Run one episode; see Collector.run."""
-        episode, payloads = await super().run(lease, member, turns)
-        seen = self._seen.pop((lease.group_id, member), {})
-        for number, header in enumerate(episode.headers):
-            segments, sampled = decode_segments(payloads[number]), 0
-            for i, segment in enumerate(segments):
-                sampled += segment.loss_mask.count(1)
-                segments[i] = replace(segment, next_state=seen[header.seat].get(sampled, ""))
-            payloads[number] = encode_segments(segments)
-            episode.headers[number] = replace(header, payload_sum=payload_sum(payloads[number]))
-        return episode, payloads
-
     def _make_agents(self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]) -> Agents:
         agents = super()._make_agents(part, lease, member, turns)
-        seats = self._seen[lease.group_id, member] = {name: dict[int, str]() for name in agents}
-        for name, agent in agents.items():
-            watch(agent, seats[name])
+        for agent in agents.values():
+            watch(agent)
         return agents
 
 
-def watch(agent: Agent, seen: dict[int, str]) -> None:
-    """Add the text of each observation of an agent to `seen`."""
+def watch(agent: Agent) -> None:
+    """Add the text of each observation of an agent to its latest turn."""
     act = agent.act
 
     async def watched(observation: object) -> Action:
-        sampled = sum(len(turn.response.output_ids) for turn in agent.record.turns)
-        with suppress(TypeError):  # an agent may accept other observations than messages
-            texts = [str(each.get("content") or "") for each in messages(observation)]
-            seen.setdefault(sampled, "\n".join(texts))
+        turns = agent.record.turns
+        if turns and not turns[-1].next_state:
+            with suppress(TypeError):  # an agent may accept other observations than messages
+                texts = [str(each.get("content") or "") for each in messages(observation)]
+                turns[-1].next_state = "\n".join(texts)
         return await act(observation)
 
     setattr(agent, "act", watched)  # noqa: B010  (a method)
