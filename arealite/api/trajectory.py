@@ -7,7 +7,7 @@ the payload as bytes. Shapes: T = tokens of one segment.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -109,31 +109,7 @@ def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Segment])
-
-
-def encode_segments(segments: list[Segment]) -> bytes:
-    """Pack a trajectory's segments into one payload frame."""
-    return _encoder.encode(segments)
-
-
-class _Receipts(msgspec.Struct):
-    turns: list[TurnReceipt] = []
-
-
-_receipts = msgspec.msgpack.Decoder(list[_Receipts])
-
-
-def decode_receipts(payload: bytes) -> list[list[TurnReceipt]]:
-    """Return the receipts of each segment, without its tokens."""
-    return [segment.turns for segment in _receipts.decode(payload)]
-
-
-def decode_segments(payload: bytes | memoryview) -> list[Segment]:
-    """Unpack a payload frame.
-
-    Raises:
-        msgspec.DecodeError: The bytes are not a payload.
-    """
-    return _decoder.decode(payload)
+encode_segments: Callable[[list[Segment]], bytes] = msgspec.msgpack.Encoder().encode
+"""Pack a trajectory's segments into one payload frame."""
+decode_segments = msgspec.msgpack.Decoder(list[Segment]).decode
+"""Unpack a payload frame; bytes that are no payload raise `msgspec.MsgspecError`."""

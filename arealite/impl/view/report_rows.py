@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from arealite.api.trajectory import TrajectoryHeader, decode_receipts, decode_segments
+from arealite.api.trajectory import TrajectoryHeader, decode_segments
 from arealite.base.names import RunPaths
 from arealite.system.ledger import token_stats
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
@@ -39,6 +39,10 @@ TOKEN = np.dtype([
 ])  # fmt: skip
 """The page's record of a token. `age` is its policy version less the trajectory's oldest; NaN means
 unknown. Age, logprob, advantage and difference are 0 where the policy did not sample the token."""
+
+
+Tree = list[list[tuple[int, int, str]]]
+"""By segment: start, reused tokens and reason of each turn."""
 
 
 class GroupRow(NamedTuple):
@@ -125,19 +129,24 @@ class Chunks:
         Search reads the first block only.
         """
         names = [row.header.trajectory_id for row in rows]
-        ids, known = list[np.ndarray](), list[np.ndarray]()
+        ids, known, trees = list[np.ndarray](), list[np.ndarray](), list[Tree]()
         payloads = read_payloads(self._ledger, names, dropped=b"")
         for row, payload in zip(rows, payloads, strict=True):
-            arrays = self._arrays(row.header, payload)
+            arrays, turns = self._arrays(row.header, payload)
+            trees.append(turns)
             ids.append(arrays["tokens"])
             known.append(self._known(row, arrays))
         tokens = np.concatenate(ids)
         self.ids |= set(np.unique(tokens).tolist())
-        trees = msgspec.json.encode([_turns(payload) for payload in payloads])
-        return planes(tokens), planes(np.concatenate(known)), trees
+        return planes(tokens), planes(np.concatenate(known)), msgspec.json.encode(trees)
 
-    def _arrays(self, header: TrajectoryHeader, payload: bytes) -> dict[str, np.ndarray]:
-        """Return FIELDS over all segments; zeros if the payload contradicts the header."""
+    def _arrays(
+        self, header: TrajectoryHeader, payload: bytes
+    ) -> tuple[dict[str, np.ndarray], Tree]:
+        """Return FIELDS over all segments, and the turns.
+
+        If the payload contradicts the header, return zeros and [].
+        """
         with suppress(msgspec.MsgspecError, ValueError):
             segments = decode_segments(payload)
             found = {
@@ -146,11 +155,11 @@ class Chunks:
             }
             sizes = {len(array) for array in found.values()}
             if sizes == {header.num_tokens} and found["loss_mask"].sum() == header.trained_tokens:
-                return found
+                return found, [[(t.start, t.taken, t.reason) for t in s.turns] for s in segments]
         self.unreadable += bool(payload)  # an empty one was dropped
         blank = {name: np.zeros(header.num_tokens, kind) for name, kind in FIELDS.items()}
         blank["loss_mask"][: header.trained_tokens] = 1
-        return blank
+        return blank, []
 
     def _known(self, row: Row, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """Return TOKEN of a row's tokens."""
@@ -165,14 +174,6 @@ class Chunks:
         fits = {len(array) for array in pair} == {int(mask.sum())}
         known["advantage"][mask], known["difference"][mask] = pair if fits else (np.nan, np.nan)
         return known
-
-
-def _turns(payload: bytes) -> list[list[tuple[int, int, str]]]:
-    """Return (start, tokens taken, reason) of the turns of each segment; [] if it was dropped."""
-    with suppress(msgspec.MsgspecError):
-        segments = decode_receipts(payload)
-        return [[(turn.start, turn.taken, turn.reason) for turn in own] for own in segments]
-    return []
 
 
 def planes(values: np.ndarray) -> bytes:

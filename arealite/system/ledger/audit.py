@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from arealite.api.trajectory import decode_receipts
+from arealite.api.trajectory import decode_segments
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
@@ -292,7 +292,7 @@ class Audit:
     @staticmethod
     def _count_turns(payload: bytes, tally: Counter[str]) -> None:
         """Count the turns of a payload, the origin of their prompts' tokens, and branches."""
-        for turn in chain(*decode_receipts(payload)):
+        for turn in chain(*[segment.turns for segment in decode_segments(payload)]):
             tally["turns"] += 1
             tally["taken"] += turn.taken
             tally["new"] += turn.start - turn.taken
