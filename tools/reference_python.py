@@ -132,6 +132,7 @@ def signature(function: Any) -> str:
     found = inspect.signature(function)
     own = [p for n, p in found.parameters.items() if n not in ("self", "cls")]
     whole = re.sub(r"(: |-> )'([^']+)'", r"\1\2", str(found.replace(parameters=own)))
+    whole = re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", whole)  # names without their modules
     if len(whole) < 90:
         return whole
     inside, _, returned = whole[1:].rpartition(") -> ")
