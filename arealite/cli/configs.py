@@ -69,20 +69,19 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
     files = [files] if isinstance(files, Path) else files
     import_plugins(_imports(files, overrides))
     check_derived()
-    return base_config.load(schema, files, overrides, parts(), is_saved=is_saved)
+    parts = {config: table.configs for config, table in TABLES.items()}
+    return base_config.load(schema, files, overrides, parts, is_saved=is_saved)
 
 
-def parse(schema: type[C], argv: Sequence[str], *, command: str, description: str) -> C:
+def parse(schema: type[Root], argv: Sequence[str], *, command: str, description: str) -> Root:
     """Parse a command line; return its config."""
     default = CONFIG_DIR / ("llm_server.yaml" if schema is ServerConfig else "async_ppo.yaml")
     layers = options.CommandLine(command, description, schema, default).parse(argv)
     return with_model(load(schema, layers.files, layers.overrides))
 
 
-def with_model(config: C) -> C:
+def with_model(config: Root) -> Root:
     """Return a config whose `model.path` is a folder; see model_folder.local_folder."""
-    if not isinstance(config, ExperimentConfig | ServerConfig):
-        return config
     return replace(config, model=replace(config.model, path=local_folder(config.model.path)))
 
 
@@ -168,11 +167,6 @@ def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
             config = replace(config, trial_name=f"{config.trial_name}-stage{number}")
         made.append(config)
     return made
-
-
-def parts() -> base_config.Parts:
-    """Return the config classes of registered third-party parts, by kind of part."""
-    return {config: table.configs for config, table in TABLES.items()}
 
 
 def _fields(config: object) -> Sequence[str]:
