@@ -63,9 +63,8 @@ class World:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = rendezvous(rank, size)
         elif size > 1:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            listener = socket.create_server((host, port)) if rank == 0 else None
-            store = open_store(host, port, size, TIMEOUT, listener=listener)
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = open_store(address if rank else socket.create_server(address), size, TIMEOUT)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         return cls(rank, size)
 

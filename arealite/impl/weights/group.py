@@ -13,21 +13,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-
-def open_store(
-    host: str, port: int, world_size: int, timeout: timedelta, *, listener: socket.socket | None
-) -> TCPStore:
-    """Return the store of the rendezvous; rank 0 serves it on `listener`, which this call consumes.
-
-    Without a listener, torch would listen on every interface.
-    """
-    descriptor = listener.detach() if listener else None
-    return TCPStore(
-        host, port, world_size, listener is not None, timeout=timeout, master_listen_fd=descriptor
-    )
-
-
 Address = tuple[str, int] | socket.socket
+"""Where the store of a rendezvous listens: on rank 0 the listening socket."""
+
+
+def open_store(address: Address, world_size: int, timeout: timedelta) -> TCPStore:
+    """Return the store of the rendezvous; rank 0 serves it on its socket, which this call consumes.
+
+    Without a socket, torch would listen on every interface.
+    """
+    if not isinstance(address, socket.socket):
+        return TCPStore(*address, world_size, timeout=timeout)
+    host, port = address.getsockname()[:2]
+    descriptor = address.detach()
+    return TCPStore(host, port, world_size, True, timeout=timeout, master_listen_fd=descriptor)
 
 
 def join(
@@ -36,7 +35,7 @@ def join(
     """Join the group `name` whose rank 0 listens at `address`; blocks until all ranks have joined.
 
     Args:
-        address: on rank 0 the listening socket, which this call consumes.
+        address: see open_store.
         name: new for every group, because a store remembers the ranks of an earlier group.
         seconds: limit of the wait and of every later collective.
 
@@ -44,9 +43,7 @@ def join(
         RuntimeError, OSError: some ranks did not join in time, or the port is taken.
     """
     timeout = timedelta(seconds=seconds)
-    listener = address if isinstance(address, socket.socket) else None
-    host, port = address.getsockname()[:2] if isinstance(address, socket.socket) else address
-    store = open_store(host, port, world_size, timeout, listener=listener)
+    store = open_store(address, world_size, timeout)
     kind, keys, label = c10d.Backend(backend), c10d.PrefixStore(name, store), cast(Any, name)
     group: Any = c10d._new_process_group_helper(
         world_size, rank, [], kind, keys, group_name=label, timeout=timeout
