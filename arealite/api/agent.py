@@ -31,6 +31,11 @@ class Agent(ABC):
     shared: Any = None
     """The object that `share` created for all agents of this config; None without one."""
 
+    def __init_subclass__(cls) -> None:
+        """Check the results of `act`. The class does it: an agent has no reference to itself."""
+        if "act" in vars(cls):
+            setattr(cls, "act", checked(cls.act))  # noqa: B010  (a method)
+
     def __init__(self, config: Any, *, client: LLMClient, tokenizer: Tokenizer, seat: Seat) -> None:
         self.config = config
         self.client = client
@@ -124,8 +129,8 @@ class AgentFactory:
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
         """Return a new agent for one seat of one episode; None: a default seat."""
-        make, own = checked(agents.get(config.type)), agents.options(config)
-        agent = make(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
+        kind, own = agents.get(config.type), agents.options(config)
+        agent = kind(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
         agent.shared = self._shared.get(id(config))
         return agent
 
