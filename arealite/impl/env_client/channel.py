@@ -4,8 +4,6 @@ OpenEnv's messages have no ids, so the client cannot distinguish an unexpected m
 answer. An unexpected message ends the session.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
@@ -78,7 +76,7 @@ class ServerState:
     """Episodes of this worker that are running on the server."""
     started: int = 0
     """Episodes that this worker has started on the server."""
-    channels: set[Channel[Any]] = field(default_factory=set)
+    channels: "set[Channel[Any]]" = field(default_factory=set)
 
     @property
     def name(self) -> str:

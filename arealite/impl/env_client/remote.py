@@ -3,8 +3,6 @@
 The agents stay in the worker, with their tokens. Observations, actions and rewards are sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets
@@ -40,7 +38,7 @@ class Hosted(msgspec.Struct):
     name: str
     seats: tuple[str, ...]
     resumable: bool
-    environments: list[Hosted] = []
+    environments: "list[Hosted]" = []
     """All environments of the server; [] in a description of one of them."""
 
 

@@ -3,8 +3,6 @@
 The environment is not changed. The session passes it agents whose `act` waits for a step message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid
@@ -40,7 +38,7 @@ class RemoteSeat(Agent):
 
     trainable = False
 
-    def __init__(self, name: str, session: Session, *, trainable: bool) -> None:
+    def __init__(self, name: str, session: "Session", *, trainable: bool) -> None:
         unused, seat = cast(Any, None), Seat(name, episode_id=str(session.episode_id))
         super().__init__(None, client=unused, tokenizer=unused, seat=seat)
         self.trainable = trainable

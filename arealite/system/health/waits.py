@@ -4,8 +4,6 @@ Each process has one table of waits. Vitals write the table to a file, and `area
 the tables of all roles to explain a hang.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading
@@ -68,7 +66,7 @@ class Wait:
     deadline: float = field(default=math.inf, init=False)
     """The deadline on the event loop's clock."""
     _task: asyncio.Task[object] | None = field(default=None, init=False)
-    _timer: _Timer | None = field(default=None, init=False)
+    _timer: "_Timer | None" = field(default=None, init=False)
     _base: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:

@@ -4,8 +4,6 @@ The games use Python's global random state. So each game has its own state, whic
 calls, and one call runs at a time.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -53,7 +51,7 @@ class TextArenaEnv(Env):
         with constructing(given, "env_id, players or kwargs"):
             await self._threads.call(self.begin, 0)
 
-    def begin(self, seed: int) -> Game:
+    def begin(self, seed: int) -> "Game":
         """Create and reset a game. This call blocks."""
         make = import_optional("textarena", extra_requirement("envs")).make
         return Game(lambda: make(self.config.env_id, **self.config.kwargs), len(self.seats), seed)
