@@ -3,8 +3,6 @@
 Reinforcement learning needs a model that is sometimes right; this one is right in 30 % of cases.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -3,8 +3,6 @@
 Demo, tests and benchmarks use it: they need a Hugging Face folder without a network.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
