@@ -6,7 +6,6 @@ ChatRequest to a prompt. `parser` converts sampled tokens to Deltas and an Answe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -22,14 +21,11 @@ class ApiError(Exception):
         status: HTTP status.
         message: What is wrong, and the fix.
         code: Machine-readable name, such as "context_length_exceeded".
-        headers: Further headers, such as Retry-After.
     """
 
-    def __init__(
-        self, status: int, message: str, code: str = "", headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.headers = status, message, code, headers or {}
+        self.status, self.message, self.code = status, message, code
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.openapi import SESSIONS, decode_lease, decode_reward, describe
 from arealite.impl.gateway.rendering import Renderer
 from arealite.impl.gateway.reply import Reply
-from arealite.impl.gateway.session import RETRY, Session, SessionSeat, internal, session_ended
+from arealite.impl.gateway.session import Session, SessionSeat, internal, session_ended
 from arealite.impl.http_guard import refusal_of_page
 from arealite.impl.http_limits import LimitedRunner
 
@@ -171,7 +171,8 @@ class Gateway:
             error = ApiError(500, internal(failure), "internal_error")
         is_anthropic = request.path.startswith("/v1/messages")
         body = APIS["/v1/messages" if is_anthropic else "/v1/chat/completions"].error(error)
-        return _json(body, error.status, error.headers)
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+        return _json(body, error.status, headers)
 
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check a request before its body is read, and count those in flight of its session."""
@@ -186,7 +187,7 @@ class Gateway:
         session, most = seat.session, self.config.max_in_flight
         if session.in_flight >= most:
             text = f"the session has {most} requests in flight; wait for their answers"
-            raise ApiError(429, text, "too_many_requests", RETRY)
+            raise ApiError(429, text, "too_many_requests")
         session.in_flight += 1
         session.touch()
         try:
@@ -279,7 +280,7 @@ class Gateway:
                 while (session := await self.offered.get()).ended.is_set():
                     pass
         except TimeoutError:
-            raise ApiError(429, "no task is waiting; retry later", "no_task", RETRY) from None
+            raise ApiError(429, "no task is waiting; retry later", "no_task") from None
         session.touch()
         session.leased.set()
         keys = {name: seat.key for name, seat in session.seats.items()}

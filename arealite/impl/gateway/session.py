@@ -30,7 +30,6 @@ T = TypeVar("T")
 
 KEPT = 32
 """Delivered replies that a seat keeps for repeated requests."""
-RETRY = {"Retry-After": "1"}
 STATUSES: dict[type[BaseException], tuple[int, str]] = {
     errors.ContextOverflow: (400, "context_length_exceeded"),
     errors.GenerationRefused: (400, "invalid_request"),
@@ -203,7 +202,7 @@ class Session:
         if status >= 500:
             self.fail(error)
         text = internal(error) if status == 500 else str(error)
-        return ApiError(status, text, code, RETRY if status == 503 else None)
+        return ApiError(status, text, code)
 
     async def close(self) -> None:
         """Cancel running generations, and drop the turns that no client received."""
