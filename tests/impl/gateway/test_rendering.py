@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from arealite.api.observation import ChatMessage
 from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.rendering import CALLS, TOOLS, Renderer
-from tests.fakes.chat_families import tokenizer_of
+from arealite.system.data.chats import decode
+from tests.fakes.chat_families import FAMILIES, tokenizer_of
 from tests.impl.gateway.chats import Client, full, results, user
 
 TEMPLATE = """\
@@ -110,3 +112,11 @@ async def test_tokenizer_without_a_chat_template_is_an_error_400() -> None:
     with pytest.raises(ApiError, match="chat_template is not set"):
         await client.ask(user("q"))
     assert (await client.ask(prompt="Hello")).ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_equals_that_of_the_tokenizer(name: str) -> None:
+    tokenizer, draw = tokenizer_of(name), random.Random(name)
+    for size in range(60):
+        ids = [draw.randrange(len(tokenizer)) for _ in range(size)]
+        assert decode(tokenizer, ids) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
