@@ -56,7 +56,7 @@ class Agent(ABC):
     async def act(self, observation: object) -> Action:
         """Build a prompt from an observation, generate, and parse the completion into an action."""
 
-    def reward(self, value: float, **parts: float) -> None:
+    def reward(self, value: float, /, **parts: float) -> None:
         """Add a reward to the latest turn, and named parts to the episode's sums.
 
         Raises:

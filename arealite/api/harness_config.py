@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from arealite.api.fields import Constraints, opt, sub
 from arealite.api.gateway_config import GatewayConfig
@@ -58,10 +58,8 @@ class HarnessConfig:
         what = "pull=true needs gateway.token_env, a variable with the token of the agents"
         yield bool(self.gateway.token_env) or not self.pull, f"{what}. Export it, and set its name."
 
-    @property
-    def reads_columns(self) -> bool:
-        """Whether agents get `Task.columns`."""
-        return True
+    reads_columns: ClassVar[bool] = True
+    """Whether agents get `Task.columns`."""
 
     def check_task(self, task: Task, folder: str = "") -> list[str]:
         """Return the words of `command` for a task and its folder.

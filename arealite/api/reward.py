@@ -44,7 +44,7 @@ class RewardConfig:
 class Score(float):
     """A reward with named parts. Each part is logged as the metric `reward/parts/NAME`."""
 
-    def __new__(cls, value: float, **parts: float) -> Self:
+    def __new__(cls, value: float, /, **parts: float) -> Self:
         """Return the reward `value` with its parts."""
         score = super().__new__(cls, value)
         score.parts = parts

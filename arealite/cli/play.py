@@ -108,7 +108,7 @@ class Player(Agent):
         calls = read_calls(text, HERMES)[1] if seen.tools else ()
         return Action(text, calls=calls)
 
-    def reward(self, value: float, **parts: float) -> None:
+    def reward(self, value: float, /, **parts: float) -> None:
         """Add a reward to the sum that is printed at the end."""
         super().reward(value, **parts)
         self.total += value

@@ -53,7 +53,7 @@ class RemoteSeat(Agent):
             self.record.turns.append(Turn(response, 0.0))
         return Action(step.text, response if step.stop_reason else None, step.calls, step.is_last)
 
-    def reward(self, value: float, **parts: float) -> None:
+    def reward(self, value: float, /, **parts: float) -> None:
         """Keep the reward for the next answer."""
         given = finite(value, parts)
         self._session.rewards.append(SeatReward(self.seat.name, self._turn, *given))

@@ -79,7 +79,8 @@ class Gateway:
         size = config.max_body_mb * 2**20
         app = web.Application(middlewares=[self._serve], client_max_size=size)
         for name, handler in self._routes().items():
-            app.router.add_route(*name.split(), handler)
+            method, path = name.split()
+            app.router.add_route(method, path, handler)
         self._runner = LimitedRunner(app, bodies=dict.fromkeys(APIS, size), shutdown_timeout=0.1)
 
     async def start(self, path: str = "") -> None:

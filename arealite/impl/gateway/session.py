@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,10 +58,8 @@ class SessionSeat:
         self.session, self.agent, self.gateway = session, agent, gateway
         self.key = f"sk-{secrets.token_urlsafe(32)}"
         self.conversation = Conversation(gateway.renderer(agent.tokenizer))
-        self._replies: dict[str, Reply] = {}
-        """By name: the replies that a repeated request gets."""
-        self._undelivered: dict[Reply, None] = {}
-        self._delivered = deque[Reply]()
+        self._replies: list[Reply] = []
+        """All undelivered replies and the last delivered ones; repeated requests get them."""
 
     def reply(self, api: Api, path: str, body: bytes, *, key: str, is_retry: bool) -> Reply:
         """Return the reply to a request; begin to generate it unless the request is repeated.
@@ -80,14 +78,14 @@ class SessionSeat:
         if session.is_closed:  # while the body was read
             raise session_ended()
         name = f"{path} {hashlib.sha256(body).hexdigest()} {key}"
-        found = self._replies.get(name)
-        if found is not None and (key or is_retry or not found.is_delivered):
-            stats["repeated_requests"] += 1
-            return found
+        for found in reversed(self._replies):
+            is_open = key or is_retry or not found.is_delivered
+            if found.name == name and found.error is None and is_open:
+                stats["repeated_requests"] += 1
+                return found
         request = api.decode(body)
         stats["requests"] += 1
-        reply = self._replies[name] = Reply(self, name, request.is_stream)
-        self._undelivered[reply] = None
+        self._replies.append(reply := Reply(self, name, request.is_stream))
         task = session.spawn(reply.run(api, request))
         task.add_done_callback(lambda task: self._fail(reply, task))
         return reply
@@ -96,23 +94,19 @@ class SessionSeat:
         """End a reply whose task failed. Its request is generated anew when repeated."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None:
-            self._remove(reply)
             reply.finish(self.session.refusal(error))
-
-    def _remove(self, reply: Reply) -> None:
-        if self._replies.get(reply.name) is reply:
-            del self._replies[reply.name]
+            if not reply.responses:
+                self._replies.remove(reply)
 
     def deliver(self, reply: Reply) -> None:
         """Mark a reply as delivered, after its last byte was written."""
-        if reply.error is not None or reply not in self._undelivered:
+        if reply.error is not None or reply.is_delivered:
             return
-        del self._undelivered[reply]
         reply.is_delivered = True
         self.session.answer = reply.text
-        self._delivered.append(reply)
-        if len(self._delivered) > KEPT:
-            self._remove(self._delivered.popleft())
+        delivered = [each for each in self._replies if each.is_delivered]
+        if len(delivered) > KEPT:
+            self._replies.remove(delivered[0])
 
     def drop_undelivered(self) -> None:
         """Remove the turns that no client received from the record.
@@ -122,11 +116,12 @@ class SessionSeat:
         """
         record = self.agent.record
         extended = {id(turn.parent.response) for turn in record.turns if turn.parent}
-        for response in [each for reply in self._undelivered for each in reply.responses]:
+        undelivered = [reply for reply in self._replies if not reply.is_delivered]
+        for response in [each for reply in undelivered for each in reply.responses]:
             if id(response) not in extended:
                 record.drop(response)
                 self.session.stats["undelivered_turns"] += 1
-        self._undelivered.clear()
+        self._replies.clear()
 
 
 class Session:

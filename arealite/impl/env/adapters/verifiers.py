@@ -33,8 +33,6 @@ HELD_OUT = 10
 """Each tenth task is an evaluation task."""
 ENDPOINT = ContextVar[Endpoint]("endpoint")
 """The endpoint of the episode that the running task plays."""
-TAKEN = ("self", "value")
-"""Parameters of `Agent.reward`, which no part of a reward can have as its name."""
 
 
 class VerifiersFailed(EpisodeError, failure_class="verifiers_failed"):
@@ -98,7 +96,6 @@ class VerifiersEnv(Env):
         parts = {name: Counter[str]() for name in agents}
         for trace in episode.traces:
             found = {name: each.value for name, each in trace.rewards.items() if each is not None}
-            found = {f"{n}_" if n in TAKEN else n: value for n, value in found.items()}
             parts.get(trace.agent.name, parts[self.seats[0]]).update(found)
         for name, agent in acted.items():
             agent.reward(sum(parts[name].values()), **parts[name])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, suppress
 from functools import cached_property
 from math import fsum
 from typing import Any, cast
@@ -93,16 +93,20 @@ class HarnessEnv(Env):
         if not hasattr(next(iter(agents.values())).tokenizer, "decode"):  # a person plays
             what = "the agent of env.type=harness needs the model of a run"
             raise UserError(f"{what}. Use `arealite train`, `eval` or `collect`.")
-        async with (
-            self.gateway.open(task, agents) as session,
-            self._play(task, session) as (result, finished),
-        ):
+        async with self.gateway.open(task, agents) as session, AsyncExitStack() as stack:
+            if self.programs:
+                running = self.programs.run(task, session.endpoint)
+                result = await stack.enter_async_context(running)
+            elif self.functions:
+                result = await self.functions.run(task, session.endpoint)
+            else:
+                result = await self._wait_for_end(session)
             await session.close()  # first: it drops turns that the agent did not receive
             acted = {name: each for name, each in agents.items() if each.record.turns}
             if not acted:
                 raise HarnessFailed("the agent made no request to its endpoint's base_url")
             begin, stats = time.perf_counter(), session.stats
-            scores = await self._scores(task, session, result, finished)
+            scores = await self._scores(task, session, result)
             first = next(iter(acted.values())).record
             first.seconds_scoring += time.perf_counter() - begin
             first.reward_parts["malformed_calls"] = float(stats["malformed_calls"])
@@ -111,20 +115,6 @@ class HarnessEnv(Env):
             for name, each in acted.items():
                 score = scores.get(name, scores.get("", Score(0.0)))
                 each.reward(score, **score.parts)
-
-    @asynccontextmanager
-    async def _play(
-        self, task: Task, session: Session
-    ) -> AsyncGenerator[tuple[Any, Finished | None]]:
-        """Run the agent; yield its result or its program. The body ends before its folder."""
-        if self.programs:
-            async with self.programs.run(task, session.endpoint) as finished:
-                yield None, finished
-        elif self.functions:
-            yield await self.functions.run(task, session.endpoint), None
-        else:
-            await self._wait_for_end(session)
-            yield None, None
 
     async def _wait_for_end(self, session: Session) -> None:
         """Offer a session to agents elsewhere; return when an agent has ended it.
@@ -144,30 +134,32 @@ class HarnessEnv(Env):
             with suppress(TimeoutError):
                 await asyncio.wait_for(session.ended.wait(), left)
 
-    async def _scores(
-        self, task: Task, session: Session, result: Any, finished: Finished | None
-    ) -> dict[str, Score]:
+    async def _scores(self, task: Task, session: Session, result: Any) -> dict[str, Score]:
         """Return the reward of each seat by name; "": of all seats.
 
         Raises:
             HarnessFailed: The agent gave no reward, or one that cannot be read.
         """
         source, file = self.config.reward_from, self.config.reward_file
+        finished, text = None, result
+        if isinstance(result, Finished):
+            finished, text = result, result.text
         if session.reported is not None and source in ("auto", "posted"):
             value, parts = session.reported
             return {"": Score(value, **parts)}
         if finished and source in ("auto", "file"):
-            text = finished.read(file)
-            if text is not None or source == "file":
-                return {"": parse(text, f"{AT}reward_file={file}")}
+            written = finished.read(file)
+            if written is not None or source == "file":
+                return {"": parse(written, f"{AT}reward_file={file}")}
         if finished and source == "last_line":
             return {"": parse(finished.text.rpartition("\n")[2], "the last line of stdout")}
-        if source in ("auto", "return") and not isinstance(result, str | None):
+        if source in ("auto", "return") and not isinstance(result, str | Finished | None):
             return self._by_seat(result)
         if source not in ("auto", "function"):
             raise HarnessFailed(f"{AT}reward_from={source}: the agent gave no reward that way")
-        text = result if result is not None else finished.text if finished else ""
-        folder = {"folder": str(finished.folder)} if finished else {}
+        text, folder = (
+            (finished.text, {"folder": str(finished.folder)}) if finished else (result, {})
+        )
         return {"": await self._score(task, text or session.answer, folder)}
 
     def _by_seat(self, result: Any) -> dict[str, Score]:
@@ -219,12 +211,12 @@ def score_of(found: object, where: str) -> Score:
     """Convert a number, or a dict of parts whose sum or item `reward` is the reward.
 
     Raises:
-        HarnessFailed: It is neither, or a part has the name of a parameter of `Agent.reward`.
+        HarnessFailed: It is neither.
     """
     given: dict[str, Any] = cast(Any, found) if isinstance(found, dict) else {"reward": found}
     try:
         parts = {name: float(value) for name, value in given.items()}
         return Score(parts.pop("reward", fsum(parts.values())), **parts)
     except (TypeError, ValueError) as error:
-        wanted = "a number, or a dict of numbers, none of them named value"
-        raise HarnessFailed(f"{where} gave {found!r:.60}, and must give {wanted}") from error
+        wanted = "and must give a number, or a dict of numbers"
+        raise HarnessFailed(f"{where} gave {found!r:.60}, {wanted}") from error

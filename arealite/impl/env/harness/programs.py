@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import stat
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
@@ -64,15 +63,11 @@ class Finished:
 
     def read(self, name: str) -> str | None:
         """Return the text of a file in the folder; None if there is no such regular file."""
-        try:  # a program could leave a pipe, which blocks, or a link to another file
-            file = os.open(self.folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        except OSError:
+        file = self.folder / name  # a program could leave a pipe, which blocks, or a link
+        if file.is_symlink() or not file.is_file():
             return None
-        try:
-            is_file = stat.S_ISREG(os.fstat(file).st_mode)
-            return os.read(file, MAX_FILE).decode(errors="replace") if is_file else None
-        finally:
-            os.close(file)
+        with file.open("rb") as opened:
+            return opened.read(MAX_FILE).decode(errors="replace")
 
 
 class Programs:

@@ -13,9 +13,9 @@ import pytest_asyncio
 from arealite.api.gateway_config import GatewayConfig
 from arealite.impl.env.harness.env import HarnessEnv
 from arealite.impl.gateway.gateway import Gateway
-from arealite.impl.gateway.session import Session
 from tests.fakes.experiment import lease
 from tests.impl.env.harness.harnesses import collecting
+from tests.waiting import eventually
 
 TOKEN = {"Authorization": "Bearer hunter2"}
 OPTIONS: dict[str, Any] = {"pull": True, "gateway": GatewayConfig(token_env="HARNESS_TOKEN")}
@@ -90,23 +90,16 @@ async def test_session_is_not_silent_while_it_generates(http: aiohttp.ClientSess
     async with collecting(idle_s=0.05, **OPTIONS) as made:
         client: Any = made._agents.client
         client.gate.clear()
-        gateway, sessions = gateway_of(made), list[Session]()
-        lease_now = gateway.lease
-        assert lease_now
-
-        async def lease_busy() -> Session:
-            """Lease a session that is not silent before its request has come."""
-            sessions.append(await lease_now())
-            sessions[0].in_flight += 1
-            return sessions[0]
-
-        gateway.lease = lease_busy
+        gateway = gateway_of(made)
         play = asyncio.create_task(made.run(lease(), 0))
+        await eventually(lambda: gateway.sessions)
+        (session,) = gateway.sessions.values()
+        session.in_flight += 1  # it is not silent before its request has come
         url = f"{gateway.url}/v1/rl/sessions"
         _, leased = await post(http, url, TOKEN, {"wait_s": 10})
         asking = asyncio.create_task(ask(http, leased))
         await client.received(1)
-        sessions[0].in_flight -= 1
+        session.in_flight -= 1
         with pytest.raises(TimeoutError):  # far longer than idle_s
             await asyncio.wait_for(asyncio.shield(play), 0.3)
         client.gate.set()
