@@ -162,8 +162,8 @@ class SGLangClient(LLMClient):
         if stream is not None:
             params["stream_interval"] = wire.STREAM_INTERVAL
         out = generation.output_ids
-        known = msgspec.Raw(request.json) if request.json else request.input_ids
-        ids = request.input_ids + out if out else known
+        is_known = request.json and not out
+        ids = msgspec.Raw(request.json) if is_known else request.input_ids + out
         body = wire.encode_body(wire.Body(rid, ids, params, stream=stream is not None))
         generation.sent += 1
         try:
@@ -177,10 +177,10 @@ class SGLangClient(LLMClient):
             server.mark_entry_stale()
             self._directory.request_refresh()
             await self._retry(generation, server, "failovers", str(error))
-            return stream and stream.answer()
+            return stream and stream.answer
         if status == 200:
             try:
-                return (stream and stream.answer()) or wire.decode_answer(raw)
+                return (stream and stream.answer) or wire.decode_answer(raw)
             except msgspec.DecodeError as error:
                 message = f"not an answer: {error}"
         else:
@@ -189,7 +189,7 @@ class SGLangClient(LLMClient):
                 raise GenerationRefused(f"{server.address}: {message}")
         generation.errors += 1
         await self._retry(generation, server, "server_errors", message)
-        return stream and stream.answer()
+        return stream and stream.answer
 
     async def _post(
         self, generation: Generation, server: Server, rid: str, body: bytes, to: wire.Stream | None

@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
@@ -199,11 +198,13 @@ class Stream:
 
     failure: tuple[int, bytes] | None = None
     """Status and body of an event that is an error or malformed; later events are ignored."""
+    answer: Answer | None = None
+    """The tokens so far, without a finish reason before the end; None without events."""
 
     def __init__(self, request: LLMRequest) -> None:
         self._request = request
         self._rest = b""
-        self._last: Answer | None = None
+        self._ids: list[int] = []
         self._pairs: list[tuple[float | None, int, Any]] = []
         self._spans: list[Span] = []
         self._text = ""
@@ -229,19 +230,22 @@ class Stream:
                     self._add(answer)
 
     def _add(self, answer: Answer) -> None:
-        meta, before = answer.meta_info, len(self._pairs)
+        meta, before = answer.meta_info, len(self._ids)
         pairs = meta.output_token_logprobs
         total = len(pairs) if meta.completion_tokens is None else meta.completion_tokens
         new = pairs[before - total :] if before < total else []
         ids = [pair[1] for pair in new]
         if before + len(ids) != total or answer.output_ids[-len(ids) :][: len(ids)] != ids:
             raise _mismatch(total, before + len(pairs))
-        self._last = answer
+        self._ids += ids
         self._pairs += new
         if self._request.sampling.stop:
             text = msgspec.json.decode(answer.text, type=str)
             self._text = text if len(pairs) == total else self._text + text
+            answer.text = msgspec.Raw(msgspec.json.encode(self._text))
         self._add_versions(meta, before, total)
+        answer.output_ids, meta.output_token_logprobs = self._ids, self._pairs
+        meta.weight_versions, self.answer = self._spans or None, answer
         if ids and not self._withholds and self._request.on_tokens is not None:
             self._request.on_tokens(ids)
 
@@ -259,15 +263,6 @@ class Stream:
             self._spans[-1].end = total
         oldest = self._request.min_version
         self._withholds |= any(parse_version(span.version) < oldest for span in self._spans)
-
-    def answer(self) -> Answer | None:
-        """Return the tokens so far, without a finish reason before the end; None without events."""
-        if (last := self._last) is None:
-            return None
-        spans = self._spans or None
-        meta = replace(last.meta_info, output_token_logprobs=self._pairs, weight_versions=spans)
-        text = msgspec.Raw(msgspec.json.encode(self._text))
-        return Answer([pair[1] for pair in self._pairs], meta, text)
 
 
 def _status(event: bytes) -> int:

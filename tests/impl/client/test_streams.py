@@ -206,7 +206,7 @@ def test_stream_in_any_pieces_passes_each_token_on_once(ids, disjoint: bool, dat
     stream = wire.Stream(LLMRequest("r", "g", [1], SamplingConfig(), on_tokens=told.append))
     for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         stream.feed(raw[begin:end])
-    answer = stream.answer()
+    answer = stream.answer
     assert answer is not None
     assert told.ids == answer.output_ids == ids[: ends[-1]]
     assert wire.token_logprobs(answer) == [-token / 8 for token in told.ids]
