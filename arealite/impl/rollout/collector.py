@@ -25,13 +25,13 @@ from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader, TurnReceipt, encode_segments
-from arealite.api.turns import Turn, blake2b, encode_turn
+from arealite.api.turns import Turn, blake2b
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError
 from arealite.base.registry import unknown
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.failures import FATAL, PLACE, make_failure, root_error
-from arealite.impl.rollout.resume import recorded_turns, turn_header, unsent_turns
+from arealite.impl.rollout.resume import recorded_turns, unsent_turns
 from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
@@ -150,12 +150,9 @@ class Collector:
     def progress(self, resend_all: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
         """Yield the unsent turns of running episodes; with `resend_all`, all their turns."""
         for (_, member), (lease, agents) in self._playing.items():
-            unsent = [(each, unsent_turns(each, resend_all=resend_all)) for each in agents.values()]
-            headers = [
-                turn_header(lease, member, each, turn) for each, own in unsent for turn in own
-            ]
-            if headers:
-                yield lease, headers, [encode_turn(turn) for _, own in unsent for turn in own]
+            own = agents.values()
+            if unsent := [*unsent_turns(lease, member, own, resend_all=resend_all)]:
+                yield lease, [header for header, _ in unsent], [payload for _, payload in unsent]
 
     async def _run_episode(self, lease: Lease, member: int, turns: Sequence[bytes]) -> list[Made]:
         """Run one episode under its deadline; return one trajectory for each trainable seat."""

@@ -6,11 +6,11 @@ the recorded turns with the next lease.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from arealite.api.agent import Agent
 from arealite.api.rollout_messages import Lease, TurnHeader
-from arealite.api.turns import StoredTurn, Turn, decode_turn
+from arealite.api.turns import StoredTurn, decode_turn, encode_turn
 
 
 def recorded_turns(
@@ -22,24 +22,24 @@ def recorded_turns(
     return tuple(sorted(found, key=lambda stored: stored.index))
 
 
-def unsent_turns(agent: Agent, *, resend_all: bool) -> list[Turn]:
-    """Return an agent's turns that were not sent to the datapipe, in order; mark them as sent.
-
-    Args:
-        resend_all: return the sent turns, too.
-    """
-    known = [*agent.record.turns, *agent.record.partial.values()]
-    turns = [turn for turn in known if resend_all or not turn.is_stored]
-    for turn in turns:
-        turn.is_stored = True
-    return sorted(turns, key=lambda turn: turn.index)
-
-
-def turn_header(lease: Lease, member: int, agent: Agent, turn: Turn) -> TurnHeader:
-    """Return the header of a turn.
+def unsent_turns(
+    lease: Lease, member: int, agents: Iterable[Agent], *, resend_all: bool
+) -> Iterator[tuple[TurnHeader, bytes]]:
+    """Yield header and payload of the turns that were not sent, and mark these turns as sent.
 
     The turn of an untrained seat gets the version of the lease, so that it is never too old.
+
+    Args:
+        lease: The lease of the episode.
+        member: The episode's number in the lease's group.
+        agents: The agents of the episode.
+        resend_all: Yield the sent turns, too.
     """
-    versions = turn.response.versions if agent.trainable else []
-    oldest = min(versions, default=lease.version)
-    return TurnHeader(member, agent.seat.name, turn.index, oldest)
+    for agent in agents:
+        known = [*agent.record.turns, *agent.record.partial.values()]
+        for turn in sorted(known, key=lambda turn: turn.index):
+            if resend_all or not turn.is_stored:
+                turn.is_stored = True
+                versions = turn.response.versions if agent.trainable else []
+                oldest = min(versions, default=lease.version)
+                yield TurnHeader(member, agent.seat.name, turn.index, oldest), encode_turn(turn)
