@@ -33,7 +33,6 @@ from arealite.impl.gateway.tree import (
     choose,
     key_of,
     merge,
-    renamed_ids,
 )
 from arealite.system.data.chats import decode, tokenize
 from arealite.system.data.forms import tool_calls
@@ -186,7 +185,8 @@ class Conversation:
             if node.samples:
                 base = wanted if wanted in node.samples else choose(node.samples, item.message)
             if item.key[2]:
-                ids |= renamed_ids(item.message, (base if node.samples and base else node).message)
+                own = (base if node.samples and base else node).message
+                ids |= zip(call_ids(item.message), call_ids(own), strict=False)
         return node, base
 
     def _exact(self, item: Item) -> Item:
@@ -279,7 +279,8 @@ class Conversation:
         """Return the tokens to keep and the text to tokenise for an answer to `node`."""
         renderer, after = self.renderer, None
         if base is None or base.prompt.node is None:
-            return _anew(self._whole(node, [], tools))
+            text = self._whole(node, [], tools)
+            return Start(None, [], text, text)
         if not self.mismatches:
             new = [each.message for each in node.path(base.node.depth)]
             after = renderer.follow(base.prompt.node.kinds, base.message, new)
@@ -316,7 +317,7 @@ class Conversation:
             good, has_header = found, False
         text, sample = text[at:], chain[good]
         prompt = sample.prompt
-        start = self._after(chain[good - 1], text) if good else _anew(text)
+        start = self._after(chain[good - 1], text) if good else Start(None, [], text, text)
         if not has_header or prompt.header is None or not text.startswith(prompt.text):
             return start
         kept, rest = sample.ids[: prompt.header], text[len(prompt.text) :]
@@ -356,10 +357,6 @@ class Conversation:
         origin = Origin(len(best.ids), len(ids) - len(best.ids), best.reason)
         best.reason = "edited"
         return Prompt(ids, origin, text=text)
-
-
-def _anew(text: str) -> Start:
-    return Start(None, [], text, text)
 
 
 def _parse(raw: bytes) -> list[Item]:

@@ -148,11 +148,6 @@ def call_ids(message: ChatMessage) -> list[object]:
     return [call.get("id") for call in tool_calls(message)]
 
 
-def renamed_ids(message: ChatMessage, own: ChatMessage) -> dict[object, object]:
-    """Return the ids of calls in `own` by those in `message`."""
-    return dict(zip(call_ids(message), call_ids(own), strict=False))
-
-
 def merge(node: Node, items: Sequence[Item], at: int) -> tuple[Item, int]:
     """Merge neighbouring messages of the assistant, if possible to a known message after `node`.
 
