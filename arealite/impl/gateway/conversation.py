@@ -287,18 +287,16 @@ class Conversation:
         if after is None or is_checked:
             chain = base.chain()
             text = self._whole(node, chain, tools)
-            good, at, has_header = renderer.match(text, chain, node.kinds)
+            good, at = renderer.match(text, chain, node.kinds)
             is_same = good == len(chain)
             if after is not None and not (is_same and after == text[at:]):
                 self.mismatches = 1
             if not is_same:
-                return self._rewritten(node, chain, tools, good, has_header)
+                return self._rewritten(node, chain, tools, good)
             after = text[at:]
         return self._after(base, after)
 
-    def _rewritten(
-        self, node: Node, chain: list[Sample], tools: Sequence[Any], good: int, has_header: bool
-    ) -> Start:
+    def _rewritten(self, node: Node, chain: list[Sample], tools: Sequence[Any], good: int) -> Start:
         """Return the start of a prompt in which the template repeats only `good` answers.
 
         Args:
@@ -306,21 +304,18 @@ class Conversation:
             chain: The answers of the conversation.
             tools: Schemas of the tools.
             good: Number of answers that are repeated.
-            has_header: Whether the text before the next answer is repeated, too.
         """
-        found = -1
         while True:
             text = self._whole(node, chain[:good], tools)
-            found, at, _ = self.renderer.match(text, chain[:good], node.kinds)
+            found, at = self.renderer.match(text, chain[:good], node.kinds)
             if found == good:
                 break
-            good, has_header = found, False
-        text, sample = text[at:], chain[good]
-        prompt = sample.prompt
+            good = found
+        text, prompt = text[at:], chain[good].prompt
         start = self._after(chain[good - 1], text) if good else Start(None, [], text, text)
-        if not has_header or prompt.header is None or not text.startswith(prompt.text):
+        if prompt.header is None or not text.startswith(prompt.text):
             return start
-        kept, rest = sample.ids[: prompt.header], text[len(prompt.text) :]
+        kept, rest = chain[good].ids[: prompt.header], text[len(prompt.text) :]
         return start._replace(kept=kept, rest=rest)
 
     def _after(self, base: Sample, text: str) -> Start:

@@ -233,7 +233,7 @@ class Renderer:
         found = self._special.match(text) if stop and turn else None
         return text[found.end() :] if found else text
 
-    def match(self, text: str, turns: Sequence[Sample], kinds: int) -> tuple[int, int, bool]:
+    def match(self, text: str, turns: Sequence[Sample], kinds: int) -> tuple[int, int]:
         """Compare a rendering with the turns of a conversation.
 
         Args:
@@ -242,21 +242,20 @@ class Renderer:
             kinds: The kinds of the conversation.
 
         Returns:
-            Number of turns that the template repeats; index in `text` of what follows them; and
-            whether the text before the next answer is repeated, too.
+            Number of turns that the template repeats, and index in `text` of what follows them.
         """
         at = 0
         for number, turn in enumerate(turns):
             if not text.startswith(turn.prompt.text, at):
-                return number, at, False
+                return number, at
             mark, end = self._number("A", number), self.ending(kinds & TOOLS, turn.message).calls
             start = at + len(turn.prompt.text)
             found = text.find(mark, start)
             is_kept = found >= 0 and self._keeps_thought(turn.message, number, text[start:found])
             if not is_kept or not text.startswith(end, found + len(mark)):
-                return number, at, True
+                return number, at
             at = found + len(mark) + len(end)
-        return len(turns), at, False
+        return len(turns), at
 
     def _keeps_thought(self, message: ChatMessage, number: int, text: str) -> bool:
         is_thought = self.drops_thoughts and message.get("reasoning_content")
