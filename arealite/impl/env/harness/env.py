@@ -141,9 +141,8 @@ class HarnessEnv(Env):
             HarnessFailed: The agent gave no reward, or one that cannot be read.
         """
         source, file = self.config.reward_from, self.config.reward_file
-        finished, text = None, result
-        if isinstance(result, Finished):
-            finished, text = result, result.text
+        finished = result if isinstance(result, Finished) else None
+        text: Any = finished.text if finished else result
         if session.reported is not None and source in ("auto", "posted"):
             value, parts = session.reported
             return {"": Score(value, **parts)}
