@@ -1,7 +1,5 @@
 """Options of the gateway: the HTTP server through which foreign agents generate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Options of agents that are not AReaLite's: a function, a program, or programs elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

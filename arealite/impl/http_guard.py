@@ -3,8 +3,6 @@
 Embedded servers and environment servers use it.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import socket

@@ -3,8 +3,6 @@
 Without them, a client that sends its headers or its body slowly holds a connection for ever.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Mapping

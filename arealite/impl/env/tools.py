@@ -3,8 +3,6 @@
 The agent gets the errors of failed calls. A broken tool fails the episode.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -3,8 +3,6 @@
 Each key belongs to one seat of one session. Errors have the form of the API of their path.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import math

@@ -1,7 +1,5 @@
 """The reply to one request: its prompt, its generations and the bytes of its answer."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
@@ -25,7 +23,7 @@ logger = log.get(__name__)
 class Reply:
     """The reply to a request, and to all requests that repeat it."""
 
-    def __init__(self, seat: SessionSeat, name: str, is_stream: bool) -> None:
+    def __init__(self, seat: "SessionSeat", name: str, is_stream: bool) -> None:
         self.seat, self.name, self.is_stream = seat, name, is_stream
         self.id = secrets.token_hex(12)
         """Id of the first answer."""
@@ -143,7 +141,7 @@ class Reply:
         return answer
 
 
-def choose_sampling(seat: SessionSeat, request: ChatRequest, prompt: int) -> SamplingConfig:
+def choose_sampling(seat: "SessionSeat", request: ChatRequest, prompt: int) -> SamplingConfig:
     """Return the sampling options of a request with a prompt of `prompt` tokens.
 
     Raises:

@@ -4,8 +4,6 @@ A repeated request gets the reply of the first one. Generations are tasks of the
 client that disconnects does not cancel them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import secrets
@@ -47,14 +45,14 @@ class Endpoint:
     """For Anthropic clients."""
     model: str
     api_key: str = field(repr=False)
-    seats: dict[str, Endpoint] = field(default_factory=dict["str", "Endpoint"], repr=False)
+    seats: "dict[str, Endpoint]" = field(default_factory=dict["str", "Endpoint"], repr=False)
     """The endpoints of all seats of the episode, by name; only of the first seat's endpoint."""
 
 
 class SessionSeat:
     """One seat of a session: its key, its conversation and its replies."""
 
-    def __init__(self, session: Session, agent: Agent, gateway: Gateway) -> None:
+    def __init__(self, session: "Session", agent: Agent, gateway: "Gateway") -> None:
         self.session, self.agent, self.gateway = session, agent, gateway
         self.key = f"sk-{secrets.token_urlsafe(32)}"
         self.conversation = Conversation(gateway.renderer(agent.tokenizer))
@@ -130,7 +128,7 @@ class Session:
     Its context closes it, and raises the session's error in place of the episode's other failure.
     """
 
-    def __init__(self, task: Task, agents: Mapping[str, Agent], gateway: Gateway) -> None:
+    def __init__(self, task: Task, agents: Mapping[str, Agent], gateway: "Gateway") -> None:
         self.id = secrets.token_hex(16)
         self.task, self.agents, self._gateway = task, agents, gateway
         self.seats = {name: SessionSeat(self, agent, gateway) for name, agent in agents.items()}
@@ -156,7 +154,7 @@ class Session:
         """Of the first seat."""
         self.touch()
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> "Session":
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -4,8 +4,6 @@ An environment's agents are programs that verifiers starts. They talk to verifie
 talks to the gateway with the API key of the agent's seat.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager

@@ -8,8 +8,6 @@ Arguments: the path of the Unix socket, the port, then the program's words. When
 process exits, and the kernel kills all processes of the sandbox.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

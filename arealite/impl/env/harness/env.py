@@ -4,8 +4,6 @@ The agent talks to the model through the gateway. Its reward is what it returns,
 the score of a reward function.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ its own, so they can share clients. The gateway is in the worker's event loop: a
 blocks holds up other coroutines, but gets its answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

@@ -5,8 +5,6 @@ program that is cancelled, or whose worker dies. Without the sandbox, a process 
 session of its own escapes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -16,7 +14,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,12 +22,10 @@ from arealite.api.harness_config import HarnessConfig
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.harness import confined
+from arealite.impl.gateway.session import Endpoint
 from arealite.impl.launcher.processes import GUARD, how_ended
 from arealite.impl.sandbox.process import bubblewrap, spawn, stop
 from arealite.system.locks import make_locked
-
-if TYPE_CHECKING:
-    from arealite.impl.gateway.session import Endpoint
 
 AT = "env.harness."
 KEPT = 1 << 16
