@@ -74,8 +74,8 @@ class Record(msgspec.Struct):
         if stored is None:
             turn.index, self.next_index = self.next_index, self.next_index + 1
         else:
-            turn.index, turn.response = stored.index, stored.response()
-            turn.is_stored = bool(stored.stop_reason)
+            turn.index, turn.response = stored.index, stored.response
+            turn.is_stored = bool(turn.response.stop_reason)
             self.resumed_tokens += len(turn.response.output_ids)
         return turn
 
@@ -87,7 +87,7 @@ class Record(msgspec.Struct):
         for stored in self.recorded:
             if (stored.prompt, stored.temperature) == (turn.prompt, turn.temperature):
                 self.recorded.remove(stored)
-                if stored.stop_reason or len(stored.output_ids) < 4 * budget:
+                if stored.response.stop_reason or len(stored.response.output_ids) < budget:
                     return stored
                 break
         self.resumed_diverged = 1

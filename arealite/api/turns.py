@@ -82,28 +82,15 @@ class Turn(msgspec.Struct, eq=False):
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
-    """A turn in the ledger, while its episode runs. Arrays are raw little-endian bytes."""
+    """A turn in the ledger, while its episode runs."""
 
     prompt: bytes
     """Digest of the prompt's token ids, which would take too much space."""
     temperature: float
-    output_ids: bytes
-    """int32 [T]: the sampled tokens so far."""
-    logprobs: bytes
-    """float32 [T]."""
-    versions: bytes
-    """int32 [T]."""
-    stop_reason: str
-    """As in LLMResponse; "" while the generation is not finished."""
-    interruptions: int
-    index: int = 0
+    response: LLMResponse
+    """The sampled tokens so far; its stop reason is "" while the generation is not finished."""
+    index: int
     """`Turn.index`."""
-
-    def response(self) -> LLMResponse:
-        """Return the sampled tokens as a response."""
-        ids, versions = array("i", self.output_ids).tolist(), array("i", self.versions).tolist()
-        logprobs = array("f", self.logprobs).tolist()
-        return LLMResponse(ids, logprobs, versions, self.stop_reason, self.interruptions)
 
 
 def pack(kind: str, values: list[Any]) -> bytes:
@@ -119,9 +106,7 @@ def arrays(response: LLMResponse) -> tuple[bytes, bytes, bytes]:
 
 def encode_turn(turn: Turn) -> bytes:
     """Pack a turn, finished or not, into one payload frame."""
-    response = turn.response
-    end = response.stop_reason, response.interruptions, turn.index
-    stored = StoredTurn(turn.prompt, turn.temperature, *arrays(response), *end)
+    stored = StoredTurn(turn.prompt, turn.temperature, turn.response, turn.index)
     return msgspec.msgpack.encode(stored)
 
 

@@ -23,7 +23,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from arealite.api.trajectory import Segment, decode_segments
-from arealite.api.turns import blake2b, decode_turn
+from arealite.api.turns import arrays, blake2b, decode_turn
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
@@ -124,8 +124,8 @@ class Live:
         """Return the finished turns of running episodes: digests of the answers, by index."""
         found = defaultdict[Key, dict[int, str]](dict)
         for group, member, payload in self.read("SELECT group_id, member, payload FROM turns"):
-            if (turn := decode_turn(payload)).stop_reason:
-                answer = blake2b(turn.output_ids + turn.logprobs + turn.versions)
+            if (turn := decode_turn(payload)).response.stop_reason:
+                answer = blake2b(b"".join(arrays(turn.response)))
                 found[group, member][turn.index] = answer.hexdigest()
         return dict(found)
 

@@ -7,6 +7,9 @@ the recorded turns with the next lease.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+
+import msgspec
 
 from arealite.api.agent import Agent
 from arealite.api.rollout_messages import Lease, TurnHeader
@@ -17,8 +20,11 @@ def recorded_turns(
     lease: Lease, member: int, seat: str, payloads: Sequence[bytes]
 ) -> tuple[StoredTurn, ...]:
     """Return the recorded turns of a seat, by index."""
-    pairs = zip(lease.turns, payloads, strict=True)
-    found = [decode_turn(raw) for turn, raw in pairs if (turn.member, turn.seat) == (member, seat)]
+    found = list[StoredTurn]()
+    for turn, raw in zip(lease.turns, payloads, strict=True):
+        if (turn.member, turn.seat) == (member, seat):
+            with suppress(msgspec.MsgspecError):  # an older AReaLite wrote it: it is sampled again
+                found.append(decode_turn(raw))
     return tuple(sorted(found, key=lambda stored: stored.index))
 
 

@@ -184,8 +184,8 @@ def check_progress(progress: Progress, payloads: Sequence[bytes], newest: int) -
         newest: The newest version that can have sampled a token.
     """
     for turn, payload in zip(progress.turns, payloads, strict=True):
-        stored = decode_turn(payload)
-        sizes = {*map(len, (stored.output_ids, stored.logprobs, stored.versions))}
-        if len(sizes) > 1 or sizes.pop() % 4 or turn.oldest_version > newest:
+        response = decode_turn(payload).response
+        sizes = {*map(len, (response.output_ids, response.logprobs, response.versions))}
+        if len(sizes) > 1 or turn.oldest_version > newest:
             return f"turn {turn.index} of seat {turn.seat}: wrong array lengths or version"
     return ""

@@ -146,7 +146,7 @@ async def test_recorded_answer_is_not_requested_again(tmp_path, model) -> None:
             *[("agent", 7)] * 2,
             *[("other", 7)] * 2,
         ]
-        assert {len(decode_turn(p).response().output_ids) for p in payloads} == {3, 4}
+        assert {len(decode_turn(p).response.output_ids) for p in payloads} == {3, 4}
         asked = len(server.requests)
         again = lease(prompt="a", version=7)
         again.turns.extend(headers)

@@ -314,7 +314,7 @@ async def test_resumed_episode_contains_its_recorded_turns() -> None:
     first = collector("counter", script=drawing(1, version=3))
     again, payloads = await cut_off(first, lease(prompt="ab", version=3), at=2)
     assert [(t.seat, t.index) for t in again.turns] == [("agent", 0), ("agent", 1)]
-    whole = [decode_turn(payload).response() for payload in payloads]
+    whole = [decode_turn(payload).response for payload in payloads]
     assert [(len(turn.output_ids), bool(turn.stop_reason)) for turn in whole] == [(4, True)] * 2
     assert {t.oldest_version for t in again.turns} == {3}
     second = collector("counter", script=drawing(2, version=4))
@@ -370,6 +370,16 @@ async def test_concurrent_generations_resume_by_their_prompts(monkeypatch) -> No
     ]
     assert sorted(trained) == sorted(sampled)
     assert find_mismatch(episode.headers[0], payload) == ""
+
+
+async def test_turn_that_an_older_version_recorded_is_sampled_again() -> None:
+    first = collector("counter", script=drawing(1))
+    again, payloads = await cut_off(first, lease(prompt="ab"), at=2)
+    older = {"prompt": bytes(16), "temperature": 1.0, "output_ids": bytes(4)}
+    second = collector("counter", script=drawing(2))
+    episode, _ = await second.run(again, 0, [msgspec.msgpack.encode(older), payloads[1]])
+    assert episode.failure is None
+    assert second._agents.client.requests[0].request_id == "again/0/agent/2"
 
 
 async def test_different_prompt_drops_the_recorded_turns() -> None:
