@@ -102,9 +102,8 @@ class Agent(ABC):
         if not response.stop_reason:
             request_id = f"{seat.episode_id}/{seat.name}/{turn.index}"
             what = request_id, seat.group_id, input_ids, sampling, None, seat.min_version
-            known = turn.start - len(turn.added) // 4
             store = partial(record.store_partial, turn)
-            request = LLMRequest(*what, resumed, store, on_tokens, known, turn.json)
+            request = LLMRequest(*what, resumed, store, on_tokens, turn.known, turn.json)
             response = await self.client.generate(request)
             record.seconds_generating += time.perf_counter() - begin
         record.add(turn, response)

@@ -18,9 +18,7 @@ ROOT = Turn(NOTHING, 0.0, state=blake2b())
 encode = msgspec.json.Encoder().encode
 
 
-def place(
-    turn: Turn, ids: list[int], turns: Sequence[Turn], extends: LLMResponse | None = None
-) -> None:
+def place(turn: Turn, ids: list[int], turns: Sequence[Turn], extends: LLMResponse | None) -> None:
     """Find the parent of a turn, and compute its prompt's digest and JSON.
 
     Args:
@@ -28,7 +26,7 @@ def place(
         ids: Its prompt.
         turns: The finished turns of its seat, in the order of their ends.
         extends: A response that the caller built the prompt on: the prompt begins with the prompt
-            and the tokens of this response, which are not compared again.
+            and the tokens of this response, which are not compared again. None: unknown.
     """
     parent = _longest(ids, turn.temperature, turns, extends) if turns else ROOT
     new = ids[parent.end :]
@@ -52,8 +50,8 @@ def _longest(
     raw, best, found = pack("i", ids), ROOT, {ROOT}
     for turn in turns:  # a parent is before its children
         if turn.parent in found and turn.temperature == temperature:
-            begin, end = 4 * turn.start - len(turn.added), 4 * turn.start
-            if raw.startswith(turn.added, begin) and raw.startswith(turn.sampled[0], end):
+            is_prompt = raw.startswith(turn.added, 4 * turn.known)
+            if is_prompt and raw.startswith(turn.sampled[0], 4 * turn.start):
                 found.add(turn)
                 best = turn if turn.end >= best.end else best
     return best

@@ -67,6 +67,11 @@ class Turn(msgspec.Struct, eq=False):
         return self.start + len(self.response.output_ids)
 
     @property
+    def known(self) -> int:
+        """Number of the prompt's tokens that are tokens of `parent`."""
+        return self.start - len(self.added) // 4
+
+    @property
     def raw_prompt(self) -> bytes:
         """The prompt as int32."""
         parts, turn = [self.added], self.parent

@@ -9,7 +9,6 @@ from arealite.api.agent_config import FixedPolicyConfig, ScriptedConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.llm import SamplingConfig
 from arealite.base.errors import RewardNotFinite
-from arealite.impl.agent.fixed_policy import Frozen
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import tokenizer
 from tests.impl.rollout import worlds
@@ -31,7 +30,7 @@ def make(name: str) -> Agent:
     config = AgentConfig(type=name, scripted=ScriptedConfig(answers=["789"]), fixed_policy=frozen)
     agent = factory.make_agent(config, SEAT)
     if name == "fixed_policy":
-        agent.shared = Frozen(client, tokenizer())
+        agent.shared = client, tokenizer()
     return agent
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.agent_config import FixedPolicyConfig
@@ -21,13 +21,6 @@ from arealite.api.observation import ChatMessage, messages
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.agent.chat import ChatAgent
 from arealite.impl.agent.completions import Completions, FixedPolicyFailed
-
-
-class Frozen(NamedTuple):
-    """A client of a server with another model, and that model's tokenizer."""
-
-    client: LLMClient
-    tokenizer: Any
 
 
 class FixedPolicyAgent(ChatAgent):
@@ -45,8 +38,8 @@ class FixedPolicyAgent(ChatAgent):
     @asynccontextmanager
     async def share(  # pyright: ignore
         cls, args: ExperimentConfig, config: FixedPolicyConfig
-    ) -> AsyncIterator[Frozen | Completions]:
-        """Open the client of the model's server or endpoint; close it when the body exits.
+    ) -> AsyncIterator[tuple[LLMClient, Any] | Completions]:
+        """Yield the model's client and tokenizer, or the endpoint; close them at the end.
 
         Raises:
             UserError: The config names no model or two models, or the model's folder is missing.
@@ -71,7 +64,7 @@ class FixedPolicyAgent(ChatAgent):
         tokenizer = await asyncio.to_thread(load_tokenizer, model.path)
         try:
             await client.start()
-            yield Frozen(client, tokenizer)
+            yield client, tokenizer
         finally:
             await client.close()
 

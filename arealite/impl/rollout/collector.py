@@ -286,20 +286,14 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
         while parent is not None and parent not in kept:  # its answer was dropped
             parent = parent.parent
         row = rows.pop(parent, []) if parent else []
-        reason = "" if row else _branch(turn, is_first=turn is turns[0])
+        known = "first" if turn is turns[0] else "forked" if turn.known else "rewritten"
+        reason = "" if row else (origin and origin.reason) or known
         taken = min(origin.taken, start) if origin else parent.end if parent else 0
         answer = blake2b(b"".join(turn.sampled)).digest()
         length = turn.end - start
         row.append((turn, TurnReceipt(start, length, taken, reason, turn.prompt, answer)))
         rows[turn] = row
     return [_segment(row) for row in rows.values()]
-
-
-def _branch(turn: Turn, *, is_first: bool) -> str:
-    """Return why a turn begins a segment."""
-    if turn.origin is not None and turn.origin.reason:
-        return turn.origin.reason
-    return "first" if is_first else "forked" if turn.parent and turn.parent.end else "rewritten"
 
 
 def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:

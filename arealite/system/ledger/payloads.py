@@ -63,14 +63,9 @@ def find_mismatch(
             return "logprobs"
     if not segments or [len(s.loss_mask) for s in segments] != header.segment_lengths:
         return "length"
-    return _first_flaw(header, segments, vocab_size) or _wrong_receipts(header, segments)
-
-
-def _wrong_receipts(header: TrajectoryHeader, segments: list[Segment]) -> str:
-    """Return the first difference between segments and their receipts; "" if they agree."""
     receipts = sum([len(s.turns) for s in segments])
-    if not receipts:
-        return ""  # an older AReaLite wrote the payload
+    if (flaw := _first_flaw(header, segments, vocab_size)) or not receipts:
+        return flaw  # an older AReaLite writes no receipts
     if receipts != header.turns:
         return "receipt: number"
     return next((what for s in segments if (what := _wrong_receipt(s))), "")
