@@ -11,10 +11,11 @@ from typing import get_args
 import pytest
 
 from arealite.api.agent import AgentConfig
-from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.config import ExperimentConfig, ModelConfig, ServerConfig
 from arealite.api.env_server import EnvServerConfig
 from arealite.api.fields import opt
 from arealite.api.sampling import CollectConfig
+from arealite.api.trainer import TrainerConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 
@@ -167,7 +168,7 @@ def test_extend_keeps_classes_without_plugin_options():
     assert base_config.extend(ExperimentConfig, {}) is ExperimentConfig
     grown = base_config.extend(ExperimentConfig, PARTS)
     kept = {field.name: field.type for field in dataclasses.fields(grown)}
-    assert kept["model"] == "ModelConfig"
+    assert kept["model"] is ModelConfig and kept["trainer"] is not TrainerConfig
 
 
 def test_save_then_load_gives_the_same_tree(tmp_path: Path):
