@@ -13,7 +13,7 @@ _MODULES = {
     "python.run": "Run",
     "impl.env.requests.play": "make make_vec",
     "impl.env.requests.wrappers": "wrap Record ScaleReward TimeLimit TransformObservation",
-    "api.requests": "Request",
+    "api.observation": "Request",
     "api.env": "Env StepEnv StepResult envs",
     "api.agent": "Agent agents",
     "api.episode": "Action",

@@ -6,7 +6,7 @@ from arealite.api.env import StepEnv as StepEnv
 from arealite.api.env import StepResult as StepResult
 from arealite.api.env import envs as envs
 from arealite.api.episode import Action as Action
-from arealite.api.requests import Request as Request
+from arealite.api.observation import Request as Request
 from arealite.api.reward import Reward as Reward
 from arealite.api.reward import Score as Score
 from arealite.api.reward import rewards as rewards

@@ -1,4 +1,4 @@
-"""Observations with choices and tools, and the tool calls of an action."""
+"""Observations with choices and tools, the tool calls of an action, and Requests to actors."""
 
 from typing import Any, cast
 
@@ -27,6 +27,26 @@ class Observation(msgspec.Struct, frozen=True):
         if isinstance(self.content, str):
             return self.content
         return "\n".join(f"{each.get('role')}: {each.get('content')}" for each in self.content)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Observation and reward of an actor; returned by `reset` and `step` of `arealite.make`."""
+
+    actor: str
+    """Name of the seat; in a vector with the number of the environment, as in `x::env=2`."""
+    observation: Observation
+    """`str(request.observation)` is its text. Choices and tools are attributes."""
+    reward: float = 0.0
+    """Sum of the rewards since the actor's previous request."""
+    needs_action: bool = False
+    """Whether the next `step` must have an action of this actor."""
+    done: bool = False
+    """Whether the episode is over."""
+    episode_id: str = ""
+    group_id: str = ""
+    """Equal for the episodes of one task, whose rewards a group algorithm compares."""
+    info: dict[str, Any] = {}
+    """Named parts of the reward."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Adapter of Request environments: those of `arealite.make` and GyLLM's (RedTachyon/gyllm).
 
-A step returns Requests (`arealite.api.requests`), or GyLLM's dicts. The name of an actor may have a
+A step returns Requests (`arealite.Request`), or GyLLM's dicts. The name of an actor may have a
 suffix, as in "agent::key=value".
 """
 
@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from arealite.api.adapter_config import GyLLMConfig
 from arealite.api.agent import Agent
-from arealite.api.observation import Observation
-from arealite.api.requests import Request
+from arealite.api.observation import Observation, Request
 from arealite.api.task import Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError

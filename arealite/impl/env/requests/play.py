@@ -24,8 +24,7 @@ from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.env_server import EnvServerConfig, Reply, Reset, SeatObservation, SeatReward, Step
 from arealite.api.episode import Action
-from arealite.api.observation import Observation
-from arealite.api.requests import Request
+from arealite.api.observation import Observation, Request
 from arealite.api.reward import RewardConfig, rewards
 from arealite.api.task import Row, Task
 from arealite.api.tool import tools
