@@ -143,8 +143,7 @@ class ServerPool(Generic[T]):
         end = time.monotonic() + self.config.wait_s
         while True:
             server = await self._wait_for_server(end)
-            channel = await self._connect(server)
-            if channel is None:
+            if (channel := await self._connect(server)) is None:
                 continue
             try:
                 return channel, await channel.ask("reset", reset)

@@ -66,10 +66,9 @@ def reward_of(config: EnvConfig) -> RewardConfig | None:
 
 def reads_columns(config: EnvConfig) -> bool:
     """Return whether an environment or its reward reads `Task.columns`."""
-    reward = reward_of(config)
-    if getattr(envs.options(config), "reads_columns", False):
-        return True
-    return reward is not None and rewards.get(reward.type).score_task is not Reward.score_task
+    scored = (reward := reward_of(config)) and rewards.get(reward.type).score_task
+    is_needed = getattr(envs.options(config), "reads_columns", False)
+    return is_needed or scored not in (None, Reward.score_task)
 
 
 def first_tasks(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[PlacedTask]:

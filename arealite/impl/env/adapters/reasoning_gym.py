@@ -100,13 +100,11 @@ class ReasoningGymEnv(Env):
         name = self.config.dataset
         try:
             entry = entry_of(name, self._options, seed, number)
-            if not task.text.startswith(entry["question"]):
-                raise ScorerFailed(f"{task.task_id}: the row's seed gives another question here")
             value = float(dataset(name, self._options, seed).score_answer(answer, entry))
-        except ScorerFailed:
-            raise
         except Exception as error:
             raise ScorerFailed(f"the scorer of {name} raised {error!r} on {answer!r}") from error
+        if not task.text.startswith(entry["question"]):
+            raise ScorerFailed(f"{task.task_id}: the row's seed gives another question here")
         if not math.isfinite(value) or not 0.0 <= value <= 1.0:
             raise ScorerFailed(f"the scorer of {name} gave {value} to {answer!r}")
         return value
