@@ -82,7 +82,7 @@ def is_own(home: object) -> bool:
 
 def attributes(value: type) -> Iterator[str]:
     """Yield a list item for each documented attribute of a class, in the order of the source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+    tree = ast.parse(source(value)).body[0]
     assert isinstance(tree, ast.ClassDef)
     bodies = [tree.body, *(f.body for f in tree.body if is_named(f, "__init__"))]
     for body in bodies:
@@ -122,6 +122,11 @@ def methods(name: str, value: type) -> Iterator[str]:
         yield text(inspect.getdoc(inner) or "")
 
 
+def source(value: Any) -> str:
+    """Return the source of a class or function, without indentation."""
+    return textwrap.dedent(inspect.getsource(value))
+
+
 def is_named(node: ast.stmt, name: str) -> bool:
     """Return whether a statement defines a function of this name."""
     return isinstance(node, ast.FunctionDef) and node.name == name
@@ -129,10 +134,19 @@ def is_named(node: ast.stmt, name: str) -> bool:
 
 def signature(function: Any) -> str:
     """Return a signature, without `self`, one parameter a line if it is long."""
-    found = inspect.signature(function)
-    own = [p for n, p in found.parameters.items() if n not in ("self", "cls")]
-    whole = re.sub(r"(: |-> )'([^']+)'", r"\1\2", str(found.replace(parameters=own)))
-    whole = re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", whole)  # names without their modules
+    found, node = inspect.signature(function), ast.parse(source(function)).body[0]
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    # As in the source: the names of annotations, without their modules.
+    types = {arg.arg: ast.unparse(arg.annotation) for arg in ast.walk(node.args)
+             if isinstance(arg, ast.arg) and arg.annotation}  # fmt: skip
+    own = [
+        each.replace(annotation=types.get(name, each.empty))
+        for name, each in found.parameters.items()
+        if name not in ("self", "cls")
+    ]
+    returned = ast.unparse(node.returns) if node.returns else found.empty
+    shown = found.replace(parameters=own, return_annotation=returned)
+    whole = re.sub(r"(: |-> )'([^']+)'", r"\1\2", str(shown))
     if len(whole) < 90:
         return whole
     inside, _, returned = whole[1:].rpartition(") -> ")
