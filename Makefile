@@ -46,7 +46,7 @@ export TOKENIZERS_PARALLELISM = false
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
-	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1)"
+	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang)"
 	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
 	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for test-extras, test-docs, test-faults"
 	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap and Chromium"
@@ -84,8 +84,8 @@ demo: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
 	$(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
 
 # Train a tiny model in one of tools/lessons.
-learn: $(VENV)/.run
-	$(PY) tools/learn.py $(LESSON) --seed $(SEED)
+learn: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
+	$(PY) tools/learn.py $(LESSON) --seed $(SEED) --backend $(BACKEND)
 
 demo-seeds: $(VENV)/.run
 	for seed in 1 2 3; do $(PY) tools/demo.py --seed $$seed || exit 1; done

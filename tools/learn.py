@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +24,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from arealite.base.names import RunPaths  # noqa: E402
-from tools.demo import plot  # noqa: E402
+from tools.demo import BACKENDS, SERVER_WAIT_S, plot, server  # noqa: E402
 from tools.lesson import Lesson, make_kit  # noqa: E402
 
 OUT = Path("runs/learn")
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("lesson", choices=names)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--backend", choices=BACKENDS, default="embedded", help="the server")
     parser.add_argument("--kit", type=Path, help="only create the model, in this folder")
     parser.add_argument(
         "--curve", type=Path, help="file of the curve; default: curve.png in the run's folder"
@@ -51,10 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     os.chdir(ROOT)
     begin, trial = time.perf_counter(), f"{options.lesson}-seed{options.seed}"
+    trial += f"-{options.backend}" * (options.backend != "embedded")
     model = make_kit(OUT / f"kit-{trial}", lesson, options.seed)
     paths = RunPaths((OUT / trial).absolute())
     shutil.rmtree(paths.root, ignore_errors=True)
-    code = train(model, trial, options.seed, [*lesson.overrides, *options.overrides])
+    overrides = [*lesson.overrides, *options.overrides]
+    code = train(model, trial, options.seed, options.backend, overrides)
     if code != 0:
         print(f"training ended with code {code}; logs are in {paths.logs}")
         return code
@@ -63,13 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(model: Path, trial: str, seed: int, overrides: Sequence[str]) -> int:
-    """Run train.py with its own server."""
+def train(model: Path, trial: str, seed: int, backend: str, overrides: Sequence[str]) -> int:
+    """Run train.py with a server of its own."""
     names = [f"model.path={model}", "experiment_name=learn", f"trial_name={trial}", f"seed={seed}"]
-    own = ["launcher.llm_servers=1", "trainer.ppo.checkpoint.every_steps=0"]
-    command = [sys.executable, "train.py", *names, *own, *overrides]
+    words, serving = ["launcher.llm_servers=1"], nullcontext()
+    if backend != "embedded":
+        words = [f"server_wait_s={SERVER_WAIT_S}"]
+        serving = server([*names, *BACKENDS[backend]], log=OUT / f"{trial}-server.log")
+    words.append("trainer.ppo.checkpoint.every_steps=0")
+    command = [sys.executable, "train.py", *names, *words, *overrides]
     print(f"training: {' '.join(['python3', *command[1:]])}", flush=True)
-    return subprocess.run(command, check=False).returncode
+    with serving:
+        return subprocess.run(command, check=False).returncode
 
 
 def report(lesson: Lesson, paths: RunPaths, seconds: float, curve: Path) -> None:
