@@ -359,10 +359,9 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
             await response.prepare(request)
             await (response.write(data) if data else response.write_eof())
             await request.writer.drain()
-    except TimeoutError as error:
+    except TimeoutError:  # the client does not read
         if request.transport is not None:
             request.transport.abort()
-        raise ConnectionResetError("the client does not read its answer") from error
     if request.transport is None or request.transport.is_closing():
         raise ConnectionResetError("the client has disconnected")
 

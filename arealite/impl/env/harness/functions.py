@@ -7,14 +7,12 @@ blocks holds up other coroutines, but gets its answers.
 
 import asyncio
 import inspect
-import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 from traceback import extract_tb
 from typing import Any
 
 from arealite.api.task import Task
-from arealite.base import log
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_function
 from arealite.impl.env.adapters.blocking import Threads, start
@@ -22,12 +20,8 @@ from arealite.impl.env.harness.programs import AT, HarnessFailed
 from arealite.impl.gateway.session import Endpoint
 from arealite.impl.rollout.failures import root_error
 
-logger = log.get(__name__)
-
 THREADS = 256
 """Concurrent calls of a function that is not async, in one worker."""
-BLOCKED_S = 5.0
-"""A coroutine that begins this late is logged: another one blocks the event loop."""
 
 
 class Functions:
@@ -42,7 +36,6 @@ class Functions:
         self.path, option = path, f"{AT}run={path}"
         self._function = found = import_function(path, option)
         self._threads = Threads(THREADS)
-        self._is_blocked = False
         try:
             inspect.signature(found).bind("task", "endpoint")
         except (TypeError, ValueError) as error:
@@ -74,9 +67,7 @@ class Functions:
             result = await self._threads.call(self._function, task, endpoint)
             if not inspect.isawaitable(result):
                 return result
-            running = asyncio.run_coroutine_threadsafe(
-                self._outcome(result, time.monotonic()), self._loop
-            )
+            running = asyncio.run_coroutine_threadsafe(outcome(result), self._loop)
             result, raised = await asyncio.wrap_future(running)
             if raised is not None:
                 raise raised
@@ -92,15 +83,10 @@ class Functions:
             what = f"{type(error).__name__}: {error}"
             raise HarnessFailed(f"{self.path} raised {what:.250}{where}") from raised
 
-    async def _outcome(
-        self, result: Awaitable[Any], since: float
-    ) -> tuple[Any, BaseException | None]:
-        """Return the value of an awaitable, and its exception: SystemExit would end the loop."""
-        if time.monotonic() - since > BLOCKED_S and not self._is_blocked:
-            self._is_blocked = True
-            what = "an agent blocks the event loop of all agents, so they run one after the other"
-            logger.warning(what, run=self.path, hint="use an async client, or write def, not async")
-        try:
-            return await result, None
-        except BaseException as error:  # noqa: BLE001  (`run` raises it)
-            return None, error
+
+async def outcome(result: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Return the value of an awaitable, and its exception: SystemExit would end the loop."""
+    try:
+        return await result, None
+    except BaseException as error:  # noqa: BLE001  (`Functions.run` raises it)
+        return None, error

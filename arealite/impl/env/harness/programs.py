@@ -12,8 +12,8 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,8 +48,7 @@ class HarnessFailed(EpisodeError, failure_class="harness_failed"):
     """The agent raised an exception, exited with an error, or gave no reward that can be read."""
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """A program that has ended."""
 
     folder: Path

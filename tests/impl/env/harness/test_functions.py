@@ -12,7 +12,6 @@ import pytest
 from msgspec import structs
 
 from arealite.base.errors import ServerUnavailable, UserError
-from arealite.impl.env.harness import functions
 from arealite.impl.env.harness.env import HarnessEnv
 from arealite.impl.rollout.collector import Collector
 from tests.fakes.client import ScriptedClient
@@ -125,16 +124,6 @@ async def test_posted_reward_wins_over_the_reward_function() -> None:
 async def test_reward_from_another_source_is_refused(name: str, source: str, words: str) -> None:
     detail = await failed("harness_failed", run=name, reward_from=source)
     assert f"reward_from={words}: the agent gave no reward that way" in detail
-
-
-async def test_agent_that_blocks_the_loop_of_others_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(functions, "BLOCKED_S", -1.0)  # each coroutine begins too late
-    async with collecting(run="number") as made:
-        for number in range(2):
-            await made.run(lease(number), 0)
-    assert capsys.readouterr().out.count("write def, not async") == 1
 
 
 async def test_exit_in_a_task_of_an_agent_fails_only_its_episode() -> None:
