@@ -4,8 +4,6 @@ An exception of an environment or agent becomes a Failure in the episode's resul
 of the run itself (`FATAL`) are raised again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys
@@ -65,7 +63,7 @@ class Part(NamedTuple):
 class Collector:
     """Runs many episodes concurrently. Environments are made once, agents for every episode."""
 
-    def __init__(self, config: ExperimentConfig, client: LLMClient, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: ExperimentConfig, client: LLMClient, tokenizer: "Tokenizer") -> None:
         ppo = config.trainer.ppo
         self.config = ppo.collector
         parts = self.config.parts.items()

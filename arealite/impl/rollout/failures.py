@@ -1,7 +1,5 @@
 """Turns exceptions of environments and agents into failures of episodes."""
 
-from __future__ import annotations
-
 import re
 from traceback import extract_tb
 
