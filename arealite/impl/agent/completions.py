@@ -158,7 +158,8 @@ class Completions:
             raw = raw.replace(self._key.encode(), b"***")
         message = error_message(response.status, bytes(raw))
         if response.status >= 500 or response.status in RETRIED_STATUSES:
-            raise TryAgain(message, _seconds(response.headers.get("Retry-After", "")))
+            after = response.headers.get("Retry-After", "")
+            raise TryAgain(message, float(after) if after.isdecimal() else 0.0)  # or a date
         raise FixedPolicyFailed(f"{self.url}: {message}")
 
     def _read(self, raw: bytes) -> str:
@@ -166,8 +167,3 @@ class Completions:
             return decode(raw).choices[0].message.content
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
             raise TryAgain(f"the answer is not a chat completion: {error}") from error
-
-
-def _seconds(text: str) -> float:
-    """Return the seconds of a Retry-After header; 0 for a date or another text."""
-    return float(text) if text.isascii() and text.isdigit() else 0.0

@@ -49,9 +49,8 @@ class LedgerLink:
         """Return this rank's shard of the batch that the run trained as `step`."""
         if step >= self.stop:
             return None
-        (trained,) = self._db.execute(
-            "SELECT trained FROM steps WHERE step = ?", (step,)
-        ).fetchone()
+        query = "SELECT trained FROM steps WHERE step = ?"
+        (trained,) = self._db.execute(query, (step,)).fetchone()
         query = "SELECT header FROM trajectories WHERE trajectory_id = ?"
         found = (self._db.execute(query, (key,)).fetchone() for key in json.loads(trained))
         headers = [decode_header(header) for (header,) in found]

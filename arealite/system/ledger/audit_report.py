@@ -93,7 +93,6 @@ class AuditReport:
             problems: list[str] = getattr(self, name)
             lines.append(f"{name:<28}{len(problems):>12}")
             lines += [f"  {problem}" for problem in problems]
-        lines += [self.turns] if self.turns else []
-        lines += self.notes
+        lines += [line for line in (self.turns, *self.notes) if line]
         verdict = "balanced: nothing lost, nothing repeated" if self.ok else "OUT OF BALANCE"
         return "\n".join([*lines, verdict])

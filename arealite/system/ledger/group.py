@@ -148,11 +148,9 @@ def too_many_failures(window: deque[bool], first: Failure | None, *, share: floa
     """
     if first is None or sum(window) <= share * (window.maxlen or 1):
         return ""
-    return (
-        f"{sum(window)} of the last {len(window)} episodes failed, more than "
-        f"datapipe.max_failed_share={share} allows. The first: {first.failure_class}: "
-        f"{first.detail}"
-    )
+    what = f"{sum(window)} of the last {len(window)} episodes failed, more than"
+    what += f" datapipe.max_failed_share={share} allows. The first:"
+    return f"{what} {first.failure_class}: {first.detail}"
 
 
 def can_recompose(step: int, groups: Sequence[Group], ppo: PPOConfig) -> bool:

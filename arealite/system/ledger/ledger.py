@@ -369,12 +369,11 @@ def read_payloads(path: Path, ids: Sequence[str], *, dropped: bytes | None = Non
 
 def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]:
     """Read the stored turns of a lease's members: headers and payloads, ordered by member."""
-    sql = "SELECT header, payload FROM turns WHERE group_id = ? ORDER BY member, seat, idx"
+    sql = "SELECT header, payload FROM turns WHERE group_id = ? AND member IN "
+    sql += "(SELECT value FROM json_each(?)) ORDER BY member, seat, idx"
     with closing(connect(path, read_only=True)) as db:
-        rows = db.execute(sql, (lease.group_id,)).fetchall()
-    turns = [(decode_turn(header), payload) for header, payload in rows]
-    kept = [(turn, payload) for turn, payload in turns if turn.member in lease.members]
-    return [turn for turn, _ in kept], [payload for _, payload in kept]
+        rows = db.execute(sql, (lease.group_id, json.dumps(lease.members))).fetchall()
+    return [decode_turn(header) for header, _ in rows], [payload for _, payload in rows]
 
 
 def meta_number(db: sqlite3.Connection, key: str) -> int:
