@@ -105,7 +105,7 @@ def start(function: Callable[[*Ts], object], *args: *Ts) -> None:
     threading.Thread(target=function, args=args, daemon=True, name="environment").start()
 
 
-def outcome(function: Callable[[*Ts], T], *args: *Ts) -> tuple[T | None, BaseException | None]:
+def outcome(function: Callable[[*Ts], object], *args: *Ts) -> tuple[Any, BaseException | None]:
     """Return the result and the exception of a call; one of them is None."""
     try:
         return function(*args), None
