@@ -13,6 +13,7 @@ A path may also name a `Reward` class. If a function returns None, it does not c
 
 import asyncio
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from traceback import extract_tb
 from typing import Any, SupportsFloat
@@ -21,7 +22,7 @@ from arealite.api.reward import FunctionRewardConfig, Reward, Score
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_function
-from arealite.impl.env.adapters.blocking import Threads, outcome
+from arealite.impl.env.adapters.blocking import outcome
 
 THREADS = 16
 """Concurrent calls of functions that are not async, in one worker."""
@@ -58,13 +59,13 @@ class FunctionReward(_RowReward):
         if not config.paths or len(self.weights) != len(config.paths):
             what = f"{OPTION}={config.paths} with reward.function.weights={config.weights}"
             raise UserError(f"{what}: name functions, and one weight for each function or none.")
-        threads = Threads(THREADS)
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
         self.parts = dict[str, Reward]()
         for path in config.paths:
             name = path.rpartition(":")[2]
             while name in (*TAKEN, *self.parts):
                 name += "_"
-            self.parts[name] = make_part(path, threads)
+            self.parts[name] = make_part(path, self.threads)
 
     async def setup(self) -> None:
         """Set up the `Reward` classes."""
@@ -95,13 +96,14 @@ class FunctionReward(_RowReward):
     async def close(self) -> None:
         """Stop the `Reward` classes. Does not wait for running functions."""
         await asyncio.gather(*(part.close() for part in self.parts.values()))
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
 
 NO_OPINION = Score(0.0)
 """The result of a function that returned None."""
 
 
-def make_part(path: str, threads: Threads) -> Reward:
+def make_part(path: str, threads: ThreadPoolExecutor) -> Reward:
     """Import the function or `Reward` class that a path names.
 
     Raises:
@@ -116,7 +118,7 @@ def make_part(path: str, threads: Threads) -> Reward:
 class _Function(_RowReward):
     """One function."""
 
-    def __init__(self, path: str, target: Any, threads: Threads) -> None:
+    def __init__(self, path: str, target: Any, threads: ThreadPoolExecutor) -> None:
         super().__init__(None)
         self.path, self.target, self.threads = path, target, threads
         try:
@@ -165,7 +167,8 @@ class _Function(_RowReward):
             FunctionFailed: The function raised an exception, or returned no number.
         """
         call = partial(self.target, **self.arguments(completion, task))
-        value, error = await self.threads.call(outcome, call)
+        loop = asyncio.get_running_loop()
+        value, error = await loop.run_in_executor(self.threads, outcome, call)
         try:
             if error is not None:
                 raise error
