@@ -10,6 +10,8 @@ Output, on stdout: one line `status code seconds length`, then the program's std
 and its stderr.
 """
 
+from __future__ import annotations  # `compile` hands it on to the program
+
 import builtins
 import os
 import resource
