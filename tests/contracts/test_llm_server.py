@@ -99,7 +99,7 @@ async def test_client_reads_each_token_of_a_stream_once(server: Backend) -> None
     async with server.session.post("/generate", json=body | {"stream": True}) as response:
         async for data in response.content.iter_any():
             stream.feed(data)
-    answer = stream.answer()
+    answer = stream.answer
     assert answer is not None and answer.meta_info.finish_reason is not None
     assert [token for piece in told for token in piece] == answer.output_ids
     assert len(wire.token_logprobs(answer)) == len(answer.output_ids) == 30
