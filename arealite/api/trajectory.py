@@ -66,8 +66,8 @@ class TurnReceipt(msgspec.Struct, frozen=True, array_like=True):
     """Position of its first sampled token: the length of its prompt."""
     length: Count
     """Number of sampled tokens."""
-    taken: Count
-    """Tokens of the prompt that were taken from earlier turns; the rest was rendered anew."""
+    reused: Count
+    """Tokens of the prompt that earlier turns had; the rest is new."""
     reason: Annotated[str, msgspec.Meta(max_length=16)]
     """Why a branch began: "" extends the turn before; see `Origin.reason`; "forked": another turn
     extends the same turn."""

@@ -23,10 +23,10 @@ NOTHING = LLMResponse([], [], [], "")
 class Origin(msgspec.Struct, frozen=True):
     """Where the tokens of a prompt come from."""
 
-    taken: int
-    """Tokens taken from the conversation's tree."""
-    rendered: int
-    """Tokens rendered and tokenised anew."""
+    reused: int
+    """Tokens of the prompt that are those of earlier turns, unchanged."""
+    new: int
+    """Tokens that were rendered and tokenised for this prompt."""
     reason: str = ""
     """Why a branch began: "" extends the last turn; "first", "edited" (by the client), "rewritten"
     (by the template), "resampled", "tools" (other tools or system prompt)."""

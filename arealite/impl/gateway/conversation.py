@@ -1,7 +1,7 @@
 """A conversation as a tree of messages that keeps the exact tokens of each sampled answer.
 
 A request repeats the whole history. Its messages are looked up in the tree; the tokens of its
-latest sampled answer, and all tokens before, are taken as they are. Only what is new is rendered
+latest sampled answer, and all tokens before, are reused unchanged. Only what is new is rendered
 and tokenised. A message that differs begins a branch.
 """
 
@@ -49,8 +49,8 @@ class Start(NamedTuple):
     """The beginning of a prompt."""
 
     base: Sample | None
-    kept: list[int]
-    """Tokens that are taken from the tree, in a list of its own."""
+    reused: list[int]
+    """Tokens of earlier turns, in a list of its own."""
     rest: str
     """Text to tokenise."""
     text: str
@@ -62,8 +62,8 @@ class Conversation:
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
-        self.mismatches = 0
-        """1: an incremental rendering differed from that of the whole conversation, and whole
+        self.is_incremental = True
+        """False: an incremental rendering differed from that of the whole conversation, and whole
         renderings are used since."""
         self._roots: dict[bytes, Node] = {}
         self._samples: dict[str, Sample] = {}
@@ -75,12 +75,12 @@ class Conversation:
         one usually repeats."""
         self._is_begun = False
 
-    async def ask(self, request: ChatRequest, *, is_counted: bool = False) -> Prompt:
+    async def ask(self, request: ChatRequest, *, is_count_only: bool = False) -> Prompt:
         """Return the prompt of a request. Concurrent calls are allowed.
 
         Args:
             request: The request.
-            is_counted: Only the tokens are counted; no answer will be sampled.
+            is_count_only: Only the tokens are counted; no answer will be sampled.
 
         Raises:
             ApiError: 400: the template refuses the messages, or cannot force the call; 404: the
@@ -91,11 +91,11 @@ class Conversation:
         node, base, reason = self._find(request)
         size, is_checked = node.characters, False
         if base is not None:
-            is_checked = self.mismatches > 0 or base.turns & (base.turns - 1) == 0
+            is_checked = not self.is_incremental or base.turns & (base.turns - 1) == 0
             size -= 0 if is_checked else base.node.characters
             reason = "edited" if base.is_continued else ""
         reason = "resampled" if node.is_asked else reason if self._is_begun else "first"
-        if not is_counted:
+        if not is_count_only:
             node.is_asked = self._is_begun = True
             if base is not None:
                 base.is_continued = True
@@ -116,7 +116,7 @@ class Conversation:
         message = answer.message()
         item = Item(key_of(message), self._acceptable(node, message, prompt, output, stop))
         turns = prompt.base.turns + 1 if prompt.base else 1
-        child = node.children[item.key] = self._child(node, self._exact(item))
+        child = node.children[item.key] = self._child(node, self._with_call_ids(item))
         start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
         new, length = prompt.ids[start:] + output, len(prompt.ids) + len(output)
         sample = Sample(own, new, length, stop, item.message, child, turns, response)
@@ -181,7 +181,7 @@ class Conversation:
         while at < len(items):
             item, size = merge(node, items, at)
             item, at = self._renamed(item, ids), at + size
-            node = node.children.get(self._exact(item).key) or self._child(node, item)
+            node = node.children.get(self._with_call_ids(item).key) or self._child(node, item)
             if node.samples:
                 base = wanted if wanted in node.samples else choose(node.samples, item.message)
             if item.key[2]:
@@ -189,7 +189,7 @@ class Conversation:
                 ids |= zip(call_ids(item.message), call_ids(own), strict=False)
         return node, base
 
-    def _exact(self, item: Item) -> Item:
+    def _with_call_ids(self, item: Item) -> Item:
         """Return a message with the ids of its calls in its key, if the template writes ids."""
         if not item.key[2] or item.key[0] != "assistant" or not self.renderer.has_ids:
             return item
@@ -250,13 +250,13 @@ class Conversation:
         opener = renderer.opening(start.text)
         empty = f"\n{renderer.family.think[1]}\n\n" if forced and opener else ""
         opening, rest = opener + empty + forced, start.rest + empty + forced
-        ids, taken = start.kept, len(start.kept)
-        new = renderer.encode(rest, ids) if taken else first(renderer.tokenizer, rest)
+        ids, reused = start.reused, len(start.reused)
+        new = renderer.encode(rest, ids) if reused else first(renderer.tokenizer, rest)
         end, count = renderer.encode(opening, ()), len(new)
         is_split = new[count - len(end) :] == end
-        header = taken + count - len(end) if is_split else None
+        header = reused + count - len(end) if is_split else None
         ids += new
-        origin, text = Origin(taken, count, reason), start.text.removesuffix(opener)
+        origin, text = Origin(reused, count, reason), start.text.removesuffix(opener)
         return Prompt(ids, origin, opening, node, start.base, text, header)
 
     def _forced(self, request: ChatRequest) -> str:
@@ -281,16 +281,16 @@ class Conversation:
         if base is None or base.prompt.node is None:
             text = self._whole(node, [], tools)
             return Start(None, [], text, text)
-        if not self.mismatches:
+        if self.is_incremental:
             new = [each.message for each in node.path(base.node.depth)]
-            after = renderer.follow(base.prompt.node.kinds, base.message, new)
+            after = renderer.render_after(base.prompt.node.kinds, base.message, new)
         if after is None or is_checked:
             chain = base.chain()
             text = self._whole(node, chain, tools)
-            good, at = renderer.match(text, chain, node.kinds)
+            good, at = renderer.repeated(text, chain, node.kinds)
             is_same = good == len(chain)
             if after is not None and not (is_same and after == text[at:]):
-                self.mismatches = 1
+                self.is_incremental = False
             if not is_same:
                 return self._rewritten(node, chain, tools, good)
             after = text[at:]
@@ -307,7 +307,7 @@ class Conversation:
         """
         while True:
             text = self._whole(node, chain[:good], tools)
-            found, at = self.renderer.match(text, chain[:good], node.kinds)
+            found, at = self.renderer.repeated(text, chain[:good], node.kinds)
             if found == good:
                 break
             good = found
@@ -315,8 +315,8 @@ class Conversation:
         start = self._after(chain[good - 1], text) if good else Start(None, [], text, text)
         if prompt.header is None or not text.startswith(prompt.text):
             return start
-        kept, rest = chain[good].ids[: prompt.header], text[len(prompt.text) :]
-        return start._replace(kept=kept, rest=rest)
+        reused, rest = chain[good].ids[: prompt.header], text[len(prompt.text) :]
+        return start._replace(reused=reused, rest=rest)
 
     def _after(self, base: Sample, text: str) -> Start:
         turn = self.renderer.ending(base.node.kinds & TOOLS, base.message).turn

@@ -94,7 +94,7 @@ class Answer(msgspec.Struct, frozen=True):
     stop_string: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that were taken from the conversation, not rendered anew."""
+    """`Origin.reused` of the prompt."""
     response: LLMResponse | None = None
     tokens: tuple[str, ...] = ()
     """Text of each sampled token. The parser fills it where the request asks for logprobs."""

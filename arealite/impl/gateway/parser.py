@@ -186,7 +186,7 @@ class Parser:
         thought, text = map("".join, self.parts.values())
         if not text and not self.calls:
             deltas.append(Delta("text", index=self.index))
-        more = self.stop_string, len(self.prompt.ids), self.prompt.origin.taken, response, tokens
+        more = self.stop_string, len(self.prompt.ids), self.prompt.origin.reused, response, tokens
         answer = Answer(self.id, thought, text, tuple(self.calls), reason, *more, self.malformed)
         return [*deltas, Delta("end", answer=answer, index=self.index)], answer
 

@@ -1,7 +1,7 @@
 """Chat templates, rendered so that the cost of a turn depends on its new messages only.
 
-A template renders whole conversations. `Renderer.follow` renders the new messages after a short
-stand-in for the past; `Renderer.match` finds out where a rendering of the whole conversation
+A template renders whole conversations. `Renderer.render_after` renders the new messages after a
+short stand-in for the past; `Renderer.repeated` finds out where a rendering of the conversation
 differs from the texts of its turns. In both, a stand-in with a unique mark takes the place of each
 sampled answer, because a template formats an answer differently than it was sampled.
 """
@@ -48,7 +48,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, family: Family) -> None:
         self.tokenizer, self.family = tokenizer, family
         source = str(tokenizer.chat_template or "")
-        self.drops_thoughts = bool(re.search("think|reasoning", source))
+        self.handles_thoughts = bool(re.search("think|reasoning", source))
         """Whether the template handles thoughts. Any other template leaves them as sampled."""
         self.has_ids = "tool_call_id" in source
         self._mark, self._id = "q" + secrets.token_hex(6), secrets.token_hex(5)[:9]
@@ -194,7 +194,9 @@ class Renderer:
 
     # ------------------------------------------------------------ rendering
 
-    def follow(self, kinds: int, answer: ChatMessage, new: Sequence[ChatMessage]) -> str | None:
+    def render_after(
+        self, kinds: int, answer: ChatMessage, new: Sequence[ChatMessage]
+    ) -> str | None:
         """Return the text after an answer: the end of its turn, new messages and the next header.
 
         Args:
@@ -224,7 +226,7 @@ class Renderer:
         The turn ends once: a sampled end token takes the place of the template's.
 
         Args:
-            text: As from `follow`.
+            text: As from `render_after`.
             stop: Text of the sampled end token; "" if the answer ended without one.
             turn: `Ending.turn` of the answer.
         """
@@ -233,7 +235,7 @@ class Renderer:
         found = self._special.match(text) if stop and turn else None
         return text[found.end() :] if found else text
 
-    def match(self, text: str, turns: Sequence[Sample], kinds: int) -> tuple[int, int]:
+    def repeated(self, text: str, turns: Sequence[Sample], kinds: int) -> tuple[int, int]:
         """Compare a rendering with the turns of a conversation.
 
         Args:
@@ -258,7 +260,7 @@ class Renderer:
         return len(turns), at
 
     def _keeps_thought(self, message: ChatMessage, number: int, text: str) -> bool:
-        is_thought = self.drops_thoughts and message.get("reasoning_content")
+        is_thought = self.handles_thoughts and message.get("reasoning_content")
         return not is_thought or self._number("T", number) in text
 
 

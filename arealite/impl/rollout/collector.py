@@ -286,10 +286,10 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
         row = rows.pop(parent, []) if parent else []
         known = "first" if turn is turns[0] else "forked" if turn.known else "rewritten"
         reason = "" if row else (origin and origin.reason) or known
-        taken = min(origin.taken, start) if origin else parent.end if parent else 0
+        reused = min(origin.reused, start) if origin else parent.end if parent else 0
         answer = blake2b(b"".join(turn.sampled)).digest()
         length = turn.end - start
-        row.append((turn, TurnReceipt(start, length, taken, reason, turn.prompt, answer)))
+        row.append((turn, TurnReceipt(start, length, reused, reason, turn.prompt, answer)))
         rows[turn] = row
     return [_segment(row) for row in rows.values()]
 

@@ -155,7 +155,7 @@ class Chunks:
             }
             sizes = {len(array) for array in found.values()}
             if sizes == {header.num_tokens} and found["loss_mask"].sum() == header.trained_tokens:
-                return found, [[(t.start, t.taken, t.reason) for t in s.turns] for s in segments]
+                return found, [[(t.start, t.reused, t.reason) for t in s.turns] for s in segments]
         self.unreadable += bool(payload)  # an empty one was dropped
         blank = {name: np.zeros(header.num_tokens, kind) for name, kind in FIELDS.items()}
         blank["loss_mask"][: header.trained_tokens] = 1

@@ -60,7 +60,7 @@ class Tokens {
       logprobs: known(Float16Array, 3), advantages: known(Float16Array, 5),
       differences: known(Float16Array, 7), rewards: known(Float32Array, 9),
       segments: this.table.segment_lengths[row],
-      turns: trees[at], // by segment: [start, tokens taken, reason] of each turn
+      turns: trees[at], // by segment: [start, tokens reused, reason] of each turn
     };
   }
 

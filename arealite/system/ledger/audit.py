@@ -294,8 +294,8 @@ class Audit:
         """Count the turns of a payload, the origin of their prompts' tokens, and branches."""
         for turn in chain(*[segment.turns for segment in decode_segments(payload)]):
             tally["turns"] += 1
-            tally["taken"] += turn.taken
-            tally["new"] += turn.start - turn.taken
+            tally["reused"] += turn.reused
+            tally["new"] += turn.start - turn.reused
             tally["sampled"] += turn.length
             if turn.reason not in ("", "first"):
                 tally[f"branch {turn.reason}"] += 1
@@ -350,7 +350,7 @@ class Audit:
         branches = f"{found.total()} branches" + (f" ({reasons})" if reasons else "")
         wrong = [len(v) for k, v in self.problems["broken"].items() if "(receipt:" in k]
         checked = f"{now['turns']} turns certified, {sum(wrong)} trajectories wrong"
-        prompts = f"prompt tokens: {now['taken']} reused, {now['new']} new"
+        prompts = f"prompt tokens: {now['reused']} reused, {now['new']} new"
         return f"{checked}: {now['sampled']} sampled tokens; {prompts}; {branches}"
 
     def _notes(self) -> Iterator[str]:

@@ -79,7 +79,7 @@ def _wrong_receipt(s: Segment) -> str:
     state, at, last = blake2b(), 0, 0
     for turn in s.turns:
         begin, end = turn.start, turn.start + turn.length
-        if not (last <= begin and end <= len(s.loss_mask) and turn.taken <= begin):
+        if not (last <= begin and end <= len(s.loss_mask) and turn.reused <= begin):
             return "receipt: range"
         state.update(s.tokens[4 * at : 4 * begin])
         if state.digest() != turn.prompt:

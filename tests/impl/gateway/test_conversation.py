@@ -80,16 +80,16 @@ async def test_prompts_are_exact_tokens_and_the_templates_own_text(name: str, se
         assert plain(client, prompt) == rendered(client, client.history)
         is_same = prompt.ids[: len(earlier)] == earlier
         assert is_same == (prompt.origin.reason in ("", "first")), prompt.origin
-        assert prompt.origin.taken + prompt.origin.rendered == len(prompt.ids)
+        assert prompt.origin.reused + prompt.origin.new == len(prompt.ids)
         rewrites += not is_same
         if is_same:
-            assert prompt.origin.taken == len(earlier)
+            assert prompt.origin.reused == len(earlier)
         answer = answer_like_template(name, client, prompt, rng)
         earlier = full(prompt, answer)
         new = results(answer, rng.choice(("12", "Größe\n🙂"))) or [
             user(rng.choice(("more", "東京")))
         ]
-    assert client.conversation.mismatches == 0
+    assert client.conversation.is_incremental
     # Mistral's template moves tools and system prompt to the last user message.
     assert (rewrites > 0) == (
         name in THINKING or (name == "mistral" and (bool(client.tools) or not seed))
@@ -106,9 +106,9 @@ async def test_prompts_after_edits_and_rewinds_are_the_templates_text(name: str,
     for _ in range(30):
         prompt = await client.ask()
         assert plain(client, prompt) == rendered(client, client.history)
-        taken = prompt.origin.taken
-        assert any(prompt.ids[:taken] == each[:taken] for each in known), prompt.origin
-        kept += taken
+        reused = prompt.origin.reused
+        assert any(prompt.ids[:reused] == each[:reused] for each in known), prompt.origin
+        kept += reused
         answer = answer_like_template(name, client, prompt, rng)
         known.append(full(prompt, answer))
         client.history += results(answer, "12", "Größe") or [user("more")]
@@ -155,7 +155,7 @@ async def test_answer_that_the_client_wrote_differently_is_recognised() -> None:
         ],
     }
     second = await client.ask({"role": "tool", "tool_call_id": "renamed", "content": "r"})
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     assert second.origin.reason == ""
     assert f"## Return of {answer.calls[0].id}\nr" in client.text(second.ids)
 
@@ -171,16 +171,16 @@ async def test_thoughts_that_the_client_dropped_stay_while_the_template_keeps_th
         answers.append((prompt, answer))
         new = results(answer, "r")
     last = await client.ask(*new)
-    assert last.ids[: last.origin.taken] == full(*answers[-1])
+    assert last.ids[: last.origin.reused] == full(*answers[-1])
     final = client.say(last, "done", thought="the end")
     del client.history[-1]["reasoning_content"]
     asked = await client.ask(user("more"))
     assert asked.origin.reason == "rewritten"
     assert "thought" not in client.text(asked.ids)
-    assert asked.ids[: asked.origin.taken] == answers[0][0].ids
+    assert asked.ids[: asked.origin.reused] == answers[0][0].ids
     more = client.say(asked, "ok", calls=[("add", {})])
     again = await client.ask(*results(more, "r"))
-    assert (again.origin.reason, again.ids[: again.origin.taken]) == ("", full(asked, more))
+    assert (again.origin.reason, again.ids[: again.origin.reused]) == ("", full(asked, more))
     assert final.text in client.text(asked.ids)
 
 
@@ -194,7 +194,7 @@ async def test_edited_history_branches_after_the_last_equal_answer() -> None:
     client.history = before
     edited = await client.ask(user("TWO"))
     assert edited.origin.reason == "edited"
-    assert edited.ids[: edited.origin.taken] == full(first, answer)
+    assert edited.ids[: edited.origin.reused] == full(first, answer)
     client.history = before[:2]
     again = await client.ask()
     assert (again.ids, again.origin.reason) == (first.ids, "resampled")
@@ -215,11 +215,11 @@ async def test_history_returns_to_the_answer_whose_call_ids_it_has() -> None:
     for answer in (old, new):
         client.history = [user("q"), answer.message()]
         found = await client.ask(*results(answer, "r"))
-        assert found.ids[: found.origin.taken] == full(prompt, answer)
+        assert found.ids[: found.origin.reused] == full(prompt, answer)
         assert answer.calls[0].id in client.text(found.ids)
     client.history[1] = client.message("", calls=calls)
     found = await client.ask()
-    assert found.ids[: found.origin.taken] == full(prompt, new)
+    assert found.ids[: found.origin.reused] == full(prompt, new)
 
 
 async def test_older_answer_with_an_equal_twin_keeps_its_continuation() -> None:
@@ -230,7 +230,7 @@ async def test_older_answer_with_an_equal_twin_keeps_its_continuation() -> None:
     answer = client.say(second, "fine")
     client.conversation.add(first, Answer("twin", "", "ok", (), "stop", response=answer.response))
     third = await client.ask(user("again"))
-    assert third.ids[: third.origin.taken] == full(second, answer)
+    assert third.ids[: third.origin.reused] == full(second, answer)
 
 
 async def test_neighbouring_parts_of_one_answer_are_merged() -> None:
@@ -247,13 +247,13 @@ async def test_neighbouring_parts_of_one_answer_are_merged() -> None:
         *({"role": "assistant", "content": "", "tool_calls": [call]} for call in sent),
     ]
     second = await client.ask(*results(answer, "1", "2"))
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     other = client.say(second, "A")
     third = await client.ask()
     last = client.say(third, "B")
     fourth = await client.ask(user("?"))
-    assert third.ids[: third.origin.taken] == full(second, other)
-    assert fourth.ids[: fourth.origin.taken] == full(third, last)
+    assert third.ids[: third.origin.reused] == full(second, other)
+    assert fourth.ids[: fourth.origin.reused] == full(third, last)
 
 
 async def test_previous_answer_is_continued_with_new_instructions_or_without() -> None:
@@ -263,7 +263,7 @@ async def test_previous_answer_is_continued_with_new_instructions_or_without() -
     answer = client.say(first, "a")
     client.history = [system]
     second = await client.ask(user("two"), previous=answer.id)
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     client.history = []
     other = await client.ask(user("two"), previous=answer.id)
     assert "Sys" not in client.text(other.ids)
@@ -286,9 +286,9 @@ async def test_turn_without_its_end_token_is_closed_by_the_template(
     stop = "STOP" if is_stop_string else ""
     answer = client.say(first, "cut", sampled=f"cut{stop}", end="", stop_string=stop)
     second = await client.ask(user("more"))
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     assert client.text(second.ids[: len(first.ids)]) == client.text(first.ids)
-    rest = client.text(second.ids[second.origin.taken :])
+    rest = client.text(second.ids[second.origin.reused :])
     whole = rendered(client, client.history)
     assert whole.endswith(f"cut{rest}") or name == "mistral"
 
@@ -298,7 +298,7 @@ async def test_other_end_token_takes_the_place_of_the_templates() -> None:
     first = await client.ask(user("q"))
     answer = client.say(first, "a", end="<|endoftext|>")
     second = await client.ask(user("more"))
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     assert "a<|endoftext|>\n<|im_start|>user\nmore" in client.text(second.ids)
 
 
@@ -307,7 +307,7 @@ async def test_answer_that_the_template_refuses_is_text_for_it() -> None:
     first = await client.ask(user("q"))
     answer = client.say(first, calls=[("add", {}), ("add", {})])
     second = await client.ask(*results(answer, "1", "2"))
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     for _ in range(3):
         client.say(second, "x")
         second = await client.ask(user("more"))
@@ -345,7 +345,7 @@ async def test_opened_thought_belongs_to_the_answer() -> None:
         answer = client.say(prompt, thought="thought", calls=[("add", {})], sampled=said)
         earlier, new = full(prompt, answer), results(answer, "r")
         reasons.append(prompt.origin.reason)
-    assert (reasons, client.conversation.mismatches) == (["first"] + [""] * 5, 0)
+    assert (reasons, client.conversation.is_incremental) == (["first"] + [""] * 5, True)
     last = await client.ask(*new, user("more"))
     assert last.origin.reason == "rewritten"
     assert client.text(last.ids) == rendered(client, client.history)
@@ -358,7 +358,7 @@ async def test_forced_call_is_a_part_of_the_prompt_and_of_the_answer() -> None:
     assert client.text(first.ids).endswith(f"assistant\n{first.opening}")
     answer = client.say(first, calls=[("add", {"n": 1})], sampled='{"n": 1}}\n</tool_call>')
     second = await client.ask(*results(answer, "r"), tool_choice="required")
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     assert second.opening == '<tool_call>\n{"name": "'
     client.say(second, calls=[("add", {"n": 2})], sampled='add", "argu')
     assert (await client.ask(user("?"))).origin.reason in ("", "rewritten")
@@ -380,13 +380,13 @@ async def test_completion_that_repeats_prompt_and_answer_continues_its_tokens() 
     answer = client.say(first, " fox", sampled=" fox\nQuestion:", end="", stop_string="\nQuestion:")
     text = "Question: q\nAnswer: fox\nQuestion: more"
     second = await client.ask(prompt=text)
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     assert (client.text(second.ids), second.origin.reason) == (text, "")
     ended = client.say(second, " ok")
     third = await client.ask(prompt=f"{text} ok<|im_end|>\n")
-    assert third.ids[: third.origin.taken] == full(second, ended)
+    assert third.ids[: third.origin.reused] == full(second, ended)
     cut = await client.ask(prompt=f"{text} ok then")
-    assert cut.ids[: cut.origin.taken] == full(second, ended)[:-1]
+    assert cut.ids[: cut.origin.reused] == full(second, ended)[:-1]
     assert (client.text(cut.ids), cut.origin.reason) == (f"{text} ok then", "edited")
     ids = [*full(second, ended), 5, 6]
     assert (await client.ask(prompt=ids)).origin == Origin(len(ids) - 2, 2, "edited")
@@ -434,7 +434,7 @@ async def test_cost_of_a_turn_does_not_grow_with_the_history(converted: list[byt
         tokens, new = 0, [user("q")]
         for turn in range(turns):
             prompt = await client.ask(*new)
-            tokens += prompt.origin.rendered
+            tokens += prompt.origin.new
             answer = client.say(prompt, calls=[("add", {"n": turn})])
             new = results(answer, "result " * 20)
         costs[turns] = sum(sizes)
@@ -452,10 +452,10 @@ async def test_history_of_ten_thousand_messages_is_found_again(converted: list[b
     first = await client.ask(*past)
     answer = client.say(first, "ok")
     second = await client.ask(user("more"))
-    assert second.ids[: second.origin.taken] == full(first, answer)
+    assert second.ids[: second.origin.reused] == full(first, answer)
     client.history = [*client.history[:-2], client.history[-2], user("less")]
     third = await client.ask()
-    assert (third.origin.taken, third.origin.reason) == (len(full(first, answer)), "edited")
+    assert (third.origin.reused, third.origin.reason) == (len(full(first, answer)), "edited")
     assert len(converted) == 1 + 4_999 + 3
 
 
@@ -494,7 +494,7 @@ async def test_template_that_numbers_messages_is_rendered_as_a_whole_from_then_o
         reasons.append(prompt.origin.reason)
         assert turn < 4 or client.text(prompt.ids) == rendered(made, made.history)
         made.say(prompt, "ok")
-    assert made.conversation.mismatches == 1
+    assert made.conversation.is_incremental is False
     assert reasons == ["first", "", "", "", "rewritten", "", "", "", "", ""]
 
 
@@ -502,6 +502,6 @@ async def test_counting_tokens_begins_no_branch() -> None:
     client = family_client("qwen2_5")
     items = [json.dumps(user("q")).encode()]
     request = ChatRequest(items=items, tools=TOOLS)
-    counted = await client.conversation.ask(request, is_counted=True)
+    counted = await client.conversation.ask(request, is_count_only=True)
     asked = await client.ask(user("q"))
     assert (counted.ids, asked.origin.reason) == (asked.ids, "first")

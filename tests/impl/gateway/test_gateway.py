@@ -149,7 +149,7 @@ async def test_agent_takes_a_task_reports_its_reward_and_ends(served: Served) ->
     trace = json.loads((await served.send(key, b"", f"{at}/trace", "GET"))[1])
     (turn,) = trace["turns"]
     assert (turn["seat"], turn["reason"]) == ("agent", "first")
-    assert turn["taken"] + turn["rendered"] == len(served.client.requests[0].input_ids)
+    assert turn["reused"] + turn["new"] == len(served.client.requests[0].input_ids)
     huge = {"parts": {"a": 1e308, "b": 1e308}}
     wrong = ({"reward": "x"}, {"reward": 1, "parts": {"a": "b"}}, {"rewrad": 1.0}, {})
     for bad in (*wrong, b"{", huge):

@@ -49,7 +49,7 @@ async def test_arguments_have_the_form_that_the_template_needs(form: str) -> Non
     first = await client.ask(user("q"))
     said = client.say(first, calls=[("add", {"n": 1})], sampled="[add  {'n':1}]")
     second = await client.ask(*results(said, "r"))
-    assert second.ids[: second.origin.taken] == full(first, said)
+    assert second.ids[: second.origin.reused] == full(first, said)
     assert second.origin.reason == ""
     renderer = client.conversation.renderer
     text = renderer.render([user("q"), renderer.prepare(answer(n="x"))], ())
@@ -80,7 +80,7 @@ async def test_late_instructions_are_the_users_where_the_template_needs_it() -> 
     assert client.text(first.ids) == "<s>[INST] one\n\ntwo\n\nq\n\nthree[/INST]"
     said = client.say(first, calls=[("add", {})])
     second = await client.ask(*results(said, "r"))
-    assert second.ids[: second.origin.taken] == full(first, said)
+    assert second.ids[: second.origin.reused] == full(first, said)
 
 
 def test_text_after_an_answer_does_not_depend_on_the_answers_text() -> None:
@@ -88,7 +88,7 @@ def test_text_after_an_answer_does_not_depend_on_the_answers_text() -> None:
     renderer = Renderer(tokenizer, family_of(tokenizer))
     new: list[ChatMessage] = [{"role": "tool", "tool_call_id": "call00000", "content": "r"}]
     kinds = CALLS | TOOLS
-    after = renderer.follow(kinds, answer("text " * 1000, n=list(range(1000))), new)
+    after = renderer.render_after(kinds, answer("text " * 1000, n=list(range(1000))), new)
     assert after == (
         "<|im_end|>\n<|im_start|>user\n<tool_response>\nr\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -103,8 +103,8 @@ def test_new_question_that_drops_a_thought_has_no_incremental_text() -> None:
     tokenizer = tokenizer_of("qwen3")
     renderer = Renderer(tokenizer, family_of(tokenizer))
     thinking: ChatMessage = {"role": "assistant", "content": "a", "reasoning_content": "t"}
-    assert renderer.follow(0, thinking, [user("more")]) is None
-    assert renderer.follow(0, {**thinking, "reasoning_content": ""}, [user("more")])
+    assert renderer.render_after(0, thinking, [user("more")]) is None
+    assert renderer.render_after(0, {**thinking, "reasoning_content": ""}, [user("more")])
 
 
 async def test_tokenizer_without_a_chat_template_is_an_error_400() -> None:

@@ -201,7 +201,7 @@ def test_receipts_tell_where_the_tokens_of_a_prompt_come_from() -> None:
     ]:
         finish(record, record.begin(prompt, sampling, origin), [7], numbers)
     made = [
-        [(turn.start, turn.length, turn.taken, turn.reason) for turn in segment.turns]
+        [(turn.start, turn.length, turn.reused, turn.reason) for turn in segment.turns]
         for segment in make_segments(record.turns)
     ]
     assert made == [
@@ -233,7 +233,7 @@ def test_long_session_is_one_segment_and_keeps_its_tokens_once() -> None:
     assert sum(len(turn.added) // 4 for turn in record.turns) < len(prompt)
     assert [json.loads(turn.json) for turn in record.turns if turn.json] == [prompt[:-3]]
     (segment,) = make_segments(record.turns)
-    assert [receipt.taken for receipt in segment.turns[:3]] == [0, 3, 6]
+    assert [receipt.reused for receipt in segment.turns[:3]] == [0, 3, 6]
 
 
 @ANY_PACE

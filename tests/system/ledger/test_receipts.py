@@ -69,7 +69,7 @@ TAMPERED: dict[str, tuple[Tamper, str]] = {
     "a receipt's start": (receipt(start=6), "receipt: prompt of 6 tokens"),
     "overlapping receipts": (receipt(start=3), "receipt: range"),
     "a receipt beyond the segment": (receipt(length=90), "receipt: range"),
-    "more tokens taken than sent": (receipt(taken=6), "receipt: range"),
+    "more tokens reused than sent": (receipt(reused=6), "receipt: range"),
     "a segment without receipts": (less_receipts, "receipt: number"),
     "swapped digests": (swapped, "receipt: answer after 2 tokens"),
 }
