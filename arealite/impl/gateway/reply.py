@@ -94,7 +94,7 @@ class Reply:
         """Generate `request.n` answers to one prompt."""
         prompt = await self.seat.conversation.ask(request)
         tools, tokenizer = request.tools, self.seat.agent.tokenizer
-        if tools and "tools" not in tokenizer.get_chat_template(tools=tools):
+        if tools and "tool" not in tokenizer.get_chat_template(tools=tools):
             fix = "remove them, or train a model whose template has tools"
             raise ApiError(400, f"tools: the model's chat template ignores them; {fix}")
         reason, stats = prompt.origin.reason, self.seat.session.stats

@@ -15,6 +15,7 @@ from arealite.impl.gateway.apis import APIS
 from arealite.impl.gateway.session import Session
 from tests.fakes.gateway import CHAT, Served, chat, serving
 from tests.waiting import eventually
+from tools.lessons import calculator
 
 
 @pytest.fixture
@@ -149,6 +150,17 @@ async def test_tools_that_the_chat_template_ignores_are_refused(served: Served) 
     session, tool = served.open(), {"type": "function", "function": {"name": "add"}}
     status, body = await served.send(session.endpoint.api_key, chat(tools=[tool]))
     assert (status, "the model's chat template ignores them" in body.decode()) == (400, True)
+
+
+async def test_tools_of_a_template_with_calls_alone_are_accepted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that learned the calls without the schemas, as in the calculator lesson."""
+    session, tool = served.open(), {"type": "function", "function": {"name": "add"}}
+    tokenizer = session.agents["agent"].tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", calculator.TEMPLATE)
+    status, _ = await served.send(session.endpoint.api_key, chat(tools=[tool]))
+    assert status == 200
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
