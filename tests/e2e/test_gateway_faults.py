@@ -301,7 +301,7 @@ def test_recorded_turns_are_answered_without_a_server(struck: Live) -> None:
             posted = [n for n in struck.notes("posted") if n.key == key and n.pid not in dead]
             assert posted and {n.turn for n in posted}.isdisjoint(known)
             seen += 1
-    assert seen >= 2
+    assert seen  # the session that the first order was for
     assert struck.metric("rollout/resumed_tokens") > 0
 
 

@@ -30,7 +30,7 @@ HELD = """
 import time
 from pathlib import Path
 
-from arealite.impl.trainer.sft import SFTTrainer
+from arealite.impl.trainer.supervised import SFTTrainer
 from tests.e2e.gated import opened
 
 GATE, following = Path(__file__).with_name("gate"), SFTTrainer.next_batch
