@@ -24,6 +24,7 @@ LESSON = replace(
         f"{ENV}.type=harness",
         f"{ENV}.harness.run={ROOT / 'examples/openai_agent.py'}:solve",
         *(f'{ENV}.harness.arithmetic.{name}="{each}"' for name, each in calculator.TASKS.items()),
+        "launcher.rollout_workers=2",  # the SDK takes more CPU time than one process has
         *(word for word in calculator.LESSON.overrides if not word.startswith(NATIVE)),
     ],
 )
