@@ -200,31 +200,32 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
 def save(config: Any, file: Path) -> None:
     """Write the whole resolved config as YAML, atomically."""
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(_as_yaml(config))
+    temporary.write_text(_as_yaml(dataclasses.asdict(config)))
     temporary.replace(file)
 
 
 def save_changes(config: Any, file: Path) -> None:
     """Write the options without their default values, for a process that may know fewer parts."""
-    file.write_text(OmegaConf.to_yaml(OmegaConf.create(_changed(config, None))))
+    file.write_text(_as_yaml(_changed(config, None, dataclasses.asdict(config))))
 
 
-def _changed(config: Any, default: Any) -> dict[str, object]:
+def _changed(config: Any, default: Any, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of `tree`, the options of `config`, that differs from the defaults."""
     if type(default) is not type(config):  # extended by third-party parts
         default = type(config)()
-    changed, values = dict[str, object](), dataclasses.asdict(config)
-    for name, all_values in values.items():
+    changed = dict[str, Any]()
+    for name, options in tree.items():
         value, usual = getattr(config, name), getattr(default, name)
         if dataclasses.is_dataclass(value):
-            if inner := _changed(value, usual):
+            if inner := _changed(value, usual, options):
                 changed[name] = inner
         elif value != usual:
-            changed[name] = all_values
+            changed[name] = options
     return changed
 
 
-def _as_yaml(config: Any) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+def _as_yaml(tree: dict[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def values(key: str, value: object) -> Iterator[tuple[str, str]]:
@@ -239,7 +240,7 @@ def values(key: str, value: object) -> Iterator[tuple[str, str]]:
 def changes(file: Path, config: Any) -> Iterator[str]:
     """Yield each option that has another value in a saved config, as `key=value (was value)`."""
     before = dict(values("", yaml.safe_load(file.read_text())))
-    for key, value in values("", yaml.safe_load(_as_yaml(config))):
+    for key, value in values("", yaml.safe_load(_as_yaml(dataclasses.asdict(config)))):
         if before.get(key, value) != value:
             yield f"{key}={value} (was {before[key]})"
 
