@@ -234,4 +234,4 @@ bench-sglang: $(VENV)/.dev sglang
 	$(PY) tools/bench_sglang.py
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(AREAL_VENV) $(ATTACKS_VENV) $(AGENTS_VENV) out runs build dist
+	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(AREAL_VENV) $(ATTACKS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) out runs build dist
