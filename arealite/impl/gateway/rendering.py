@@ -76,6 +76,11 @@ class Renderer:
         return found[0] if found else ""
 
     @cached_property
+    def has_tools(self) -> bool:
+        """Whether the template renders tools or calls."""
+        return "tool" in self.tokenizer.get_chat_template(tools=[{}])
+
+    @cached_property
     def has_late_system(self) -> bool:
         """Whether the template renders a system message that is not the first message."""
         user: ChatMessage = {"role": "user", "content": "q"}

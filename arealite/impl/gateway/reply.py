@@ -92,11 +92,11 @@ class Reply:
 
     async def _answers(self, request: ChatRequest) -> list[Answer]:
         """Generate `request.n` answers to one prompt."""
-        prompt = await self.seat.conversation.ask(request)
-        tools, tokenizer = request.tools, self.seat.agent.tokenizer
-        if tools and "tool" not in tokenizer.get_chat_template(tools=tools):
+        conversation = self.seat.conversation
+        if request.tools and not conversation.renderer.has_tools:
             fix = "remove them, or train a model whose template has tools"
             raise ApiError(400, f"tools: the model's chat template ignores them; {fix}")
+        prompt = await conversation.ask(request)
         reason, stats = prompt.origin.reason, self.seat.session.stats
         if reason not in ("", "first"):
             stats[f"branches_{reason}"] += 1
