@@ -81,7 +81,7 @@ class Env(ABC):
 
     @cached_property
     def cleanup(self) -> AsyncExitStack:
-        """What `close` stops. `setup` pushes each resource that it starts."""
+        """The resources that `setup` has started. `close` stops them, the last one first."""
         return AsyncExitStack()
 
     async def close(self) -> None:

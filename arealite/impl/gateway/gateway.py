@@ -68,7 +68,7 @@ class Gateway:
         """Options of requests that were logged as ignored."""
         self.sessions: dict[str, Session] = {}
         self._seats: dict[str, SessionSeat] = {}
-        """By key."""
+        """The seats of running sessions, by their API key."""
         self._ended: dict[str, None] = {}
         """Keys of ended sessions, oldest first."""
         self._renderer: Renderer | None = None

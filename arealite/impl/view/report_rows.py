@@ -42,7 +42,7 @@ unknown. Age, logprob, advantage and difference are 0 where the policy did not s
 
 
 Tree = list[list[tuple[int, int, str]]]
-"""By segment: start, reused tokens and reason of each turn."""
+"""For each segment, a list of its turns: start, number of reused tokens, and reason."""
 
 
 class GroupRow(NamedTuple):

@@ -140,7 +140,6 @@ class HarnessEnv(Env):
         """
         source, file = self.config.reward_from, self.config.reward_file
         finished = result if isinstance(result, Finished) else None
-        text: Any = finished.text if finished else result
         if session.reported is not None and source in ("auto", "posted"):
             value, parts = session.reported
             return {"": Score(value, **parts)}
@@ -154,9 +153,8 @@ class HarnessEnv(Env):
             return self._by_seat(result)
         if source not in ("auto", "function"):
             raise HarnessFailed(f"{AT}reward_from={source}: the agent gave no reward that way")
-        text, folder = (
-            (finished.text, {"folder": str(finished.folder)}) if finished else (result, {})
-        )
+        text: Any = finished.text if finished else result
+        folder = {"folder": str(finished.folder)} if finished else {}
         return {"": await self._score(task, text or session.answer, folder)}
 
     def _by_seat(self, result: Any) -> dict[str, Score]:
