@@ -53,6 +53,10 @@ class Facts(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Check each stage and print a line for each part; the first error ends the command."""
+    if "--machine" in argv:
+        from arealite.cli.machine import command
+
+        return command.main(argv)
     description = "Check a run without starting it: config, model, data, servers, memory, disk."
     stages = configs.parse_stages(argv, command="arealite check", description=description)
     for config in stages:

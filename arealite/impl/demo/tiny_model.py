@@ -37,6 +37,8 @@ class TinyModel:
     """Rows of the embedding; None: just the tokens. More leaves unused ids at the end."""
     context: int = 512
     seed: int = 1
+    init_std: float = 0.02
+    """Standard deviation of the weights."""
 
 
 def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
@@ -58,6 +60,7 @@ def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads or shape.heads,
         max_position_embeddings=shape.context,
+        initializer_range=shape.init_std,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,0 +1,1 @@
+"""`arealite check --machine`: the acceptance test of a machine."""
