@@ -94,7 +94,7 @@ class Site:
         """Start to generate `new` tokens under the newest version."""
         self.requests += 1
         name = f"machine-{self.requests}"
-        sampling = SamplingConfig(max_new_tokens=new, min_new_tokens=new)
+        sampling = SamplingConfig(max_new_tokens=new)
         request = LLMRequest(name, name, PROMPT, sampling, min_version=self.version, **options)
         return asyncio.run_coroutine_threadsafe(self.client.generate(request), self.thread.loop)
 
