@@ -27,6 +27,8 @@ COMMON: dict[str, Any] = {
 }
 STEP = "dt_bias", "A_log", "dt_proj.bias"
 """Ends of the names of tensors that set the step of a state-space layer."""
+TABLES = "slope_rate", "query_decay", "key_decay", "diagonal_decay"
+"""Ends of the names of buffers that a model computes from its config; MiniMax's hold its mask."""
 
 
 def build(name: str, settings: dict[str, Any], *, seed: int = 0) -> Any:
@@ -40,7 +42,7 @@ def build(name: str, settings: dict[str, Any], *, seed: int = 0) -> Any:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for key, tensor in model.state_dict().items():
-                if tensor.is_floating_point():
+                if tensor.is_floating_point() and not key.endswith(TABLES):
                     tensor.copy_(_draw(key, tensor, generator))
     return model
 
