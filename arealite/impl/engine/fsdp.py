@@ -32,6 +32,7 @@ from arealite.impl.engine.batch import MicroBatch, collate, scatter
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.optimizer import Optimizer
+from arealite.impl.weights.names import TensorNames
 
 log = get(__name__)
 CPU = torch.device("cpu")
@@ -61,6 +62,7 @@ class FSDPEngine(TrainEngine):
         self.head: Head = head
         self.module = loading.empty_model(self.source, head)
         """The Hugging Face model whose parameters are trained in place."""
+        self.names = TensorNames(self.module, self.source)
         self.module.requires_grad_(training is not None)
         has_adapter = training is not None and config.lora.rank > 0
         self.adapter = lora.inject(self.module, config.lora, head) if has_adapter else None
@@ -77,7 +79,7 @@ class FSDPEngine(TrainEngine):
         if not plain:
             models.shard(self._model, mesh, dtype=self.dtype, offload=offload)
         self.whole_module = self.module if plain else None
-        loading.load_weights(self.module, self.source, self.device, offload=offload, seed=seed)
+        loading.load_weights(self.module, self.names, self.device, offload=offload, seed=seed)
         self._optimizer = Optimizer(self.module, training) if training else None
         self._skips_adapter = False
 
@@ -201,9 +203,12 @@ class FSDPEngine(TrainEngine):
 
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield weights in the compute dtype, tied ones once, adapters merged; see TrainEngine."""
-        for name, full in lora.merged(self.module, self.full, self.dtype):
-            if dist.get_rank() == 0:
-                yield name, full if on_device else full.to("cpu", copy=True)
+        weights = lora.merged(self.module, self.full, self.dtype)
+        if dist.get_rank() != 0:
+            deque(weights, maxlen=0)
+            return
+        for name, full in self.names.to_folder(weights):
+            yield name, full if on_device else full.to("cpu", copy=True)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""
