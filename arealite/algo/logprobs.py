@@ -6,20 +6,47 @@ H = hidden size, V = vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+
+
+class LogitChange(NamedTuple):
+    """The logits of a model from the product of its head: scaled, then capped by a tanh."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    """0: no cap."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Change `logits` in place and return them."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else logits
+
+
+class Head(NamedTuple):
+    """The output head of a model."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    change: LogitChange = LogitChange()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [N, V] before the temperature."""
+        return self.change.apply(linear(hidden, self.weight_VH, self.bias_V).float())
 
 
 def token_logprobs(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, *, temperature_N: Tensor, chunk: int
+    hidden_NH: Tensor, head: Head, targets_N: Tensor, *, temperature_N: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return differentiable logprobs and entropies under softmax(hidden · weightᵀ / temperature).
+    """Return differentiable logprobs and entropies under softmax(logits / temperature).
 
     Args:
         hidden_NH: Hidden states before the head.
-        weight_VH: Weight of the head.
+        head: Weight, bias and change of the logits.
         targets_N: int64, the token whose logprob is wanted.
         temperature_N: Sampling temperature of each token.
         chunk: Tokens whose logits are computed at a time, in the forward and the backward pass.
@@ -28,61 +55,78 @@ def token_logprobs(
         (logprobs, entropies), float32 [N] each. Logits are converted to float32.
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply  # pyright: ignore
-    return apply(hidden_NH, weight_VH, targets_N, temperature_N, chunk)
+    weight, bias, change = head
+    return apply(hidden_NH, weight, bias, targets_N, temperature_N, (change, chunk))
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
-    logits = (hidden @ weight.T).float()
+def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
     return torch.log_softmax(logits.div_(temperature[:, None]), dim=-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        options: tuple[LogitChange, int],
     ) -> tuple[Tensor, Tensor]:
+        change, chunk = options
+        head = Head(weight, bias, change)
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logp = _log_softmax(hidden[part], weight, temperature[part])
+            logp = _log_softmax(head.logits(hidden[part]), temperature[part])
             logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
             entropy[part] = logp.exp().mul_(logp).sum(-1).neg_()
-        ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
-        ctx.chunk = chunk
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With z the scaled logits, ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p (log p + entropy).
-        hidden, weight, targets, temperature, entropy = ctx.saved_tensors
+        # With z the logits, ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p (log p + entropy).
+        hidden, weight, bias, targets, temperature, entropy = ctx.saved_tensors
+        change, chunk = ctx.options
+        head = Head(weight, bias, change)
         grad_logp, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
-        wanted = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logp = _log_softmax(hidden[part], weight, temperature[part])
-            # In place: the peak is two logit chunks, besides the gradient of the head.
+        sums = [
+            torch.zeros_like(tensor, dtype=torch.float32) if wanted else None
+            for tensor, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        ]
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            logits = head.logits(hidden[part])
+            # ∂ cap · tanh(x / cap) / ∂x = 1 − tanh²
+            slope = 1 - logits.div(change.softcap).square_() if change.softcap else None
+            logp = _log_softmax(logits, temperature[part])
+            # In place: the peak is two logit chunks (with a softcap three), besides the gradient
+            # of the head.
             if grad_entropy is None:
                 assert grad_logp is not None
                 grad_z = logp.exp_().mul_(-grad_logp[part, None])
             else:
                 grad_z = logp.exp()
-                slope = logp.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                slope = slope if grad_logp is None else slope.add_(grad_logp[part, None])
-                grad_z.mul_(slope.neg_())
+                rise = logp.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                rise = rise if grad_logp is None else rise.add_(grad_logp[part, None])
+                grad_z.mul_(rise.neg_())
             if grad_logp is not None:
                 grad_z.scatter_add_(1, targets[part, None], grad_logp[part, None])
-            grad_z = grad_z.div_(temperature[part, None]).to(hidden.dtype)
+            grad_z = grad_z.div_(temperature[part, None] / change.scale)
+            grad_z = (grad_z if slope is None else grad_z.mul_(slope)).to(hidden.dtype)
             grad_hidden[part] = grad_z @ weight
-            if grad_weight is None:
-                continue
-            if grad_z.dtype == torch.float32:
+            grad_weight, grad_bias = sums
+            if grad_weight is not None and grad_z.dtype == torch.float32:
                 grad_weight.addmm_(grad_z.T, hidden[part])
-            else:
+            elif grad_weight is not None:
                 grad_weight += grad_z.T @ hidden[part]
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+            if grad_bias is not None:
+                grad_bias += grad_z.sum(0, dtype=torch.float32)
+        found = [None if total is None else total.to(weight.dtype) for total in sums]
+        return grad_hidden, *found, None, None, None

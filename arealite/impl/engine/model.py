@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from arealite.algo.logprobs import Head as OutputHead
 from arealite.algo.logprobs import token_logprobs
 from arealite.base.errors import UserError
 from arealite.impl.engine.batch import MicroBatch
+from arealite.impl.engine.head import decoder_of, logit_change
 
 
 class LogprobModel(nn.Module):
@@ -28,15 +30,17 @@ class LogprobModel(nn.Module):
     def __init__(self, module: Any, *, logits_chunk: int = 2**25) -> None:
         super().__init__()
         self.module = module
+        self.change = logit_change(module)
         vocabulary = module.get_output_embeddings().weight.shape[0]
         self.chunk = max(1, logits_chunk // vocabulary)
 
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return logprobs and entropy, float32 [N]."""
-        hidden_NH, head = _hidden(self.module, batch), self.module.get_output_embeddings()
+        hidden_NH, output = _hidden(self.module, batch), self.module.get_output_embeddings()
+        head = OutputHead(output.weight, output.bias, self.change)
         targets_N, temperature_N = batch.targets_N, batch.temperature_N
         logprobs_N, entropy_N = token_logprobs(
-            hidden_NH, head.weight, targets_N, temperature_N=temperature_N, chunk=self.chunk
+            hidden_NH, head, targets_N, temperature_N=temperature_N, chunk=self.chunk
         )
         return {"logprobs": logprobs_N, "entropy": entropy_N}
 
@@ -57,16 +61,17 @@ def _hidden(module: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     """Return the last hidden states [N, H] that predict the loss tokens."""
     # Padded rows need no mask and no position ids: padding is on the right, so under causal
     # attention no real token sees it and positions count from 0; SDPA takes its causal fast path.
-    decoder = module.get_decoder()
-    output = decoder(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
+    output = decoder_of(module)(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
     return output.last_hidden_state.flatten(0, 1)[batch.index_N]
 
 
 def layers_of(module: PreTrainedModel) -> nn.ModuleList:
     """Return the transformer layers of a Hugging Face model; UserError where it has none."""
-    layers = getattr(module.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UserError(f"{type(module).__name__} has no `layers`: not supported.")
+    decoder = decoder_of(module)
+    parts = (getattr(decoder, "layers", None), *decoder.children())
+    layers = next((part for part in parts if isinstance(part, nn.ModuleList)), None)
+    if layers is None:
+        raise UserError(f"{type(module).__name__} has no list of layers: not supported.")
     return layers
 
 

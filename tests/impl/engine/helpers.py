@@ -109,7 +109,10 @@ def load(engine: FSDPEngine, path: Path) -> dict[str, Any]:
 
 
 def gradients(
-    engine: FSDPEngine, rows: list[Sequence], all_lengths: list[list[int]]
+    engine: FSDPEngine,
+    rows: list[Sequence],
+    all_lengths: list[list[int]],
+    loss: LossFn | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Run train_batch up to the optimizer; return full gradients and summed stats."""
     found: dict[str, torch.Tensor] = {}
@@ -128,7 +131,7 @@ def gradients(
 
     engine.optimizer.step = take  # type: ignore[method-assign]
     try:
-        stats = engine.train_batch(rows, all_lengths, loss_of(engine))
+        stats = engine.train_batch(rows, all_lengths, loss or loss_of(engine))
     finally:
         engine.optimizer.step = step  # type: ignore[method-assign]
     return found, stats
