@@ -52,8 +52,9 @@ class FSDPConfig:
     """Fully sharded data parallelism (FSDP2) over all ranks."""
 
     shard_size: int = opt(0, "ranks that shard one copy; 0: all; fewer: HSDP; 1: DDP", at_least=0)
+    context_parallel: int = opt(1, "ranks that share the tokens of each row", at_least=1)
     max_tokens_per_microbatch: int = opt(
-        8192, "tokens of a micro-batch, padding included; a longer row gets its own", at_least=1
+        8192, "tokens of a rank's micro-batch with padding; a longer row gets its own", at_least=1
     )
     layout: Literal["auto", "padded", "packed"] = opt("auto", "auto: packed on CUDA, padded on CPU")
     dtype: Literal["float32", "bfloat16"] = opt("float32", "of compute; master weights are float32")

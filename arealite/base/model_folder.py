@@ -177,6 +177,20 @@ def check_layers(config: dict[str, Any], path: Path | str) -> None:
         raise UserError(f"{what}; the embedded server runs only full and sliding attention. {fix}")
 
 
+def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> None:
+    """Raise UserError unless groups of `size` of the `ranks` can share the tokens of a row."""
+    key, text = f"engine.fsdp.context_parallel={size}", text_part(config)
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    other = {*(text.get("layer_types") or [])} - known
+    if size > 1 and other:
+        what = f"the model has layers of {', '.join(sorted(other))}"
+        raise UserError(f"{key}: {what}, whose tokens depend on each other. Use 1.")
+    heads = text.get("num_attention_heads") or size
+    for number, what in (ranks, "trainer ranks"), (heads, "attention heads of the model"):
+        if number % size:
+            raise UserError(f"{key} does not divide the {number} {what}. Use a divisor.")
+
+
 RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
 """Matches tensors that transformers fuses or renames when it loads them."""
 

@@ -29,6 +29,9 @@ class MicroBatch:
     temperature_N: torch.Tensor
     rows_N: torch.Tensor
     fields: dict[str, torch.Tensor]
+    own_N: torch.Tensor | None = None
+    """int64: the loss tokens that this rank computes, of those in `rows_N` and `fields`; None:
+    all. Only context parallelism divides them; `index_N`, targets and temperatures are its own."""
 
 
 def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -> MicroBatch:

@@ -7,7 +7,7 @@ model, the batches, the optimizer and the files of a Hugging Face folder.
 import copy
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from arealite.base.model_folder import exact_length
 from arealite.impl.engine import attention, checkpoint, loading, lora
 from arealite.impl.engine import model as models
 from arealite.impl.engine.batch import MicroBatch, collate, scatter
+from arealite.impl.engine.context_parallel import ContextGroup
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.optimizer import Optimizer
@@ -73,6 +74,7 @@ class FSDPEngine(TrainEngine):
         else:
             self._model = models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
         self.layout = attention.choose(config.layout, self.module, self.device, self.dtype)
+        self._context = ContextGroup(config.context_parallel, self.module, self.device)
         if config.gradient_checkpointing:
             models.recompute(self.module)
         mesh = models.make_mesh(self.device, config.shard_size)
@@ -107,11 +109,11 @@ class FSDPEngine(TrainEngine):
         """Return the head's outputs; see TrainEngine."""
         results: dict[str, list[np.ndarray]] = {}
         base_model = lora.switched_off(self.module) if self._skips_adapter else nullcontext()
+        rows, own = self._context.gather_rows(rows)
         with base_model, torch.no_grad():
             for indices in self._plan(rows, all_lengths):
                 part = [rows[i] for i in indices]
-                outputs = self._model(collate(part, self.device, self.layout))
-                for name, values_N in outputs.items():
+                for name, values_N in self._compute(self._collate(part)).items():
                     result = results.setdefault(name, [np.empty(0)] * len(rows))
                     if not part:
                         continue
@@ -119,7 +121,7 @@ class FSDPEngine(TrainEngine):
                         result[i] = row
         # Without a backward pass gathered parameters stay in memory; `load` would not update them.
         models.reshard(self._model)
-        return results
+        return {name: result[own] for name, result in results.items()}
 
     def train_batch(
         self,
@@ -131,6 +133,7 @@ class FSDPEngine(TrainEngine):
         record_outputs: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
         """Apply one update; see TrainEngine. Adds microbatches, tokens and padded_tokens."""
+        rows, _ = self._context.gather_rows(rows)
         optimizer, plan = self.optimizer, self._plan(rows, all_lengths, rows_per_example)
         roots = models.fsdp_modules(self._model)[:1]
         totals: dict[str, torch.Tensor | float] = {}
@@ -140,11 +143,11 @@ class FSDPEngine(TrainEngine):
                 root.set_requires_gradient_sync(last)
                 root.set_is_last_backward(last)
             part = [rows[i] for i in indices]
-            batch = collate(part, self.device, self.layout)
+            batch = self._collate(part)
             if not part:  # other ranks have rows, and their collectives need this rank
                 torch.cat([*self._model(batch).values()]).sum().backward()
                 continue
-            stats, recorded = backward(self._model, batch, loss_fn, record_outputs)
+            stats, recorded = backward(self._compute, batch, loss_fn, record_outputs)
             for name, value in stats.items():
                 totals[name] = totals.get(name, 0.0) + value
             for field, values_N in recorded.items():
@@ -159,7 +162,8 @@ class FSDPEngine(TrainEngine):
         outcome = optimizer.step()
         if outcome["skipped_update"]:
             log.warning("update skipped", reason="gradient norm not finite")
-        return _sum_over_ranks(counted) | outcome
+        # All ranks of a context group have the same numbers: one of them counts.
+        return _sum_over_ranks({} if self._context.rank else counted) | outcome
 
     def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write this rank's shards; see TrainEngine."""
@@ -236,14 +240,28 @@ class FSDPEngine(TrainEngine):
             what = f"Positions of '{self.source}' beyond {limit} depend on the rows beside it"
             fix = f"use llm_server.context_length={limit}, or shorter rows."
             raise UserError(f"A row has {longest} tokens. {what}: {fix}")
-        lengths, budget = [len(row.tokens) for row in rows], self.config.max_tokens_per_microbatch
-        return microbatches(
-            lengths, budget, layout=self.layout, rows_per_example=size, all_lengths=all_lengths
+        lengths, groups = (
+            [len(row.tokens) for row in rows],
+            self._context.gather_lengths(all_lengths),
         )
+        budget = self.config.max_tokens_per_microbatch * self._context.size
+        return microbatches(
+            lengths, budget, layout=self.layout, rows_per_example=size, all_lengths=groups
+        )
+
+    def _collate(self, rows: list[Sequence]) -> MicroBatch:
+        return self._context.split(collate(rows, self.device, self.layout))
+
+    def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Return the outputs of all loss tokens of a micro-batch, on every rank of its group."""
+        return self._context.gather(self._model(batch), batch)
 
 
 def backward(
-    model: nn.Module, batch: MicroBatch, loss_fn: LossFn, record: Mapping[str, str] | None = None
+    model: Callable[[MicroBatch], dict[str, torch.Tensor]],
+    batch: MicroBatch,
+    loss_fn: LossFn,
+    record: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Run one micro-batch forward and backward; gradients are added to those of the parameters.
 

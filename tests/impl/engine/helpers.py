@@ -33,6 +33,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 """Options of make_engine under which ranks must agree, too."""
+CONTEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "padded": ("window", {}),
+    "packed": ("window", {"layout": "packed"}),
+    "recomputed": ("window", {"gradient_checkpointing": True, "shard_size": 1}),
+    "lora": ("window", {"lora": LoRAConfig(rank=4), "layout": "packed"}),
+    "value": ("window", {"head": "value"}),
+    "sinks": ("gpt_oss", {}),
+    "latent": ("deepseek_v3", {}),
+    "low": ("window", {"dtype": "bfloat16", "layout": "packed", "optimizer": {"type": "sgd"}}),
+}
+"""Model and options of make_engine under which ranks that share rows must equal one rank."""
 
 
 def to_advantages(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -19,6 +19,7 @@ from arealite.api.engine_config import FSDPConfig
 from arealite.impl.engine import hf_folder
 from arealite.impl.engine.fsdp import FSDPEngine
 from tests.impl.engine.helpers import (
+    CONTEXTS,
     LOSS,
     VARIANTS,
     gradients,
@@ -86,6 +87,30 @@ def variants(folder: Path, model: str) -> None:
         found["resumed"] = engine.fingerprint() == other.fingerprint()
         load(other, folder / f"{name}-of-one")
         found["of one"] = weights(other)
+    torch.save(out, folder / f"out-{rank}.pt")
+
+
+def contexts(folder: Path, model: str) -> None:
+    """For each case of CONTEXTS: outputs, gradients, and the weights after an update."""
+    rank, size, rows = dist.get_rank(), dist.get_world_size(), make_rows()
+    parts = [rows[:9], rows[9:], [], []][:size]
+    out: dict[str, dict[str, object]] = {}
+    for name, (family, options) in CONTEXTS.items():
+        for group in {2, size}:
+            options = options | {"context_parallel": group, "max_tokens_per_microbatch": 32}
+            engine = make_engine(Path(model) / family, **options)
+            found = out[f"{name} of {group}"] = {
+                "forward": engine.forward(parts[rank], lengths(parts)),
+                "gradients": gradients(engine, parts[rank], lengths(parts))[0],
+            }
+            record = None if engine.head == "value" else {"logprobs": "prox_logprobs"}
+            found["stats"] = engine.train_batch(
+                parts[rank], lengths(parts), loss_of(engine), record_outputs=record
+            )
+            found["recorded"] = [row.fields["prox_logprobs"] for row in parts[rank]]
+            found["weights"] = weights(engine)
+            rows = make_rows()
+            parts = [rows[:9], rows[9:], [], []][:size]
     torch.save(out, folder / f"out-{rank}.pt")
 
 
@@ -178,6 +203,7 @@ def main(scenario: str, folder: Path, model: str) -> None:
         "ranks": ranks,
         "copies": copies,
         "variants": variants,
+        "contexts": contexts,
         "buffers": buffers,
         "memory": memory,
         "kill_in_save": kill_in_save,
