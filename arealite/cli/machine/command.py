@@ -40,9 +40,10 @@ def main(argv: Sequence[str]) -> int:
     gpus = torch.cuda.device_count()
     rows = plan(gpus=gpus, quick=options.quick, sglang_python=options.sglang_python)
     if options.only:
-        texts = ["reference", *options.only]
-        rows = [row for row in rows if any(text in row.name for text in texts)]
-        if len(rows) < 2:
+        chosen = [row for row in rows if any(text in row.name for text in options.only)]
+        names = {name for row in chosen for name in (row.name, row.needs, "reference")}
+        rows = [row for row in rows if row.name in names]
+        if not rows:
             raise UserError(f"--only {' '.join(options.only)}: no row has such a name.")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="arealite-machine-") as folder:
@@ -88,26 +89,27 @@ async def run(
     """
     plan_file = {"quick": quick, "rows": [asdict(row) for row in rows]}
     (folder / "plan.json").write_text(json.dumps(plan_file))
-    for (_, _, _, missing), group in groupby(enumerate(rows), lambda each: _key(each[1])):
-        left = [*group]
-        if missing:
-            for _, row in left:
-                yield _result(row, "n/a", {"failures": [row.missing]})
-            continue
+    failed = set[str]()
+    for _, group in groupby(enumerate(rows), lambda each: each[1].session):
+        left = {row.name: (number, row) for number, row in group}
         while left:
-            async for result in _session(left, gpus, folder, limit_s):
+            for name, (_, row) in [*left.items()]:
+                why = f"it needs the files of {row.needs}, which failed"
+                if why := row.missing or (why if row.needs in failed else ""):
+                    yield _result(left.pop(name)[1], "n/a", {"failures": [why]})
+            async for result in _session([*left.values()], gpus, folder, limit_s):
                 yield result
-                left.pop(0)
-
-
-def _key(row: Row) -> tuple[Any, ...]:
-    return *row.session, bool(row.missing)
+                left.pop(result["row"])
+                if result["status"] == "FAIL":
+                    failed.add(result["row"])
 
 
 async def _session(
     numbered: list[tuple[int, Row]], gpus: int, folder: Path, limit_s: float
 ) -> AsyncIterator[Result]:
     """Start the ranks of a session; yield the results of rows up to the first crash."""
+    if not numbered:
+        return
     numbers, rows = [str(number) for number, _ in numbered], [row for _, row in numbered]
     first, children = rows[0], list[Child]()
     words = [sys.executable, "-m", "arealite.cli.machine.bench", str(folder), *numbers]

@@ -32,6 +32,8 @@ class Row:
     """The server that the processes of this row's session start; "": none."""
     missing: str = ""
     """Why this machine cannot run the row; "": it can."""
+    needs: str = "reference"
+    """The row whose files this one reads."""
 
     @property
     def session(self) -> tuple[int, str, str]:
@@ -47,8 +49,8 @@ def plan(*, gpus: int, quick: bool, sglang_python: str | None) -> list[Row]:
     for ranks in (size for size in worlds if size <= max(4, gpus)):
         rows += _several_ranks(ranks, cuda if gpus >= ranks else "cpu")
     if not quick:
-        options = {"source": 2}
-        rows.append(Row("resume/2 ranks to 1", f"{CHECKS}.training:resume", options, 1, "cpu"))
+        own = {"options": {"source": 2}, "needs": "checkpoint/2 ranks"}
+        rows.append(Row("resume/2 ranks to 1", f"{CHECKS}.training:resume", device=cuda, **own))
     if gpus < 2:
         what = "this machine has no GPU" if not gpus else "this machine has one GPU"
         rows.append(Row("nccl", "", missing=f"{what}; rows with several ranks use gloo on the CPU"))
@@ -99,15 +101,11 @@ def _several_ranks(ranks: int, device: str) -> Iterator[Row]:
             missing = "HSDP needs 4 ranks"
         name = f"train/{way}/{ranks} ranks"
         yield Row(name, f"{training}:update", options, ranks, device, "", missing)
-    for what, function, options in (
-        ("replay", "training:replay", {}),
-        ("checkpoint", "training:save_and_load", {}),
-        ("resume/1 rank to", "training:resume", {"source": 1}),
-        ("all_reduce", "measures:all_reduce", {}),
-    ):
-        space = " " if options else "/"
-        name = f"{what}{space}{ranks}{' ranks' if not options else ''}"
-        yield Row(name, f"{CHECKS}.{function}", options, ranks, device)
+    yield Row(f"replay/{ranks} ranks", f"{training}:replay", {}, ranks, device)
+    yield Row(f"checkpoint/{ranks} ranks", f"{training}:save_and_load", {}, ranks, device)
+    own = {"options": {"source": 1}, "needs": "checkpoint"}
+    yield Row(f"resume/1 rank to {ranks}", f"{training}:resume", ranks=ranks, device=device, **own)
+    yield Row(f"all_reduce/{ranks} ranks", f"{CHECKS}.measures:all_reduce", {}, ranks, device)
 
 
 def _servers(

@@ -12,6 +12,7 @@ from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
 from arealite.cli.machine.bench import SEED, Bench
 from arealite.cli.machine.models import make_models
+from arealite.impl.engine.attention import HAS_FLASH_ATTN
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.trainer.base import read_engines, write_engines
 
@@ -23,6 +24,10 @@ SGD = OptimizerConfig(type="sgd", beta1=0.0, clip_grad_norm=0.0, warmup_steps=0)
 
 def reference(bench: Bench) -> None:
     """Make the models; compute log-probabilities before and after an update in plain torch."""
+    if bench.device.type == "cuda":
+        found = torch.cuda.get_device_properties(bench.device)
+        bench.note("device", f"{found.name}, {found.total_memory >> 30} GiB, {HAS_FLASH_ATTN=}")
+        bench.note("nccl", str(torch.cuda.nccl.version()))  # pyright: ignore
     make_models(bench)
     rows = make_rows(bench)
     for name in ("dense", "window"):
