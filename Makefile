@@ -42,7 +42,7 @@ VERIFIERS_VENV ?= .venv-verifiers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -58,6 +58,7 @@ help:
 	@echo "make test-clusters  run under torchrun, and on Slurm and Ray if they are installed"
 	@echo "make test-sglang  run the tests on real SGLang servers on the CPU; test-sglang-short: a part, two minutes"
 	@echo "make test-learning  train the demo's task with each algorithm"
+	@echo "make test-models  compare every family of models with plain transformers; writes out/models.json (WRITE=1: docs/models.md)"
 	@echo "make test-peers   compare losses, gradients and options with TRL's; installs TRL into $(PEERS_VENV)"
 	@echo "make sglang       install SGLang for the CPU into $(SGLANG_VENV)"
 	@echo "make simulate     simulate runs with crashes in virtual time; prints the seed of a failing run (SEEDS=1000)"
@@ -168,6 +169,10 @@ $(PEERS_VENV)/.dev: pyproject.toml
 
 test-learning: $(VENV)/.dev
 	$(PY) -m pytest -m learning tests/learning
+
+# Every family of models is exact or refused; writes out/models.json. WRITE=1 also writes the table of docs/models.md.
+test-models: $(VENV)/.dev
+	MODELS_WRITE=$(WRITE) $(PY) -m pytest -m models tests/families
 
 test-peers: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl tests/docs/test_from_trl.py

@@ -118,7 +118,9 @@ class Case:
 
     def engine(self, **config: Any) -> FSDPEngine:
         training = Training(UPDATE, LR, 10)
-        return FSDPEngine(FSDPConfig(**config), model_path=str(self.path), seed=0, training=training)
+        return FSDPEngine(
+            FSDPConfig(**config), model_path=str(self.path), seed=0, training=training
+        )
 
     def check_forward(self, engine: FSDPEngine, expected: list[np.ndarray], what: str) -> None:
         got = engine.forward(self.rows, lengths([self.rows]))["logprobs"]
@@ -309,7 +311,9 @@ async def serve(case: Case, engine: FSDPEngine, out: Path | None) -> None:
             await asyncio.to_thread(publisher.stage, 1, engine.stream_weights())
             await asyncio.to_thread(publisher.push, 1)
             engine.export(out)
-            await compare_answers(case, server.address, load(out, case.attention), "the server after a publish")
+            await compare_answers(
+                case, server.address, load(out, case.attention), "the server after a publish"
+            )
         finally:
             await asyncio.to_thread(publisher.close)
 
@@ -366,7 +370,11 @@ def adapt(case: Case, config: LoRAConfig) -> None:
     if farthest(theirs, case.expected) < 0.01:
         raise Difference("the adapters change nothing")
     case.check_forward(engine, theirs, "a model with adapters")
-    case.compare(farthest(score(load(out, case.attention), case.rows), theirs), 4 * case.rounding, "the merged export")
+    case.compare(
+        farthest(score(load(out, case.attention), case.rows), theirs),
+        4 * case.rounding,
+        "the merged export",
+    )
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

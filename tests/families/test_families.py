@@ -1,0 +1,74 @@
+"""Every family of models is exact or refused by one line: no silent difference.
+
+`make test-models` runs all families and writes out/models.json; with WRITE=1 also the table of
+docs/models.md. `make test` runs the families that stand for the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.families import table
+from tests.families.checks import prove
+from tests.families.configs import CONFIGS
+from tests.impl.engine.conftest import group as group
+
+pytestmark = pytest.mark.usefixtures("group")
+COMMON = "llama, tied", "mistral, window", "gemma3_text", "deepseek_v3", "lfm2"
+"""Families for `make test`: a tied head, a window, two kinds of layers, experts, a hybrid."""
+NUM_FAMILIES = 36
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[table.Rows]:
+    """Collect rows; write them if all families were run."""
+    rows: table.Rows = []
+    yield rows
+    if {row["family"] for row in rows} == CONFIGS.keys():
+        table.write_json(rows)
+        if os.environ.get("MODELS_WRITE"):
+            table.write_page(rows)
+
+
+def check(rows: table.Rows) -> None:
+    faults = [row for row in rows if row["outcome"] not in ("exact", "refused")]
+    assert not faults, "\n".join(f"{r['folder']}, {r['check']}: {r['why']}" for r in faults)
+    long = [row["why"] for row in rows if "\n" in row["why"].strip()]
+    assert not long, "a refusal is one line"
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", CONFIGS)
+def test_family_is_exact_or_refused(name: str, found: table.Rows) -> None:
+    rows = prove(name)
+    found += rows
+    check(rows)
+
+
+@pytest.mark.models
+def test_table_of_the_docs_is_current(found: table.Rows) -> None:
+    """Runs after all families."""
+    if {row["family"] for row in found} != CONFIGS.keys():
+        pytest.skip("not all families were run")
+    counts = table.summary(found)
+    assert counts["families"] >= NUM_FAMILIES and counts["silent"] == counts["crashed"] == 0
+    if not os.environ.get("MODELS_WRITE"):
+        assert table.shown() == table.table(found), "run make test-models WRITE=1"
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_family_is_exact_or_refused(name: str) -> None:
+    rows = prove(name)
+    check(rows)
+    line = next(line for line in table.shown().splitlines() if line.startswith(f"| {name} |"))
+    for column, cell in zip(table.COLUMNS.values(), line.split("|")[2:], strict=False):
+        outcomes = {row["outcome"] for row in rows if row["check"] in column}
+        assert (cell.strip() == "exact") == (outcomes == {"exact"}), (name, column)
+
+
+def test_table_of_the_docs_lists_all_families() -> None:
+    listed = [line.split("|")[1].strip() for line in table.shown().splitlines() if "|" in line]
+    assert listed[2:] == list(CONFIGS)
