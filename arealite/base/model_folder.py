@@ -154,20 +154,6 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return config.get("text_config") or config
 
 
-LOGIT_CHANGES = "final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
-"""Fields of config.json that change the logits of a model (Gemma, Cohere, Granite, Falcon-H1, …).
-"""
-
-
-def check_logits(config: dict[str, Any], path: Path | str) -> None:
-    """Raise UserError for a model whose logits are not hidden · weightᵀ."""
-    text = text_part(config)
-    for name in LOGIT_CHANGES:
-        if (value := text.get(name)) not in (None, 0, 1):
-            what = f"'{path}' changes its logits ({name}={value}), which is not supported"
-            raise UserError(f"{what}. Use another model.")
-
-
 def check_layers(config: dict[str, Any], path: Path | str) -> None:
     """Raise UserError for a model with layers that the embedded server does not support."""
     layers: list[str] = text_part(config).get("layer_types") or []

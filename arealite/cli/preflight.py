@@ -110,8 +110,6 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     check_options(config)
     path, trainer, ppo = config.model.path, config.trainer, config.trainer.ppo
     model, shapes = model_folder.read_model(required(path, "model.path"))
-    if trainer.type != "reward":
-        model_folder.check_logits(model, path)
     free = check_run_folder(config)
     check_addresses(config)
     if config.view.web:

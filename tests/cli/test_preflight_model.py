@@ -190,8 +190,6 @@ def test_model_with_unfused_experts_is_refused(
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"final_logit_softcapping": 30.0}, "changes its logits (final_logit_softcapping=30.0)"),
-        ({"text_config": {"logits_scaling": 8.0}}, "changes its logits (logits_scaling=8.0)"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention"),
     ],
 )

@@ -17,7 +17,6 @@ from transformers.modeling_utils import PreTrainedModel as Model
 
 from arealite.api.engine import Head
 from arealite.base.errors import UserError
-from arealite.base.model_folder import check_logits
 from arealite.impl.engine.lora import ADAPTER, file_name, first_value, state_tensors
 from arealite.impl.weights.names import SCORE, TensorNames
 
@@ -28,7 +27,7 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
     Head value: the folder's decoder as a sequence classifier of one label.
 
     Raises:
-        UserError: no such folder, or a head that computes more than hidden · weightᵀ.
+        UserError: no such folder, or no such head in transformers.
     """
     if not (path / "config.json").is_file():
         raise UserError(f"No model at '{path}': it must be a Hugging Face folder with config.json.")
@@ -37,12 +36,8 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
         config.num_labels, kind = 1, AutoModelForSequenceClassification
         if type(config) not in kind._model_mapping:
             raise UserError(f"transformers has no {config.model_type} with a head for values.")
-    else:
-        check_logits(config.to_dict(), path)
     with _parameters_on_meta():
         model = kind.from_config(config, dtype=torch.float32)
-    if head == "lm" and getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise UserError(f"'{path}' has a bias in its output head: not supported.")
     return model.eval()
 
 
