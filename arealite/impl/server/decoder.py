@@ -8,6 +8,7 @@ the cache: S = rows, T = positions, H = key heads, D = head size.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
@@ -110,29 +111,96 @@ class SlotCache(Cache):
         self._shape = (0, 0)
 
 
-class Decoder:
-    """Runs a model for the requests that occupy the rows of its cache."""
+class BaseDecoder(ABC):
+    """Admits requests and samples their tokens; a subclass runs the model."""
+
+    mixes_lengths: bool
+    """Whether prompts of different lengths can be admitted together."""
 
     def __init__(self, model: PreTrainedModel, *, max_rows: int, seed: int) -> None:
-        config = model.config.get_text_config()
         self.model = model
         self.max_rows = max_rows
         self.running: list[Generation] = []
-        """Row r of the cache belongs to running[r]."""
         self._device = str(next(model.parameters()).device)
-        self._vocab_size: int = config.vocab_size
-        self._window = window_of(model)
-        self._cache = SlotCache(config.num_hidden_layers)
+        self._vocab_size: int = model.config.get_text_config().vocab_size
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._settings: Settings | None = None
-        """None: the batch's tensors must be rebuilt."""
-        self._longest = 0
 
+    @abstractmethod
     def prefill(self, waiting: deque[Generation]) -> None:
         """Admit waiting requests that fit, and sample their first tokens.
 
         Equal prompts are computed once.
         """
+
+    @abstractmethod
+    def decode(self) -> None:
+        """Sample one token of every running request."""
+
+    @abstractmethod
+    def remove_ended(self) -> list[Generation]:
+        """Free and return the ended requests."""
+
+    @abstractmethod
+    def clear(self) -> list[Generation]:
+        """Remove and return all running requests; drop all keys, values and states."""
+
+    def _admit(self, waiting: deque[Generation]) -> tuple[list[Ids], list[Generation], list[int]]:
+        """Remove the requests that fit from `waiting`.
+
+        Returns:
+            (the distinct prompts, the requests, the index of each request's prompt).
+        """
+        rows: dict[Ids, int] = {}
+        fresh: list[Generation] = []
+        sources: list[int] = []
+        lengths: set[int] = set()
+        while waiting and len(self.running) + len(fresh) < self.max_rows:
+            generation = waiting[0]
+            prompt = (*generation.prompt, *generation.output)
+            if prompt in rows:
+                generation.cached_tokens = len(prompt) - 1
+            else:
+                if lengths and not self.mixes_lengths and len(prompt) not in lengths:
+                    break
+                lengths.add(len(prompt))
+                count, positions = len(rows) + 1, len(lengths)
+                fits = count * max(lengths) <= PREFILL_TOKENS
+                if rows and not (fits and count * positions * self._vocab_size <= PREFILL_LOGITS):
+                    break
+            fresh.append(waiting.popleft())
+            sources.append(rows.setdefault(prompt, len(rows)))
+        return list(rows), fresh, sources
+
+    def _settings_of(self, generations: Sequence[Generation]) -> Settings:
+        return settings_of(generations, vocab_size=self._vocab_size, device=self._device)
+
+    def _sample(
+        self, generations: list[Generation], logits_BV: Tensor, settings: Settings
+    ) -> Tensor:
+        """Draw a token for each generation and append it; return the tokens [B]."""
+        if settings.may_ban:
+            ban_stops(logits_BV, generations)
+        tokens_B, logprobs_B = draw(logits_BV, settings, self._generator)
+        drawn = zip(generations, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+        for generation, token, logprob in drawn:
+            generation.append(token, logprob)
+        return tokens_B
+
+
+class Decoder(BaseDecoder):
+    """Runs a model of full and sliding attention: row r of its cache belongs to running[r]."""
+
+    mixes_lengths = True
+
+    def __init__(self, model: PreTrainedModel, *, max_rows: int, seed: int) -> None:
+        super().__init__(model, max_rows=max_rows, seed=seed)
+        self._window = window_of(model)
+        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers)
+        self._settings: Settings | None = None
+        """None: the batch's tensors must be rebuilt."""
+        self._longest = 0
+
+    def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
         first, longest = len(self.running), max(map(len, prompts))
         self.running += generations
@@ -164,7 +232,6 @@ class Decoder:
         ).logits
 
     def decode(self) -> None:
-        """Sample one token of every running request."""
         settings = self._settings or self._rebuild()
         count = len(self.running)
         width = -(-(self._longest + 1) // WIDTH_BLOCK) * WIDTH_BLOCK
@@ -179,7 +246,7 @@ class Decoder:
         ).logits
         self._lengths_B = self._lengths_B + 1
         self._longest += 1
-        self._sample(self.running, logits[:, -1], settings)
+        self._tokens_B = self._sample(self.running, logits[:, -1], settings)
 
     def _mask(self, positions_BL: Tensor, width: int) -> Mask:
         """Return the attention mask [B, 1, L, width] for queries at `positions_BL`, `width` keys;
@@ -197,31 +264,6 @@ class Decoder:
         is_mixed = getattr(self.model.config.get_text_config(), "layer_types", None)
         return {"full_attention": mask(later), "sliding_attention": near} if is_mixed else near
 
-    def _admit(self, waiting: deque[Generation]) -> tuple[list[Ids], list[Generation], list[int]]:
-        """Remove the requests that fit from `waiting`.
-
-        Returns:
-            (the distinct prompts, the requests, the index of each request's prompt).
-        """
-        rows: dict[Ids, int] = {}
-        fresh: list[Generation] = []
-        sources: list[int] = []
-        lengths: set[int] = set()
-        while waiting and len(self.running) + len(fresh) < self.max_rows:
-            generation = waiting[0]
-            prompt = (*generation.prompt, *generation.output)
-            if prompt in rows:
-                generation.cached_tokens = len(prompt) - 1
-            else:
-                lengths.add(len(prompt))
-                count, positions = len(rows) + 1, len(lengths)
-                fits = count * max(lengths) <= PREFILL_TOKENS
-                if rows and not (fits and count * positions * self._vocab_size <= PREFILL_LOGITS):
-                    break
-            fresh.append(waiting.popleft())
-            sources.append(rows.setdefault(prompt, len(rows)))
-        return list(rows), fresh, sources
-
     def remove_ended(self) -> list[Generation]:
         """Free and return the ended requests; the last rows move into the freed ones."""
         if not (ended := [generation for generation in self.running if generation.ended]):
@@ -238,7 +280,6 @@ class Decoder:
         return ended
 
     def clear(self) -> list[Generation]:
-        """Remove and return all running requests; drop all keys and values."""
         out, self.running = self.running, []
         self._cache.drop()
         self._settings = None
@@ -253,15 +294,3 @@ class Decoder:
         self._rows_B1 = torch.arange(len(self.running), device=self._device)[:, None]
         self._settings = self._settings_of(self.running)
         return self._settings
-
-    def _settings_of(self, generations: Sequence[Generation]) -> Settings:
-        return settings_of(generations, vocab_size=self._vocab_size, device=self._device)
-
-    def _sample(self, generations: list[Generation], logits_BV: Tensor, settings: Settings) -> None:
-        """Draw a token for each generation and append it."""
-        if settings.may_ban:
-            ban_stops(logits_BV, generations)
-        self._tokens_B, logprobs_B = draw(logits_BV, settings, self._generator)
-        drawn = zip(generations, self._tokens_B.tolist(), logprobs_B.tolist(), strict=True)
-        for generation, token, logprob in drawn:
-            generation.append(token, logprob)

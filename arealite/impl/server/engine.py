@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from arealite.base import log
-from arealite.impl.server.decoder import Decoder
+from arealite.impl.server.decoder import BaseDecoder
 from arealite.impl.server.generation import Generation
 
 logger = log.get(__name__)
@@ -33,7 +33,7 @@ CLOSE_S = 30.0
 class Engine:
     """Owns all requests. Only the engine's thread may access them and the model."""
 
-    decoder: Decoder
+    decoder: BaseDecoder
     deliver: Callable[[list[Generation], list[Generation]], None]
     """Takes the streamed generations that have new tokens, and the generations that ended."""
     on_crash: Callable[[BaseException], None] = lambda error: None

@@ -1,0 +1,194 @@
+"""Runs models that keep more than keys and values of full and sliding attention.
+
+Examples are linear attention, state space layers and chunked attention. Each batch has the cache
+that the model itself makes. All its requests have the same length, so that no model needs padding.
+
+Shape letters: B = rows of a batch, L = prompt length, V = vocabulary.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel as Model
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from arealite.base import log
+from arealite.base.errors import UserError, one_line
+from arealite.impl.server.decoder import BaseDecoder, Decoder
+from arealite.impl.server.generation import Generation, SamplingParams
+
+logger = log.get(__name__)
+
+CACHES = "past_key_values", "cache_params"
+"""Names of a model's cache, as an argument and in the output."""
+WINDOWS = "sliding_window", "attention_chunk_size"
+"""Config fields that limit how far attention reaches, in tokens."""
+PROBE_WINDOW = 4
+PROBE_TOKENS = 8
+BOUND = 1e-3
+"""Largest difference of a log-probability in float32, in nats."""
+LOW_BOUND = 0.2
+"""Median difference in 16 bits, where experts near a tie may change."""
+
+
+@dataclass
+class Batch:
+    """Requests of equal length, and their cache."""
+
+    rows: list[Generation]
+    cache: Any
+
+    def select(self, chosen: Sequence[int]) -> None:
+        """Keep the chosen rows of the cache, in this order; a row may be repeated."""
+        index = torch.tensor(chosen)
+        self.cache.reorder_cache(index)
+        if states := getattr(self.cache, "linear_cache", None):  # MiniMax keeps these elsewhere
+            self.cache.linear_cache = [each[index] if len(each) else each for each in states]
+
+
+class CacheDecoder(BaseDecoder):
+    """Runs any model with a cache, with one forward pass for each batch of equal lengths."""
+
+    mixes_lengths = False
+
+    def __init__(self, model: Model, *, max_rows: int, seed: int) -> None:
+        super().__init__(model, max_rows=max_rows, seed=seed)
+        self._batches: list[Batch] = []
+        known = inspect.signature(model.forward).parameters
+        self._name = next((name for name in CACHES if name in known), CACHES[0])
+        self._takes = known.keys() & {"position_ids", "logits_to_keep"}
+
+    def prefill(self, waiting: deque[Generation]) -> None:
+        prompts, generations, sources = self._admit(waiting)
+        self.running += generations
+        logits_BV, cache = self._forward(torch.tensor(prompts), 0, None)
+        batch = Batch(generations, cache)
+        if sources != list(range(len(prompts))):
+            batch.select(sources)
+        self._batches.append(batch)
+        self._sample(generations, logits_BV[sources], self._settings_of(generations))
+
+    def decode(self) -> None:
+        for batch in self._batches:
+            rows = batch.rows
+            tokens_B1 = torch.tensor([[each.output[-1]] for each in rows])
+            start = len(rows[0].prompt) + len(rows[0].output) - 1
+            logits_BV, batch.cache = self._forward(tokens_B1, start, batch.cache)
+            self._sample(rows, logits_BV, self._settings_of(rows))
+
+    def remove_ended(self) -> list[Generation]:
+        """Free and return the ended requests."""
+        if not (ended := [each for each in self.running if each.ended]):
+            return []
+        self.running = [each for each in self.running if not each.ended]
+        for batch in self._batches:
+            left = [row for row, each in enumerate(batch.rows) if not each.ended]
+            if 0 < len(left) < len(batch.rows):
+                batch.select(left)
+            batch.rows = [batch.rows[row] for row in left]
+        self._batches = [batch for batch in self._batches if batch.rows]
+        return ended
+
+    def clear(self) -> list[Generation]:
+        out, self.running = self.running, []
+        self._batches = []
+        return out
+
+    def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
+        """Return the last logits [B, V] of tokens from position `start`, and the cache."""
+        inputs: dict[str, Any] = {self._name: cache} if cache is not None else {}
+        positions_BL = torch.arange(start, start + tokens_BL.shape[1]).expand_as(tokens_BL)
+        if "position_ids" in self._takes:
+            inputs["position_ids"] = positions_BL.to(self._device)
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = 1
+        out = self.model(input_ids=tokens_BL.to(self._device), use_cache=True, **inputs)
+        if (cache := out.get(self._name)) is None:
+            raise ValueError("it returns no cache")
+        return out.logits[:, -1], cache
+
+
+def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
+    """Return the fastest decoder whose log-probabilities equal those of plain forward passes.
+
+    Each is tried on a few short rows.
+
+    Raises:
+        UserError: There is none.
+    """
+    kinds: list[type[BaseDecoder]] = [CacheDecoder]
+    if _has_plain_attention(model):
+        kinds.insert(0, Decoder)
+    is_low, reasons = model.dtype != torch.float32, list[str]()
+    for kind in kinds:
+        try:
+            off = _difference(kind, model)
+        except Exception as error:  # noqa: BLE001  (a model fails in its own way)
+            reasons.append(one_line(error))
+            continue
+        off = (off.median() if is_low else off.max()).item()
+        if off <= (LOW_BOUND if is_low else BOUND):
+            logger.info("decoder", kind=kind.__name__, model=type(model).__name__, off=off)
+            return kind(model, max_rows=max_rows, seed=seed)
+        reasons.append(f"log-probabilities differ by {off:.2g} from those without a cache")
+    what = f"The embedded server cannot run {type(model).__name__}: {reasons[-1]:.200}"
+    raise UserError(f"{what.rstrip('.')}. Use llm_server.type=sglang, or another model.")
+
+
+def _has_plain_attention(model: Model) -> bool:
+    """Return whether all layers of a model have full or sliding attention."""
+    plain = {DynamicLayer, DynamicSlidingWindowLayer}
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (KeyError, AttributeError, ValueError):
+        return False
+    # Layers without a cache of their own read that of an earlier layer.
+    return {type(layer) for layer in layers if type(layer).__name__ != "DummyLayer"} <= plain
+
+
+@torch.inference_mode()
+def _difference(kind: type[BaseDecoder], model: Model) -> Tensor:
+    """Return how far a decoder's log-probabilities are from plain forward passes, in nats."""
+    vocab_size = min(model.config.get_text_config().vocab_size, 1000)
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (16,), generator=draws).tolist()
+    with _short_windows(model):
+        decoder = kind(model, max_rows=3, seed=0)
+        rows = [
+            Generation("", tokens[:length], SamplingParams(), limit, frozenset())
+            for length, limit in ((3, PROBE_TOKENS), (3, PROBE_TOKENS - 2), (9, PROBE_TOKENS))
+        ]
+        waiting = deque(rows)
+        while waiting or decoder.running:
+            if waiting:
+                decoder.prefill(waiting)
+            decoder.decode()
+            decoder.remove_ended()
+        off = list[Tensor]()
+        for row in rows:
+            ids = torch.tensor([row.prompt + row.output], device=model.device)
+            plain = model(input_ids=ids, use_cache=False).logits[0, len(row.prompt) - 1 : -1]
+            plain = plain.float().log_softmax(-1).gather(1, ids[0, len(row.prompt) :, None])[:, 0]
+            off.append((plain.cpu() - torch.tensor(row.logprobs)).abs())
+    return torch.cat(off)
+
+
+@contextmanager
+def _short_windows(model: Model) -> Iterator[None]:
+    """Let windows of attention be shorter than the probe's rows."""
+    config = model.config.get_text_config()
+    saved = {name: getattr(config, name, None) for name in WINDOWS}
+    saved = {name: value for name, value in saved.items() if isinstance(value, int)}
+    try:
+        for name, value in saved.items():
+            setattr(config, name, min(value, PROBE_WINDOW))
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(config, name, value)
