@@ -8,7 +8,7 @@ Shape letters: B = rows of a batch, L = prompt length, V = vocabulary.
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +44,6 @@ class Batch:
     rows: list[Generation]
     cache: Any
 
-    def select(self, chosen: Sequence[int]) -> None:
-        """Keep the chosen rows of the cache, in this order; a row may be repeated."""
-        index = torch.tensor(chosen)
-        self.cache.reorder_cache(index)
-        if states := getattr(self.cache, "linear_cache", None):  # MiniMax keeps these elsewhere
-            self.cache.linear_cache = [each[index] if len(each) else each for each in states]
-
 
 class CacheDecoder(BaseDecoder):
     """Runs any model with a cache, with one forward pass for each batch of equal lengths."""
@@ -70,7 +63,7 @@ class CacheDecoder(BaseDecoder):
         logits_BV, cache = self._forward(torch.tensor(prompts), 0, None)
         batch = Batch(generations, cache)
         if sources != list(range(len(prompts))):
-            batch.select(sources)
+            batch.cache = self._select(cache, torch.tensor(sources))
         self._batches.append(batch)
         self._sample(generations, logits_BV[sources], self._settings_of(generations))
 
@@ -90,7 +83,7 @@ class CacheDecoder(BaseDecoder):
         for batch in self._batches:
             left = [row for row, each in enumerate(batch.rows) if not each.ended]
             if 0 < len(left) < len(batch.rows):
-                batch.select(left)
+                batch.cache = self._select(batch.cache, torch.tensor(left))
             batch.rows = [batch.rows[row] for row in left]
         self._batches = [batch for batch in self._batches if batch.rows]
         return ended
@@ -113,6 +106,25 @@ class CacheDecoder(BaseDecoder):
             raise ValueError("it returns no cache")
         return out.logits[:, -1], cache
 
+    def _select(self, cache: Any, index: Tensor) -> Any:
+        """Return a cache of the rows `index`, which may repeat a row."""
+        cache.reorder_cache(index)
+        if states := getattr(cache, "linear_cache", None):  # MiniMax keeps these elsewhere
+            cache.linear_cache = [each[index] if len(each) else each for each in states]
+        return cache
+
+
+class PlainDecoder(CacheDecoder):
+    """Runs any causal model without a cache: each token costs a forward pass over its whole row."""
+
+    def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
+        whole = tokens_BL if cache is None else torch.cat([cache, tokens_BL], 1)
+        logits = self.model(input_ids=whole.to(self._device), use_cache=False).logits
+        return logits[:, -1], whole
+
+    def _select(self, cache: Any, index: Tensor) -> Any:
+        return cache[index]
+
 
 def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
     """Return the fastest decoder whose log-probabilities equal those of plain forward passes.
@@ -122,23 +134,28 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
     Raises:
         UserError: There is none.
     """
-    kinds: list[type[BaseDecoder]] = [CacheDecoder]
-    if _has_plain_attention(model):
-        kinds.insert(0, Decoder)
-    is_low, reasons = model.dtype != torch.float32, list[str]()
-    for kind in kinds:
+    bound, reason = BOUND if model.dtype == torch.float32 else LOW_BOUND, ""
+    for kind in _kinds(model):
         try:
             off = _difference(kind, model)
-        except Exception as error:  # noqa: BLE001  (a model fails in its own way)
-            reasons.append(one_line(error))
+        except Exception as error:  # noqa: BLE001  (each model fails in its own way)
+            reason = one_line(error)
             continue
-        off = (off.median() if is_low else off.max()).item()
-        if off <= (LOW_BOUND if is_low else BOUND):
-            logger.info("decoder", kind=kind.__name__, model=type(model).__name__, off=off)
+        if off <= bound:
+            if kind is not Decoder:
+                logger.info("slow decoder", type=kind.__name__, why=reason or "kinds of layers")
             return kind(model, max_rows=max_rows, seed=seed)
-        reasons.append(f"log-probabilities differ by {off:.2g} from those without a cache")
-    what = f"The embedded server cannot run {type(model).__name__}: {reasons[-1]:.200}"
+        reason = f"log-probabilities differ by {off:.2g} from those of plain forward passes"
+    what = f"The embedded server cannot run {type(model).__name__}: {reason:.200}"
     raise UserError(f"{what.rstrip('.')}. Use llm_server.type=sglang, or another model.")
+
+
+def _kinds(model: Model) -> list[type[BaseDecoder]]:
+    """Return the decoders that may run a model, the fastest first."""
+    limits = (getattr(module, "time_step_limit", (0,)) for module in model.modules())
+    if any(limit[0] > 0 for limit in limits):  # ignored by transformers in passes of one token
+        return [PlainDecoder]
+    return [Decoder, CacheDecoder, PlainDecoder][not _has_plain_attention(model) :]
 
 
 def _has_plain_attention(model: Model) -> bool:
@@ -153,8 +170,11 @@ def _has_plain_attention(model: Model) -> bool:
 
 
 @torch.inference_mode()
-def _difference(kind: type[BaseDecoder], model: Model) -> Tensor:
-    """Return how far a decoder's log-probabilities are from plain forward passes, in nats."""
+def _difference(kind: type[BaseDecoder], model: Model) -> float:
+    """Return how far a decoder's log-probabilities are from those of plain forward passes.
+
+    In nats: the maximum in float32, the median in 16 bits.
+    """
     vocab_size = min(model.config.get_text_config().vocab_size, 1000)
     draws = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (16,), generator=draws).tolist()
@@ -176,7 +196,9 @@ def _difference(kind: type[BaseDecoder], model: Model) -> Tensor:
             plain = model(input_ids=ids, use_cache=False).logits[0, len(row.prompt) - 1 : -1]
             plain = plain.float().log_softmax(-1).gather(1, ids[0, len(row.prompt) :, None])[:, 0]
             off.append((plain.cpu() - torch.tensor(row.logprobs)).abs())
-    return torch.cat(off)
+    return (
+        torch.cat(off).max() if model.dtype == torch.float32 else torch.cat(off).median()
+    ).item()
 
 
 @contextmanager
