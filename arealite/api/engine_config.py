@@ -57,7 +57,9 @@ class FSDPConfig:
         8192, "tokens of a rank's micro-batch with padding; a longer row gets its own", at_least=1
     )
     layout: Literal["auto", "padded", "packed"] = opt("auto", "auto: packed on CUDA, padded on CPU")
-    dtype: Literal["float32", "bfloat16"] = opt("float32", "of compute; master weights are float32")
+    dtype: Literal["float32", "bfloat16", "float16"] = opt(
+        "float32", "of compute; master weights are float32. float16 scales the loss"
+    )
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     cpu_offload: bool = opt(False, "keep parameters and optimizer state in the host's memory")
     logits_chunk: int = opt(2**25, "logits: tokens × vocabulary at once", at_least=1, at_most=2**40)

@@ -37,7 +37,7 @@ from arealite.impl.weights.names import TensorNames
 
 log = get(__name__)
 CPU = torch.device("cpu")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class FSDPEngine(TrainEngine):
@@ -82,7 +82,8 @@ class FSDPEngine(TrainEngine):
             models.shard(self._model, mesh, dtype=self.dtype, offload=offload)
         self.whole_module = self.module if plain else None
         loading.load_weights(self.module, self.names, self.device, offload=offload, seed=seed)
-        self._optimizer = Optimizer(self.module, training) if training else None
+        scales = self.dtype == torch.float16
+        self._optimizer = Optimizer(self.module, training, scales_loss=scales) if training else None
         self._skips_adapter = False
 
     def without_adapter(self) -> "FSDPEngine":
@@ -147,7 +148,8 @@ class FSDPEngine(TrainEngine):
             if not part:  # other ranks have rows, and their collectives need this rank
                 torch.cat([*self._model(batch).values()]).sum().backward()
                 continue
-            stats, recorded = backward(self._compute, batch, loss_fn, record_outputs)
+            scale = optimizer.scale.value
+            stats, recorded = backward(self._compute, batch, loss_fn, record_outputs, scale=scale)
             for name, value in stats.items():
                 totals[name] = totals.get(name, 0.0) + value
             for field, values_N in recorded.items():
@@ -161,7 +163,8 @@ class FSDPEngine(TrainEngine):
         }
         outcome = optimizer.step()
         if outcome["skipped_update"]:
-            log.warning("update skipped", reason="gradient norm not finite")
+            scale = optimizer.scale.value if optimizer.scale.enabled else None
+            log.warning("update skipped", reason="gradient norm not finite", loss_scale=scale)
         # All ranks of a context group have the same numbers: one of them counts.
         return _sum_over_ranks({} if self._context.rank else counted) | outcome
 
@@ -169,7 +172,8 @@ class FSDPEngine(TrainEngine):
         """Write this rank's shards; see TrainEngine."""
         save_state(self._live_state(), checkpoint_id=folder / "state")
         if dist.get_rank() == 0:
-            inside = {"updates": self.optimizer.updates, "extra": extra}
+            scale = [self.optimizer.scale.value, self.optimizer.scale.clean]
+            inside = {"updates": self.optimizer.updates, "loss_scale": scale, "extra": extra}
             (folder / "extra.json").write_text(json.dumps(inside))
 
     def load(self, folder: Path) -> dict[str, object]:
@@ -185,6 +189,8 @@ class FSDPEngine(TrainEngine):
         load_state(state, checkpoint_id=folder / "state")
         inside = json.loads((folder / "extra.json").read_text())
         self.optimizer.updates = inside["updates"]
+        if (scale := self.optimizer.scale).enabled:
+            scale.value, scale.clean = inside.get("loss_scale", [scale.value, 0])
         return inside["extra"]
 
     def export(self, path: Path) -> None:
@@ -262,12 +268,15 @@ def backward(
     batch: MicroBatch,
     loss_fn: LossFn,
     record: Mapping[str, str] | None = None,
+    *,
+    scale: float = 1.0,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Run one micro-batch forward and backward; gradients are added to those of the parameters.
 
     Args:
         record: {output: field}: outputs of the model that the loss function also gets as
             fields, without gradient.
+        scale: The loss is multiplied by it before the backward pass.
 
     Returns:
         (stats of the loss, the recorded outputs by field, float32 [N] each).
@@ -275,7 +284,7 @@ def backward(
     outputs = model(batch)
     recorded = {field: outputs[name].detach() for name, field in (record or {}).items()}
     loss, stats = loss_fn(LossInput(outputs, batch.rows_N, batch.fields | recorded))
-    loss.backward()
+    (loss * scale).backward()
     return stats, recorded
 
 

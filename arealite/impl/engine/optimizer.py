@@ -14,15 +14,41 @@ from arealite.algo.schedules import learning_rate
 from arealite.api.engine import Training
 from arealite.base.errors import InvariantError
 
+FIRST_SCALE, LARGEST_SCALE, GROWTH_UPDATES = 2.0**16, 2.0**24, 2000
+
+
+class LossScale:
+    """The factor of the loss that keeps float16 gradients in range, as torch.amp.GradScaler's.
+
+    It doubles after GROWTH_UPDATES finite updates, and halves after one that is not finite.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled, self.clean = enabled, 0
+        self.value = FIRST_SCALE if enabled else 1.0
+
+    def update(self, *, finite: bool) -> bool:
+        """Adapt the scale to an update; return whether it was halved."""
+        if not self.enabled:
+            return False
+        self.clean = self.clean + 1 if finite else 0
+        before = self.value
+        if self.clean == GROWTH_UPDATES:
+            self.clean, self.value = 0, min(LARGEST_SCALE, 2 * before)
+        elif not finite:
+            self.value = max(1.0, before / 2)
+        return self.value < before
+
 
 class Optimizer:
     """One optimizer and its schedule; `updates` counts applied updates, `skipped` the updates that
-    were skipped since the last applied one."""
+    were skipped since the last applied one. Gradients are those of the loss times `scale`."""
 
     _torch: optim.Optimizer
 
-    def __init__(self, model: nn.Module, training: Training) -> None:
+    def __init__(self, model: nn.Module, training: Training, *, scales_loss: bool = False) -> None:
         self.updates = self.skipped = 0
+        self.scale = LossScale(enabled=scales_loss)
         self._training, config = training, training.optimizer
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         params, lr = self._named.values(), training.lr
@@ -46,7 +72,9 @@ class Optimizer:
     def step(self) -> dict[str, float]:
         """Clip, update and clear the gradients; return grad_norm, lr and skipped_update.
 
-        If the norm is not finite, parameters, moments and schedule do not change.
+        If the norm is not finite, parameters, moments and schedule do not change. In float16 the
+        loss scale halves then, and the result has `loss_scale`; only skipped updates at the scale 1
+        count towards `max_skipped_updates`.
 
         Raises:
             InvariantError: `max_skipped_updates` updates in a row had non-finite gradients.
@@ -55,13 +83,14 @@ class Optimizer:
         total, config = training.total_updates, training.optimizer
         lr = learning_rate(self.updates, lr=training.lr, total=total, config=config)
         gradients = [_local(p.grad) for p in self._named.values() if p.grad is not None]
-        norm = _global_norm(gradients, copies=self._copies)
+        scale = self.scale.value
+        norm = _global_norm(gradients, copies=self._copies) / scale
         finite = math.isfinite(norm)
         if finite:
             limit = config.clip_grad_norm
-            if limit > 0 and norm > limit:
-                for gradient in gradients:
-                    gradient.mul_(limit / norm)
+            factor = (limit / norm if 0 < limit < norm else 1.0) / scale
+            for gradient in gradients if factor != 1.0 else ():
+                gradient.mul_(factor)
             for group in self._torch.param_groups:
                 group["lr"] = lr
             if config.weight_decay and lr:
@@ -69,7 +98,8 @@ class Optimizer:
                     _local(matrix.detach()).mul_(1.0 - lr * config.weight_decay)
             self._torch.step()
             self.updates += 1
-        self.skipped = 0 if finite else self.skipped + 1
+        is_overflow = self.scale.update(finite=finite)
+        self.skipped = 0 if finite or is_overflow else self.skipped + 1
         self._torch.zero_grad(set_to_none=True)
         if 0 < config.max_skipped_updates <= self.skipped:
             bad = (name for name, p in self._named.items() if not _local(p).isfinite().all())
@@ -79,7 +109,8 @@ class Optimizer:
             fix = f"Probably the learning rate ({lr:g}) is too high: resume from an older"
             fix += " checkpoint with a lower one. (optimizer.max_skipped_updates)"
             raise InvariantError(f"{what}. {fix}")
-        return {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
+        stats = {"loss_scale": scale} if self.scale.enabled else {}
+        return stats | {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return moments and step counts by `<parameter>.<key>`; loading writes into them."""

@@ -27,7 +27,10 @@ logger = log.get(__name__)
 
 PLAIN = ("loss", "weight")
 """Stats of a loss function that are not sums over tokens."""
-ENGINE = ("grad_norm", "lr", "skipped_update", "microbatches", "tokens", "padded_tokens")
+ENGINE = (
+    *("grad_norm", "lr", "skipped_update", "loss_scale"),
+    *("microbatches", "tokens", "padded_tokens"),
+)
 """Stats that the engine adds."""
 
 

@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": True},
     "value": {"head": "value"},
     "lora": {"lora": LoRAConfig(rank=4)},
+    "float16, low": {"dtype": "float16", "optimizer": {"type": "sgd"}},
     "lora, low": {
         "lora": LoRAConfig(rank=4),
         "dtype": "bfloat16",

@@ -11,15 +11,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arealite.api.engine import LossInput, Sequence
+from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import InvariantError, UserError
+from arealite.impl.engine.optimizer import LossScale
 from tests.impl.engine.helpers import (
     FIELDS,
     LOSS,
     assert_close,
     gradients,
     lengths,
+    load,
     make_engine,
     make_rows,
+    save,
     weights,
 )
 
@@ -242,3 +246,68 @@ def test_training_is_deterministic_and_draws_no_random_numbers(model: Path) -> N
         assert random_states() == before
         seen.add(engine.fingerprint())
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_float16_trains_as_float32_within_rounding(lora: int, model: Path) -> None:
+    rows, adapters = make_rows(), LoRAConfig(rank=lora)
+    sgd = {"type": "sgd", "clip_grad_norm": 0.0}
+    low = make_engine(model, dtype="float16", lora=adapters, optimizer=sgd)
+    full = make_engine(model, lora=adapters, optimizer=sgd)
+
+    def loss(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return (batch.outputs["logprobs"] * batch.fields["loss_weight"]).sum(), {}
+
+    for _ in range(2):
+        expected, _ = gradients(full, rows, lengths([rows]), loss)
+        found, _ = gradients(low, rows, lengths([rows]), loss)
+        scaled = {name: gradient / 2.0**16 for name, gradient in found.items()}
+        assert_close(scaled, expected, tolerance=6e-3)
+        stats = low.train_batch(rows, lengths([rows]), loss)
+        theirs = full.train_batch(rows, lengths([rows]), loss)
+        assert stats["loss_scale"] == 2.0**16
+        assert stats["skipped_update"] == 0.0
+        assert stats["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-3)
+    pairs = zip(*(e.forward(rows, lengths([rows]))["logprobs"] for e in (low, full)), strict=True)
+    assert max(float(np.abs(a - b).max()) for a, b in pairs) < 0.02
+    assert {tensor.dtype for tensor in weights(low).values()} == {torch.float16}
+
+
+def test_float16_overflow_halves_the_loss_scale_and_is_no_failure(
+    model: Path, tmp_path: Path
+) -> None:
+    limit, rows = {"max_skipped_updates": 1, "weight_decay": 0.0}, make_rows()
+    engine = make_engine(model, dtype="float16", optimizer=limit)
+    for row in rows:
+        row.fields["loss_weight"] *= 1e4
+    before, scales = weights(engine), list[float]()
+    while (stats := engine.train_batch(rows, lengths([rows]), LOSS))["skipped_update"]:
+        scales.append(stats["loss_scale"])
+        assert all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
+    assert scales == [2.0**16 / 2**i for i in range(len(scales))]
+    assert len(scales) > 2
+    assert stats["loss_scale"] == scales[-1] / 2
+    assert engine.optimizer.updates == 1
+    save(engine, tmp_path / "step-1", {"step": 1})
+    other = make_engine(model, dtype="float16", optimizer=limit)
+    load(other, tmp_path / "step-1")
+    assert (other.optimizer.scale.value, other.optimizer.scale.clean) == (scales[-1] / 2, 1)
+
+
+def test_loss_scale_grows_after_finite_updates_and_stops_at_one() -> None:
+    scale = LossScale(enabled=True)
+    assert not any(scale.update(finite=True) for _ in range(2000))
+    assert scale.value == 2.0**17
+    assert [scale.update(finite=False) for _ in range(18)] == [True] * 17 + [False]
+    assert scale.value == 1.0
+
+
+def test_broken_float16_parameters_end_in_an_error(model: Path) -> None:
+    limit = {"max_skipped_updates": 2}
+    engine, rows = make_engine(model, dtype="float16", optimizer=limit), make_rows()
+    with torch.no_grad():
+        engine.module.get_decoder().norm.weight.to_local()[0] = torch.nan
+    with pytest.raises(InvariantError, match=r"as model\.norm\.weight"):
+        for _ in range(20):
+            engine.train_batch(rows, lengths([rows]), LOSS)
+    assert engine.optimizer.scale.value == 1.0
