@@ -24,6 +24,7 @@ from arealite.impl.server.group_member import GroupMember
 from arealite.impl.server.protocol import Empty, Handler, Refusal, ServedModel
 from arealite.impl.server.weights import check_layout, stage_tensors, stage_weights
 from arealite.impl.weights.buckets import Layout
+from arealite.impl.weights.sums import constants, sums
 
 logger = log.get(__name__)
 
@@ -77,6 +78,7 @@ class App:
             "/openapi.json": lambda: protocol.openapi(gets, posts),
         }
         posts: Routes = {"/generate": self._generate, "/abort_request": self._abort_request}
+        posts["/weight_sums"] = self._weight_sums
         if not self._is_shared:
             posts |= {
                 "/pause_generation": self._pause_generation,
@@ -167,6 +169,11 @@ class App:
         if await self._call(self.engine.flush):
             return web.Response(text="Cache flushed.\n")
         return web.Response(status=400, text="Flush cache failed.\n")
+
+    async def _weight_sums(self, body: Empty) -> Json:
+        """Return a checksum of each tensor; the trainer's self-check compares them with its own."""
+        model = self.engine.decoder.model
+        return {**await self._call(lambda: sums([*self.tensors.items(), *constants(model)]))}
 
     # ------------------------------------------------------------ new weights
 

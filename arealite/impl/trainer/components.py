@@ -14,6 +14,7 @@ from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.impl.logger.isolated import IsolatedLogger
+from arealite.impl.self_check.check import self_check
 from arealite.impl.trainer.world import World
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
@@ -35,6 +36,8 @@ class Components:
     """Frozen; None if the algorithm uses no reference."""
     critic: TrainEngine | None = None
     """None if the advantages need no critic."""
+    self_check: Callable[[ExperimentConfig, TrainEngine, World, int], None] = self_check
+    """Compares the trainer with the servers after the first publish."""
 
 
 class Engines(TypedDict):

@@ -92,8 +92,7 @@ class PPOTrainer(BaseTrainer):
         ticket = int(self.world.max({"ticket": float(self.link.ticket)})["ticket"])
         for link in self.links:
             link.ticket = ticket
-        self.publish(step)
-        self.join_publish()
+        self.publish_first(step)
         if step == 0:
             self.evaluations.run(step)
         else:  # the evaluation of an earlier process may be unfinished
@@ -192,6 +191,16 @@ class PPOTrainer(BaseTrainer):
             self.stage(version)
             if self.world.is_rank0:
                 self.metrics |= metrics.publish_metrics(self.push(self.link, version))
+
+    def publish_first(self, version: int) -> None:
+        """Publish `version` and run the self-check; then the datapipe may lease episodes."""
+        self.version = version
+        self.stage(version)
+        if self.publisher is not None:
+            self.publisher.push(version)
+        self.components.self_check(self.config, self.engine, self.world, version)
+        if self.world.is_rank0:
+            self.link.report(messages.Published(version))
 
     def log(self, step: int) -> None:
         """Write the step's metrics; `time/step_s` is the time since the previous call."""

@@ -10,6 +10,7 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -27,6 +28,8 @@ RENDEZVOUS_S = 300.0
 """Limit of the rendezvous: the first rank checks the run before it starts."""
 POLL_S = 0.05
 """Pause between two reads of the store: keys that were set before this attempt raise no event."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,15 @@ class World:
         self._all_reduce(tensor, dist.ReduceOp.SUM)
         return tensor.numpy()
 
+    def broadcast(self, value: T) -> T:
+        """Return the value that rank 0 passed; the values of the other ranks are ignored."""
+        if self.size > 1:
+            box = [value]
+            with self._wait():
+                dist.broadcast_object_list(box, src=0)
+            value = box[0]
+        return value
+
     def destroy(self) -> None:
         """Destroy the process group."""
         if dist.is_initialized():
@@ -109,10 +121,13 @@ class World:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def _all_reduce(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        with self._wait():
+            dist.all_reduce(numbers, op=op)
+
+    def _wait(self) -> Wait:
         count = counters["collectives"] = counters.get("collectives", 0.0) + 1
         counters["ranks"] = self.size
-        with Wait(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS):
-            dist.all_reduce(numbers, op=op)
+        return Wait(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS)
 
 
 def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
