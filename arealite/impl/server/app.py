@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from arealite.impl.server.group_member import GroupMember
 from arealite.impl.server.protocol import Empty, Handler, Refusal, ServedModel
 from arealite.impl.server.weights import check_layout, stage_tensors, stage_weights
 from arealite.impl.weights.buckets import Layout
+from arealite.impl.weights.names import TensorNames
 from arealite.impl.weights.sums import constants, sums
 
 logger = log.get(__name__)
@@ -62,6 +64,8 @@ class App:
         self.engine = engine
         self.model = model
         self.tensors = engine.decoder.model.state_dict(keep_vars=True)
+        named = None if is_shared else TensorNames(engine.decoder.model, Path(model.folder))
+        self._names = named
         self._is_shared, self._checks = is_shared, [check]
         self._groups: dict[str, GroupMember] = {}
 
@@ -78,7 +82,6 @@ class App:
             "/openapi.json": lambda: protocol.openapi(gets, posts),
         }
         posts: Routes = {"/generate": self._generate, "/abort_request": self._abort_request}
-        posts["/weight_sums"] = self._weight_sums
         if not self._is_shared:
             posts |= {
                 "/pause_generation": self._pause_generation,
@@ -89,6 +92,7 @@ class App:
                 "/init_weights_update_group": self._init_group,
                 "/destroy_weights_update_group": self._destroy_group,
                 "/update_weight_version": self._relabel,
+                "/weight_sums": self._weight_sums,
             }
             app.on_cleanup.append(self._leave_groups)
         app.add_routes([_get(path, handler) for path, handler in gets.items()])
@@ -171,9 +175,11 @@ class App:
         return web.Response(status=400, text="Flush cache failed.\n")
 
     async def _weight_sums(self, body: Empty) -> Json:
-        """Return a checksum of each tensor; the trainer's self-check compares them with its own."""
+        """Return a checksum of each tensor under its name in the folder, for the self-check."""
+        assert self._names is not None, "a shared model has no such route"
         model = self.engine.decoder.model
-        return {**await self._call(lambda: sums([*self.tensors.items(), *constants(model)]))}
+        named = self._names.to_folder(model.state_dict().items())
+        return {**await self._call(lambda: sums([*named, *constants(model)]))}
 
     # ------------------------------------------------------------ new weights
 

@@ -1,0 +1,3 @@
+from tests.impl.engine.conftest import group
+
+__all__ = ["group"]

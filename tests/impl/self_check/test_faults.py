@@ -1,0 +1,246 @@
+"""Every planted fault is refused, and the error names it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace as changed
+
+from arealite.api.collector import CollectorConfig
+from arealite.api.config import ExperimentConfig
+from arealite.api.launcher import LauncherConfig
+from arealite.api.llm import SamplingConfig
+from arealite.api.publisher_config import PublisherConfig
+from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.base.errors import UserError
+from arealite.impl.engine import fsdp
+from arealite.impl.engine.batch import MicroBatch, collate
+from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.impl.self_check.check import SelfCheck, self_check
+from arealite.impl.server.embedded import EmbeddedServer
+from arealite.impl.trainer.world import World
+from tests.fakes.embedded import running, server_config
+from tests.impl.engine.helpers import make_engine
+from tests.models import MIXTURES, tiny_mixture, tiny_model
+
+Model = Any
+Plant = Callable[[Model], None]
+"""Breaks the model of the server or of the trainer."""
+
+
+def edited(folder: Path, **fields: Any) -> Path:
+    """Copy a model folder and change fields of its config.json."""
+    copy = folder.with_name("edited")
+    shutil.copytree(folder, copy)
+    file = copy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return copy
+
+
+def write(folder: Path, family: str = "qwen2", **fields: Any) -> Path:
+    make = tiny_mixture if family in MIXTURES else tiny_model
+    return make(folder / "model", family=family, **{"init_std": 0.1} | fields)
+
+
+class Run:
+    """A trainer and a server that should serve the same model."""
+
+    def __init__(self, folder: Path, *, temperature: float = 1.0, own: int = 0) -> None:
+        self.folder, self.served = folder, folder
+        self.served_dtype = "float32"
+        self.temperature, self.own = temperature, own
+        self.in_server: Callable[[EmbeddedServer], None] = lambda server: None
+        self.engine: FSDPEngine = make_engine(folder)
+
+    def check(self) -> dict[str, str]:
+        """Run the self-check; return the result of each comparison."""
+        return asyncio.run(self._check())
+
+    def refusal(self) -> str:
+        with pytest.raises(UserError) as caught:
+            self.check()
+        return str(caught.value)
+
+    async def _check(self) -> dict[str, str]:
+        served = server_config(self.served, self.folder.parent / "names")
+        served = replace(served, model=replace(served.model, dtype=self.served_dtype))
+        sampling = SamplingConfig(temperature=self.temperature)
+        ppo = PPOConfig(
+            collector=CollectorConfig(sampling=sampling), publisher=PublisherConfig(timeout_s=60.0)
+        )
+        config = ExperimentConfig(
+            cluster=served.cluster,
+            model=replace(served.model, path=str(self.folder), dtype="float32"),
+            trainer=TrainerConfig(ppo=ppo),
+            launcher=LauncherConfig(llm_servers=self.own),
+        )
+        async with running(served) as server:
+            await asyncio.wrap_future(server.resume("0"))
+            self.in_server(server)
+            check = SelfCheck(config, self.engine, World(), 0)
+            await asyncio.to_thread(self_check, config, self.engine, World(), 0)
+            return check.found or await asyncio.to_thread(lambda: (check.compare(), check.found)[1])
+
+
+@pytest.fixture(autouse=True)
+def _group(group: None) -> None:
+    pass
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "deepseek_v3", "qwen3_moe"])
+def test_sound_run_passes_and_reports_small_differences(tmp_path: Path, family: str) -> None:
+    fields = {"sliding_window": 16} if family == "mistral" else {}
+    found = Run(write(tmp_path, family, **fields)).check()
+    assert len(found) == 2
+    assert all("nats" in text for text in found.values()), found
+
+
+def zero_bias(model: Model) -> None:
+    model.model.layers[1].mlp.gate.e_score_correction_bias.zero_()
+
+
+def zero_expert(model: Model) -> None:
+    experts = model.model.layers[1].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        getattr(experts, name).data[2] = 0.0
+
+
+def swap(model: Model) -> None:
+    one, other = model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj
+    one.weight.data, other.weight.data = other.weight.data, one.weight.data
+
+
+def untie(model: Model) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+
+
+def quantise(model: Model) -> None:
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            step = parameter.detach().abs().max() / 7
+            parameter.data = (parameter.detach() / step).round() * step
+
+
+IN_SERVER: dict[str, tuple[str, Plant, str]] = {
+    "missing buffer": ("deepseek_v3", zero_bias, r"missing buffer: .*e_score_correction_bias"),
+    "one expert zeroed": ("qwen3_moe", zero_expert, r"one expert: .*layers\.1\.mlp\.experts\.2\."),
+    "swapped tensors": ("qwen2", swap, r"swapped tensors: .*(gate|up)_proj.* has the values of"),
+    "tied head": ("qwen2", untie, r"tied head: 'lm_head\.weight'"),
+    "quantised server": ("qwen2", quantise, r"quantised server: "),
+}
+
+
+@pytest.mark.parametrize(("family", "plant", "named"), IN_SERVER.values(), ids=IN_SERVER)
+def test_fault_of_the_server_is_named(
+    tmp_path: Path, family: str, plant: Plant, named: str
+) -> None:
+    run = Run(write(tmp_path, family))
+    run.in_server = lambda server: plant(server.engine.decoder.model)
+    text = run.refusal()
+    assert "The trainer and server http" in text
+    assert re.search(named, text), text
+
+
+IN_TRAINER = {name: IN_SERVER[name] for name in ("missing buffer", "swapped tensors")}
+
+
+@pytest.mark.parametrize(("family", "plant", "named"), IN_TRAINER.values(), ids=IN_TRAINER)
+def test_fault_of_the_trainer_is_named_with_its_place(
+    tmp_path: Path, family: str, plant: Plant, named: str
+) -> None:
+    run = Run(write(tmp_path, family))
+    plant(run.engine.module)
+    text = run.refusal()
+    assert "The trainer and plain transformers" in text
+    assert re.search(named, text), text
+    assert re.search(r"It begins in layers\.[01]\.mlp", text), text
+
+
+EDITS: dict[str, tuple[dict[str, Any], str]] = {
+    "wrong window": ({"sliding_window": 6}, "sliding window: tokens differ from position 6 on"),
+    "no window": ({"sliding_window": None}, "sliding window: tokens differ from position 16 on"),
+    "rope theta": ({"rope_theta": 100.0, "rope_parameters": None}, "rope theta: "),
+}
+
+
+@pytest.mark.parametrize("where", ["server", "trainer"])
+@pytest.mark.parametrize(("fields", "named"), EDITS.values(), ids=EDITS)
+def test_other_attention_is_named(
+    tmp_path: Path, fields: dict[str, Any], named: str, where: str
+) -> None:
+    run = Run(write(tmp_path, "mistral", sliding_window=16))
+    if where == "server":
+        run.served = edited(run.folder, **fields)
+    else:
+        run.engine = make_engine(edited(run.folder, **fields))
+    text = run.refusal()
+    assert named in text
+    assert ("It begins in " in text) == (where == "trainer")
+
+
+def test_dtype_of_the_server_is_named(tmp_path: Path) -> None:
+    run = Run(write(tmp_path, init_std=0.2), own=1)
+    run.served_dtype = "bfloat16"
+    assert "dtype: the server computes in bfloat16, model.dtype is float32" in run.refusal()
+
+
+def test_hidden_low_precision_of_the_server_is_named(tmp_path: Path) -> None:
+    run = Run(write(tmp_path, init_std=0.2))
+
+    def plant(server: EmbeddedServer) -> None:
+        model: Any = server.engine.decoder.model
+        decoder = model.model.layers[0].mlp
+        forward = decoder.forward
+        decoder.forward = lambda x: forward(x).bfloat16().float()
+
+    run.in_server = plant
+    assert "dtype: the differences are those of" in run.refusal()
+
+
+def test_temperature_that_the_server_ignores_is_named(tmp_path: Path) -> None:
+    run = Run(write(tmp_path), temperature=0.6)
+
+    def plant(server: EmbeddedServer) -> None:
+        submit = server.engine.submit
+
+        def ignore(generation: Any) -> None:
+            generation.sampling = changed(generation.sampling, temperature=1.0)
+            submit(generation)
+
+        server.engine.submit = ignore  # type: ignore[method-assign]
+
+    run.in_server = plant
+    assert "temperature: server http" in (text := run.refusal())
+    assert "has it at 1, the run at 0.6" in text
+
+
+def test_stale_weights_of_the_server_are_named(tmp_path: Path) -> None:
+    run = Run(write(tmp_path))
+    run.served = tiny_model(tmp_path / "stale", seed=1, init_std=0.1)
+    assert "stale weights: " in run.refusal()
+
+
+def test_rows_padded_on_the_wrong_side_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left_padded(rows: Any, *args: Any) -> MicroBatch:
+        batch = collate(rows, *args)
+        lengths = np.array([len(row.tokens) - 1 for row in rows])
+        width = batch.input_ids_BW.shape[1]
+        moved = [line.roll(width - n) for line, n in zip(batch.input_ids_BW, lengths, strict=True)]
+        index = batch.index_N + torch.tensor(width - lengths)[batch.rows_N]
+        return replace(batch, input_ids_BW=torch.stack(moved), index_N=index)
+
+    run = Run(write(tmp_path))
+    monkeypatch.setattr(fsdp, "collate", left_padded)
+    assert "padding side: the trainer scores rows together differently" in run.refusal()
