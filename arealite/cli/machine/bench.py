@@ -1,122 +1,121 @@
 """The child process of `arealite check --machine`: one rank that runs rows and reports numbers."""
 
+import asyncio
+import faulthandler
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.utils import logging
 
 from arealite.base import log
+from arealite.cli.fold import fold
+from arealite.cli.machine.command import LIMIT_S, Row, line
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.trainer.world import World
 
 SEED = 1
-Number = float | str
 
 
 @dataclass
 class Bench:
-    """What a check gets: its ranks, its device, and a place for its numbers."""
+    """The input of a check, and the place for its numbers."""
 
     folder: Path
     """Models, references and checkpoints; shared by all rows."""
-    quick: bool
+    plan: dict[str, Any]
     world: World
     device: torch.device
-    server: str = ""
-    stack: ExitStack = field(default_factory=ExitStack)
+    stack: AsyncExitStack
     """Closed after the last row of the session."""
     cache: dict[str, Any] = field(default_factory=dict[str, Any])
     """Objects that later rows of the session use again."""
-    numbers: dict[str, Number] = field(default_factory=dict[str, Number])
+    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
     failures: list[str] = field(default_factory=list[str])
-
-    def note(self, name: str, value: Number) -> None:
-        """Report a number."""
-        self.numbers[name] = value
 
     def bound(self, name: str, value: float, most: float) -> None:
         """Report a number; the row fails if it is above `most` or not a number."""
-        self.note(name, value)
-        if not value <= most:
-            self.failures.append(f"{name} is {value:.3g}, the bound is {most:.3g}")
+        self.numbers[name] = value
+        self.require(value <= most, f"{name} is {value:.3g}, the bound is {most:.3g}")
 
     def require(self, holds: bool, failure: str) -> None:
         """Fail the row with `failure` unless `holds`."""
-        if not holds:
-            self.failures.append(failure)
+        self.failures += [] if holds else [failure]
 
     def seconds(self, call: Callable[[], object], repeat: int = 3) -> float:
         """Return the shortest time of `repeat` calls, after one call that is not measured."""
-        call()
         found = list[float]()
-        for _ in range(repeat):
-            self.synchronize()
+        for _ in range(repeat + 1):
             began = time.perf_counter()
             call()
-            self.synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
             found.append(time.perf_counter() - began)
-        return min(found)
+        return min(found[1:])
 
-    def synchronize(self) -> None:
-        """Wait until the device has no work left."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def run(self, function: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Run one check; return its numbers (the largest of all ranks), failures and seconds."""
+    async def run(self, row: Row) -> None:
+        """Run one check; rank 0 prints and writes its result."""
         self.numbers, self.failures, began = {}, [], time.perf_counter()
-        module, _, name = function.partition(":")
-        getattr(import_module(module), name)(self, **options)
-        mine = self.numbers, self.failures
-        found: list[Any] = [mine] * self.world.size
+        module, _, name = row["run"].partition(":")
+        check = getattr(import_module(f"arealite.cli.machine.{module}"), name)
+        if (waiting := check(self, **row["options"])) is not None:
+            await waiting
+        failures: list[list[str]] = [self.failures] * self.world.size
         if self.world.size > 1:
-            dist.all_gather_object(found, mine)
-        numbers: dict[str, Number] = {}
-        for each, _ in found:
-            for key, value in each.items():
-                highest = (
-                    isinstance(value, str) or value != value or value > numbers.get(key, value)
-                )
-                numbers[key] = value if highest else numbers.get(key, value)
-        failures = [failure for _, failures in found for failure in failures]
-        seconds = time.perf_counter() - began
-        return {"numbers": numbers, "failures": failures, "seconds": round(seconds, 2)}
+            dist.all_gather_object(failures, self.failures)
+        words = [word for each in failures for word in each]
+        found = {"status": "FAIL" if words else "pass", "device": self.device.type}
+        found |= {"seconds": round(time.perf_counter() - began, 2), "numbers": self.numbers}
+        words += [
+            f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.numbers.items()
+        ]
+        if self.world.is_rank0:
+            print(fold(line(row | found | {"text": "; ".join(words)})), flush=True)
+            with (self.folder / "results.jsonl").open("a") as file:
+                file.write(json.dumps(row | found | {"text": "; ".join(words)}) + "\n")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the rows `argv[1:]` of the plan in the folder `argv[0]`; print a JSON line for each."""
+async def main(folder: Path) -> None:
+    """Run the rows of the plan in `folder`."""
     die_with_parent()
     log.setup("machine", "warning")
-    plan = json.loads(Path(argv[0], "plan.json").read_text())
-    rows = [plan["rows"][int(index)] for index in argv[1:]]
-    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", 1)))
-    world = World.init(threads=threads, seed=SEED)
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-    bench = Bench(Path(argv[0]), plan["quick"], world, device, rows[0]["server"])
-    for row in rows:
-        try:
-            found = bench.run(row["function"], row["options"])
-        except BaseException:  # noqa: BLE001  (the device or a collective may be unusable now)
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        if world.is_rank0:
-            print(json.dumps({"row": row["name"], **found}), flush=True)
-    bench.stack.close()
+    logging.disable_progress_bar()
+    plan = json.loads((folder / "plan.json").read_text())
+    world = World.init(threads=int(os.environ["OMP_NUM_THREADS"]), seed=SEED)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    async with AsyncExitStack() as stack:
+        bench = Bench(folder, plan, world, device, stack)
+        for row in plan["rows"]:
+            timer = Timer(LIMIT_S, _exit, [f"error: no result after {LIMIT_S:g} s"])
+            timer.start()
+            try:
+                await bench.run(row)
+            except Exception:  # noqa: BLE001  (the device or a collective may be unusable now)
+                _exit(traceback.format_exc())
+            finally:
+                timer.cancel()
     world.destroy()
-    return 0
+
+
+def _exit(text: str) -> None:
+    """Exit at once: other threads or ranks may block a normal exit."""
+    faulthandler.dump_traceback()
+    print(text, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    asyncio.run(main(Path(sys.argv[1])))

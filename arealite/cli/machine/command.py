@@ -4,25 +4,30 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+from arealite.api.engine_config import FSDPConfig
+from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.cli import info
 from arealite.cli.fold import fold
-from arealite.cli.machine.rows import Row, plan
-from arealite.impl.launcher.processes import Child, end_all, rank_environments, spawn
+from arealite.impl.launcher.processes import end_all, rank_environments, spawn, threads
+from arealite.impl.launcher.supervisor import Budget, Role
+from arealite.impl.server.sglang import probe
 
 LIMIT_S = 600.0
-"""Longest time of a row, the start of its processes included."""
-Result = dict[str, Any]
+"""Longest time of a row."""
+DEFAULTS = {"ranks": 1, "gpus": 0, "server": "", "needs": "reference", "options": {}, "missing": ""}
+Row = dict[str, Any]
+"""An entry of rows.toml with `row`, its name; `missing`: why it cannot run; then its result."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,141 +37,125 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, at most 2 ranks")
     parser.add_argument("--out", type=Path, default=Path("machine.json"), help="report to write")
     parser.add_argument("--sglang-python", metavar="PATH", help="Python that has sglang")
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="rows whose names contain TEXT")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="parts of names")
     options = parser.parse_args(argv)
     check_folder(options.out.absolute().parent, "folder", "--out")
     import torch
 
+    rows = choose(read_toml(__file__, "rows.toml"), options.only)
     gpus = torch.cuda.device_count()
-    rows = plan(gpus=gpus, quick=options.quick, sglang_python=options.sglang_python)
-    if options.only:
-        chosen = [row for row in rows if any(text in row.name for text in options.only)]
-        names = {name for row in chosen for name in (row.name, row.needs, "reference")}
-        rows = [row for row in rows if row.name in names]
-        if not rows:
-            raise UserError(f"--only {' '.join(options.only)}: no row has such a name.")
-    began = time.monotonic()
+    explain_missing(rows, gpus, quick=options.quick, python=options.sglang_python)
     with tempfile.TemporaryDirectory(prefix="arealite-machine-") as folder:
-        results = asyncio.run(_report(rows, gpus, Path(folder), options.quick))
-    failed = [found["row"] for found in results if found["status"] == "FAIL"]
-    counted = {name: sum(r["status"] == name for r in results) for name in ("pass", "FAIL", "n/a")}
-    about = {
-        "host": dict([*info.versions(options.sglang_python), *info.devices()]),
-        "quick": options.quick,
-        "seconds": round(time.monotonic() - began, 1),
-        "counts": counted,
-        "rows": results,
-    }
-    options.out.write_text(json.dumps(about, indent=1) + "\n")
-    print(", ".join(f"{count} {name}" for name, count in counted.items()), f"→ {options.out}")
-    return int(bool(failed))
+        about = {"quick": options.quick, "gpus": gpus, "sglang": options.sglang_python}
+        results = asyncio.run(run(rows, about, Path(folder)))
+    counts = {status: [r["status"] for r in results].count(status) for status in STATUSES}
+    host = dict([*info.versions(options.sglang_python), *info.devices()])
+    report = {"host": host, **about, "counts": counts, "rows": results}
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(*(f"{count} {status}," for status, count in counts.items()), f"see {options.out}")
+    return int(counts["FAIL"] > 0)
 
 
-async def _report(rows: list[Row], gpus: int, folder: Path, quick: bool) -> list[Result]:
-    found = list[Result]()
-    async for result in run(rows, gpus=gpus, folder=folder, quick=quick):
-        found.append(result)
-        print(fold(line(result)), flush=True)
-    return found
+STATUSES = "pass", "FAIL", "n/a"
 
 
-def line(result: Result) -> str:
-    """Return a result as one line of the table."""
-    numbers = [
-        f"{name} {value if isinstance(value, str) else format(value, '.3g')}"
-        for name, value in result["numbers"].items()
-    ]
-    words = "; ".join([*result["failures"], *numbers])
-    return f"{result['status']:<4} {result['row']:<36} {result['seconds']:>5.1f} s  {words}"
+def choose(table: dict[str, Row], texts: Sequence[str]) -> list[Row]:
+    """Return the rows whose names contain one of `texts`, and the rows that these need.
 
-
-async def run(
-    rows: Sequence[Row], *, gpus: int, folder: Path, quick: bool, limit_s: float = LIMIT_S
-) -> AsyncIterator[Result]:
-    """Run rows in child processes, and yield the result of each.
-
-    A row that crashes its processes or exceeds `limit_s` fails; the next rows get new processes.
+    Raises:
+        UserError: There is no such row.
     """
-    plan_file = {"quick": quick, "rows": [asdict(row) for row in rows]}
-    (folder / "plan.json").write_text(json.dumps(plan_file))
-    failed = set[str]()
-    for _, group in groupby(enumerate(rows), lambda each: each[1].session):
-        left = {row.name: (number, row) for number, row in group}
+    rows = [DEFAULTS | {"row": name} | row for name, row in table.items()]
+    chosen = [row for row in rows if any(text in row["row"] for text in texts)]
+    if not chosen:
+        raise UserError(f"--only {' '.join(texts)}: no row has such a name.")
+    names = {name for row in chosen for name in ("reference", row["row"], row["needs"])}
+    return [row for row in rows if row["row"] in names]
+
+
+def explain_missing(rows: list[Row], gpus: int, *, quick: bool, python: str | None) -> None:
+    """Set `missing` of the rows that this machine or this version cannot run."""
+    dtypes, known = (
+        get_args(get_type_hints(FSDPConfig)["dtype"]),
+        {f.name for f in fields(FSDPConfig)},
+    )
+    sglang = ""
+    if any(row["server"] == "sglang" for row in rows):
+        try:
+            probe(str(Path(python or sys.executable).expanduser()), "auto" if gpus else "cpu")
+        except UserError as error:
+            sglang = f"{error} Option: --sglang-python PATH"
+    for row in rows:
+        unknown = {*row["options"]} - known if row["run"] == "training:update" else set[str]()
+        reasons = {
+            f"needs {row['gpus']} GPUs, this machine has {gpus}": row["gpus"] > gpus,
+            "left out by --quick": quick and row["ranks"] > 2,
+            f"engine.fsdp has no {', '.join(unknown)}": unknown,
+            "engine.fsdp.dtype has no float16": row["options"].get("dtype", "float32")
+            not in dtypes,
+            sglang: row["server"] == "sglang" and sglang,
+        }
+        row["missing"] = next((reason for reason, holds in reasons.items() if holds), "")
+
+
+async def run(rows: list[Row], about: dict[str, Any], folder: Path) -> list[Row]:
+    """Run rows in child processes; print and return their results.
+
+    A row that crashes its processes or exceeds LIMIT_S fails; the next rows get new processes.
+    """
+    results = list[Row]()
+    for _, group in groupby(rows, lambda row: (row["ranks"], row["server"])):
+        left = [*group]
         while left:
-            for name, (_, row) in [*left.items()]:
-                why = f"it needs the files of {row.needs}, which failed"
-                if why := row.missing or (why if row.needs in failed else ""):
-                    yield _result(left.pop(name)[1], "n/a", {"failures": [why]})
-            async for result in _session([*left.values()], gpus, folder, limit_s):
-                yield result
-                left.pop(result["row"])
-                if result["status"] == "FAIL":
-                    failed.add(result["row"])
+            failed = {result["row"] for result in results if result["status"] == "FAIL"}
+            for row in left:
+                if row["needs"] in failed:
+                    row["missing"] = f"needs the files of '{row['needs']}', which failed"
+            for row in [row for row in left if row["missing"]]:
+                left.remove(row)
+                results.append(row | {"status": "n/a", "text": row["missing"], "seconds": 0.0})
+                print(fold(line(results[-1])), flush=True)
+            reason = await session(left, about, folder) if left else ""
+            path = folder / "results.jsonl"
+            found = [*map(json.loads, path.read_text().splitlines())] if left else []
+            results += found
+            del left[: len(found)]
+            if left:
+                results.append(left.pop(0) | {"status": "FAIL", "text": reason, "seconds": 0.0})
+                print(fold(line(results[-1])), flush=True)
+    return results
 
 
-async def _session(
-    numbered: list[tuple[int, Row]], gpus: int, folder: Path, limit_s: float
-) -> AsyncIterator[Result]:
-    """Start the ranks of a session; yield the results of rows up to the first crash."""
-    if not numbered:
-        return
-    numbers, rows = [str(number) for number, _ in numbered], [row for _, row in numbered]
-    first, children = rows[0], list[Child]()
-    words = [sys.executable, "-m", "arealite.cli.machine.bench", str(folder), *numbers]
-    threads = str(max(1, (os.cpu_count() or 1) // first.ranks))
-    shared = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-    if first.device == "cpu":
+async def session(rows: list[Row], about: dict[str, Any], folder: Path) -> str:
+    """Run rows in the same processes, which print and write results; return why they ended."""
+    gpus, count = about["gpus"], rows[0]["ranks"]
+    (folder / "plan.json").write_text(json.dumps(about | {"rows": rows}))
+    (folder / "results.jsonl").write_text("")
+    shared = threads(max(1, (os.cpu_count() or 1) // count))
+    if gpus < count:
         shared["CUDA_VISIBLE_DEVICES"] = ""
-    if first.server and gpus:  # the server has the first GPU, the trainer the last
-        shared["LOCAL_RANK"] = str(gpus - 1)
+    words = [sys.executable, "-m", "arealite.cli.machine.bench", str(folder)]
+    role = Role(("rank",), Budget(0), leads=True)
+    role.over.set()  # a rank may exit before the others
     try:
-        for rank, environment in enumerate(rank_environments(first.ranks)):
-            log = folder / f"{'-'.join(map(str, first.session))}-{rank}.log"
-            pipe = asyncio.subprocess.PIPE if rank == 0 else None
-            name, environment = f"rank {rank}", environment | shared
-            child = await spawn(name, words, log=log, environment=environment, stdout=pipe)
-            children.append(child)
-        for row in rows:
-            began = time.monotonic()
-            found = await _next(children, limit_s)
-            if isinstance(found, str):
-                seconds = round(time.monotonic() - began, 2)
-                yield _result(row, "FAIL", {"failures": [found], "seconds": seconds})
-                return
-            yield _result(row, "FAIL" if found["failures"] else "pass", found)
-        await asyncio.wait([asyncio.ensure_future(c.process.wait()) for c in children], timeout=20)
+        for rank, environment in enumerate(rank_environments(count)):
+            if rows[0]["server"]:  # the server has the first GPU, the trainer the last
+                environment["LOCAL_RANK"] = str(max(0, gpus - 1))
+            log, stdout, name = folder / f"rank-{rank}.log", None if rank else 1, f"rank {rank}"
+            environment |= shared
+            child = await spawn(name, words, log=log, environment=environment, stdout=stdout)
+            role.children.append(child)
+        async with asyncio.timeout(LIMIT_S * (len(rows) + 1)):
+            dead = await role.end()
+        return dead.exit_summary if dead else "its processes exited without a result"
+    except TimeoutError:
+        return "its processes do not respond"
     finally:
-        await end_all(children, grace_s=0.0)
+        await end_all(role.children, signal.SIGKILL)
 
 
-async def _next(children: Sequence[Child], limit_s: float) -> Result | str:
-    """Return what rank 0 reports next, or why it reports nothing."""
-    reading = asyncio.ensure_future(_read(children[0]))
-    running = {asyncio.ensure_future(child.process.wait()): child for child in children}
-    until = time.monotonic() + limit_s
-    try:
-        while not reading.done() and time.monotonic() < until:
-            left = until - time.monotonic()
-            first = asyncio.FIRST_COMPLETED
-            done, _ = await asyncio.wait([reading, *running], timeout=left, return_when=first)
-            dead = [running.pop(task) for task in done if task in running]
-            if reason := next((child.exit_summary for child in dead if child.code), ""):
-                return reason
-        return reading.result() if reading.done() else f"no result after {limit_s:g} s"
-    finally:
-        for task in (reading, *running):
-            task.cancel()
-
-
-async def _read(child: Child) -> Result | str:
-    assert child.process.stdout is not None
-    async for raw in child.process.stdout:
-        if raw.startswith(b'{"row": '):
-            return json.loads(raw)
-    await child.process.wait()
-    return child.exit_summary
-
-
-def _result(row: Row, status: str, found: Result) -> Result:
-    where = {"status": status, "ranks": row.ranks, "device": row.device}
-    return {"row": row.name, "numbers": {}, "failures": [], "seconds": 0.0, **found, **where}
+def line(result: Row) -> str:
+    """Return a result as one line of the table."""
+    where = f"{result['ranks']} × {result.get('device', '')}" if "device" in result else ""
+    head = f"{result['status']:<4} {result['row']:<48} {where:<8} {result['seconds']:>5.1f} s"
+    return f"{head}  {result['text']}"

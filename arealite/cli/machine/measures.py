@@ -2,9 +2,7 @@
 
 import ctypes
 import gc
-import mmap
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,131 +12,117 @@ import torch.distributed as dist
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import Sequence
-from arealite.api.engine_config import OptimizerConfig
 from arealite.base.model_folder import read_model
 from arealite.base.names import TMPFS
 from arealite.cli import configs, estimates
 from arealite.cli.machine.bench import Bench
-from arealite.cli.machine.training import loss, make_engine
+from arealite.cli.machine.training import ADAMW, make_engine, weighted_loss
 from arealite.cli.presets import CONFIG_DIR
+from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
 
 PEAKS = {
-    **{"B200": 2250, "GB200": 2500, "H200": 989, "H100": 989, "H800": 989, "A100": 312},
-    **{"A800": 312, "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "MI300X": 1307},
+    **{"B200": 2250, "H200": 989, "H100": 989, "H800": 989, "A100": 312, "A800": 312},
+    **{"L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165, "MI300X": 1307},
 }
 """Peak TFLOP/s of GPUs: dense bfloat16 with float32 accumulation, by a part of the GPU's name."""
-SLACK = 32 << 20
+SLACK = 64 << 20
 """Bytes that estimates may lack: buffers of libraries, and memory that the allocator keeps."""
 
 
 def copies(bench: Bench) -> None:
-    """Measure copies in memory, to and from the GPU, and to files."""
-    size = 16 << 20 if bench.quick else 256 << 20
-    host, target = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
-
-    def rate(name: str, call: Callable[[], object]) -> None:
-        bench.note(f"{name} GB/s", size / bench.seconds(call) / 1e9)
-
-    rate("host to host", lambda: target.copy_(host))
-    if bench.device.type == "cuda":
-        pinned, device = host.pin_memory(), host.to(bench.device)
-        rate("host to device", lambda: device.copy_(host))
-        rate("pinned host to device", lambda: device.copy_(pinned, non_blocking=True))
-        rate("device to pinned host", lambda: pinned.copy_(device, non_blocking=True))
-        rate("device to device", lambda: device.clone())
-        for other in range(1, torch.cuda.device_count()):
-            there = device.to(f"cuda:{other}")
-            rate(f"cuda:0 to cuda:{other}", lambda there=there: there.copy_(device))
-            torch.cuda.synchronize(other)
-            same = bool((there.to(bench.device) == device).all())
-            bench.require(same, f"a copy from cuda:0 to cuda:{other} is not equal")
-    block = memoryview(host.numpy())
+    """Measure copies in memory and to files."""
+    host, other = (torch.ones(_size(bench), dtype=torch.uint8) for _ in range(2))
+    _rate(bench, "host to host", lambda: other.copy_(host))
     for name, folder in {"disk": bench.folder, "tmpfs": TMPFS}.items():
+        path = folder / f"arealite-machine-{os.getpid()}"
         if folder.is_dir():
-            with tempfile.NamedTemporaryFile(dir=folder) as file:
-                path = Path(file.name)
-                rate(f"write to {name}", lambda path=path: _write(path, block))
-                rate(f"read from {name} (cached)", path.read_bytes)
+            bench.stack.callback(path.unlink)
+            _rate(bench, f"write to {name}", lambda path=path: _write(path, host))
+            _rate(bench, f"read from {name}", path.read_bytes)
+
+
+def gpu_copies(bench: Bench) -> None:
+    """Measure copies to, from and between GPUs."""
+    host = torch.ones(_size(bench), dtype=torch.uint8)
+    pinned, device = host.pin_memory(), host.to(bench.device)
+    _rate(bench, "host to device", lambda: device.copy_(host))
+    _rate(bench, "pinned host to device", lambda: device.copy_(pinned, non_blocking=True))
+    _rate(bench, "device to pinned host", lambda: pinned.copy_(device, non_blocking=True))
+    _rate(bench, "device to device", lambda: device.clone())
+    for other in range(1, torch.cuda.device_count()):
+        there = torch.zeros_like(device, device=f"cuda:{other}")
+        _rate(bench, f"cuda:0 to cuda:{other}", lambda there=there: there.copy_(device))
+        bench.require(bool(there.all()), f"a copy from cuda:0 to cuda:{other} is not equal")
 
 
 def all_reduce(bench: Bench) -> None:
     """Measure an all-reduce; check its sum."""
-    size = 4 << 20 if bench.quick else 64 << 20
-    numbers = torch.ones(size // 4, device=bench.device)
-    seconds = bench.seconds(lambda: dist.all_reduce(numbers.fill_(1.0)))
-    bench.note("backend", dist.get_backend())
-    bench.note("all-reduce GB/s", size / seconds / 1e9)
-    bench.require(bool((numbers == bench.world.size).all()), "the sum over ranks is wrong")
+    ones = torch.ones(_size(bench) // 4, device=bench.device)
+    _rate(bench, "all-reduce", lambda: dist.all_reduce(ones.fill_(1.0)))
+    bench.require(bool((ones == bench.world.size).all()), "the sum over ranks is wrong")
 
 
 def step(bench: Bench, *, dtype: str) -> None:
-    """Train `large` with AdamW: tokens/s, share of the peak, memory against the estimate."""
-    (tokens, length), model = (256, 128) if bench.quick else (4096, 512), bench.folder / "large"
-    folder = {"cluster.run_root": bench.folder, "model.path": model}
+    """Train a larger model with AdamW: tokens/s, share of the peak, memory against the estimate."""
+    on_gpu, quick, path = bench.device.type == "cuda", bench.plan["quick"], bench.folder / "large"
+    hidden, layers, tokens = (256, 4, 256) if quick else (512, 8, 2048)
+    if on_gpu and not quick:  # 0.4 B parameters, or 1.2 B on GPUs with more than 40 GiB
+        memory = torch.cuda.get_device_properties(bench.device).total_memory
+        hidden, layers, tokens = 1024 << (memory >> 30 > 40), 16, 8192
+    sizes = {"hidden": hidden, "layers": layers, "heads": hidden // 64, "vocab_size": 8000}
+    make_tiny_model(path, TinyModel(context=4096, **sizes))
     fsdp = {"dtype": dtype, "max_tokens_per_microbatch": tokens}
-    keys = {f"trainer.ppo.engine.fsdp.{key}": value for key, value in fsdp.items()}
-    overrides = [f"{key}={value}" for key, value in (folder | keys).items()]
+    values = {"cluster.run_root": bench.folder, "model.path": path}
+    values |= {f"trainer.ppo.engine.fsdp.{key}": value for key, value in fsdp.items()}
+    overrides = [f"{key}={value}" for key, value in values.items()]
     config = configs.load(ExperimentConfig, CONFIG_DIR / "async_ppo.yaml", overrides)
-    described, shapes = read_model(str(model))
+    described, shapes = read_model(str(path))
     estimate = next(estimates.memory(config, described, shapes)).size
 
-    begin = _memory(bench)
-    engine = make_engine(bench, "large", optimizer=OptimizerConfig(), **fsdp)
-    _reset_peak(bench)
-    ids = (
-        np.random.default_rng(0)
-        .integers(3, described["vocab_size"], (tokens // length, length))
-        .astype(np.int32)
-    )
-    mask = np.arange(length) > 0
-    weight = {"loss_weight": np.full(length, 1 / ids.size, np.float32)}
-    rows = [Sequence(row, mask, 1.0, weight) for row in ids]
-    lengths = [[length] * len(rows)]
-    seconds = bench.seconds(lambda: engine.train_batch(rows, lengths, loss), repeat=2)
-    measured = _peak(bench) - begin
-    bench.note("memory GB", measured / 1e9)
-    bench.note("estimated memory GB", estimate / 1e9)
-    bench.bound("memory / estimate", measured / estimate, 1.5 + SLACK / estimate)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # give freed memory of earlier rows back
+    before = torch.cuda.memory_allocated() if on_gpu else _status("VmRSS")
+    engine = make_engine(bench, "large", optimizer=ADAMW, **fsdp)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+    ids = np.random.default_rng(0).integers(3, 8000, (8, tokens // 8)).astype(np.int32)
+    weight = {"loss_weight": np.full(ids.shape[1], 1 / tokens, np.float32)}
+    rows = [Sequence(row, np.arange(len(row)) > 0, 1.0, weight) for row in ids]
+    lengths = [[len(row) for row in ids]]
+    seconds = bench.seconds(lambda: engine.train_batch(rows, lengths, weighted_loss), repeat=2)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM")
+    bench.numbers |= {"memory GB": (peak - before) / 1e9, "estimated GB": estimate / 1e9}
+    bench.bound("memory / estimate", (peak - before) / estimate, 1.5 + SLACK / estimate)
 
-    layers, hidden = described["num_hidden_layers"], described["hidden_size"]
-    multiplied = estimates.count(shapes) - described["vocab_size"] * hidden
-    done = 6 * (multiplied + layers * hidden * length) * ids.size / seconds / 1e12
-    kind, size = getattr(torch, dtype), 512 if bench.quick else 4096
-    square = torch.randn(size, size, device=bench.device).to(kind)
-    matmul = 2 * size**3 / bench.seconds(lambda: square @ square) / 1e12
-    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
+    # Causal attention adds half of 12 · layers · hidden · length operations for a token.
+    multiplied = estimates.count(shapes) - 8000 * hidden + layers * hidden * ids.shape[1]
+    rate = 6 * multiplied * tokens / seconds / 1e12
+    square = torch.randn(4 * hidden, 4 * hidden, device=bench.device).to(engine.dtype)
+    product = 2 * len(square) ** 3 / bench.seconds(lambda: square @ square) / 1e12
+    name = torch.cuda.get_device_name() if on_gpu else "CPU"
     peaks = [peak for part, peak in PEAKS.items() if part in name and dtype == "bfloat16"]
-    bench.note("tokens/s", round(ids.size / seconds))
-    bench.note("TFLOP/s", done)
-    bench.note("TFLOP/s of a matrix product", matmul)
-    bench.note("MFU", done / max(peaks) if peaks else f"unknown (peak of {name}, {dtype})")
+    bench.numbers |= {"tokens/s": round(tokens / seconds), "TFLOP/s": rate}
+    bench.numbers["TFLOP/s of a matrix product"] = product
+    bench.numbers["MFU"] = rate / max(peaks) if peaks else f"unknown ({name}, {dtype})"
 
 
-def _write(path: Path, block: memoryview) -> None:
+def _size(bench: Bench) -> int:
+    return 16 << 20 if bench.plan["quick"] else 256 << 20
+
+
+def _rate(bench: Bench, name: str, call: Callable[[], object]) -> None:
+    bench.numbers[f"{name} GB/s"] = _size(bench) / bench.seconds(call) / 1e9
+
+
+def _write(path: Path, data: torch.Tensor) -> None:
     with path.open("wb") as file:
-        file.write(block)
+        file.write(memoryview(data.numpy()))
         os.fsync(file.fileno())
 
 
-def _memory(bench: Bench) -> int:
-    """Return the bytes that this process uses on its device."""
-    if bench.device.type == "cuda":
-        return torch.cuda.memory_allocated(bench.device)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # give freed memory of earlier rows back
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def _reset_peak(bench: Bench) -> None:
-    if bench.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(bench.device)
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak(bench: Bench) -> int:
-    """Return the largest number of bytes since `_reset_peak`."""
-    if bench.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(bench.device)
+def _status(key: str) -> int:
+    """Return a line of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,64 +13,52 @@ from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig, clients
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.cli import configs
 from arealite.cli.machine.bench import Bench
-from arealite.cli.machine.training import BOUNDS, loss, make_engine, make_rows
+from arealite.cli.machine.training import BOUNDS, make_engine, train
 from arealite.cli.presets import CONFIG_DIR
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.launcher.processes import own_servers
-from arealite.impl.publisher.loop_thread import LoopThread
 
 PROMPT = [*range(5, 15)]
-START_S = 400.0
-"""Longest start of a server."""
-
-T = TypeVar("T")
 
 
 class Site:
-    """A trial with a server, a client, and engines with the weights before and after an update."""
+    """A trial with a client, and with engines that have the weights before and after an update."""
 
-    def __init__(self, bench: Bench, *, python: str = "", way: str = "disk") -> None:
-        """Start the server and wait until the client has found it.
-
-        Args:
-            bench: Its `server` is the type of the server; "": the publisher has its own.
-            python: The Python that has sglang.
-            way: The publisher.
-        """
-        on_gpu = bench.device.type == "cuda"
-        self.dtype = "bfloat16" if on_gpu and bench.server else "float32"
-        args = [f"llm_server.type={bench.server}", f"model.dtype={self.dtype}"]
-        if bench.server == "sglang":
-            values = {"python": python, "device": bench.device.type}
-            values |= {"mem_fraction": 0.4} if on_gpu else {}
-            args += [f"llm_server.sglang.{key}={value}" for key, value in values.items()]
+    def __init__(self, bench: Bench, way: str) -> None:
+        """Load the engines; `way` is the publisher."""
+        self.bench, self.version, on_gpu = bench, -1, bench.device.type == "cuda"
+        self.server: str = bench.plan["rows"][0]["server"] if way != "shared" else ""
+        self.dtype = "bfloat16" if on_gpu and self.server else "float32"
+        args = [f"llm_server.type={self.server}", f"model.dtype={self.dtype}"]
+        if self.server == "sglang":
+            python = bench.plan["sglang"] or "null"
+            args += [f"llm_server.sglang.{key}" for key in (f"python={python}", "mem_fraction=0.4")]
         self.options: dict[str, object] = {
-            "trial_name": f"machine-{bench.server or way}",
+            "trial_name": f"machine-{self.server or way}",
             "cluster.name_root": str(bench.folder / "names"),
             "cluster.run_root": str(bench.folder / "runs"),
             "model.path": str(bench.folder / "dense"),
-            "server_wait_s": START_S,
-            "launcher.llm_servers": int(bool(bench.server)),
-            "launcher.server_args": args if bench.server else [],
+            "launcher.llm_servers": int(bool(self.server)),
+            "launcher.server_args": args if self.server else [],
             "trainer.ppo.publisher.type": way,
+            # NCCL refuses two processes on one GPU.
+            "trainer.ppo.publisher.distributed.backend": "auto"
+            if bench.plan["gpus"] > 1
+            else "gloo",
         }
-        self.folder, self.version, self.requests = bench.folder, -1, 0
         self.old, self.new = (make_engine(bench, dtype=self.dtype) for _ in range(2))
-        update(bench, self.new)
-        self._stop = asyncio.Event()
-        self.thread = LoopThread("servers", self._main)
-        bench.stack.callback(self.thread.stop, self._stop.set, 30.0)
+        train(bench, self.new)
         config = self.config()
         own = config.trainer.ppo.collector.client
         self.client = clients.get(own.type)(config, own)
 
-    def config(self, **publisher: object) -> ExperimentConfig:
+    def config(self, **publisher: str) -> ExperimentConfig:
         """Return the config of the trial, with options of its publisher."""
         own = {f"trainer.ppo.publisher.{key}": value for key, value in publisher.items()}
         overrides = [f"{key}={json.dumps(value)}" for key, value in (self.options | own).items()]
         return configs.load(ExperimentConfig, CONFIG_DIR / "async_ppo.yaml", overrides)
 
-    def publish(self, engine: FSDPEngine, **options: object) -> PublishReport:
+    def publish(self, engine: FSDPEngine, **options: str) -> PublishReport:
         """Publish an engine's weights as the next version."""
         config = self.config(**options)
         publisher = publishers.get(config.trainer.ppo.publisher.type)(config, engine)
@@ -90,123 +75,91 @@ class Site:
             pass
         return publisher.push(self.version)
 
-    def generate(self, new: int, **options: Any) -> Future[LLMResponse]:
-        """Start to generate `new` tokens under the newest version."""
-        self.requests += 1
-        name = f"machine-{self.requests}"
-        sampling = SamplingConfig(max_new_tokens=new)
+    async def generate(self, new: int, **options: Any) -> LLMResponse:
+        """Generate `new` tokens under the newest version."""
+        name, sampling = f"machine-{time.monotonic_ns()}", SamplingConfig(max_new_tokens=new)
         request = LLMRequest(name, name, PROMPT, sampling, min_version=self.version, **options)
-        return asyncio.run_coroutine_threadsafe(self.client.generate(request), self.thread.loop)
+        return await self.client.generate(request)
 
-    def result(self, future: Future[T]) -> T:
-        """Wait for a future; raise the server's error if it exits before."""
-        wait([future, self.thread.ended], return_when=FIRST_COMPLETED)
-        if not future.done():
-            self.thread.ended.result()
-        return future.result()
-
-    def start(self) -> None:
-        """Wait until the client has found a server."""
-        self.result(asyncio.run_coroutine_threadsafe(self.client.start(), self.thread.loop))
-
-    async def _main(self) -> None:
-        async with own_servers(self.config(), self.folder):
-            await self._stop.wait()
-            await self.client.close()
+    async def compare(self) -> None:
+        """Generate under the newest version; compare the answers with the new engine."""
+        bench, bound, began = self.bench, BOUNDS[self.dtype], time.perf_counter()
+        answers = await asyncio.gather(*(self.generate(64) for _ in range(8)))
+        bench.numbers["tokens/s"] = round(8 * 64 / (time.perf_counter() - began))
+        versions = {version for answer in answers for version in answer.versions}
+        bench.require(versions == {self.version}, f"versions are {versions}, not {self.version}")
+        bench.bound("error", max(errors(self.new, each).max() for each in answers), bound)
+        stale = max(errors(self.old, each).max() for each in answers)
+        bench.numbers["error of the old weights"] = stale
+        bench.require(stale > bound, "the update is too small: old weights would not be noticed")
 
 
-def publish(bench: Bench, *, way: str, backend: str, python: str = "") -> None:
+async def publish(bench: Bench, *, way: str) -> None:
     """Publish an update; tokens must have its version and its log-probabilities."""
-    site = _site(bench, python)
-    report = site.publish(site.new, type=way, distributed={"backend": backend})
-    _compare(bench, site, 4 if bench.quick else 32)
-    bench.note("publish GB/s", report.num_bytes / (report.stage_s + report.load_s or 1.0) / 1e9)
-    bench.note("stall s", report.stall_s)
-    if way == "distributed":
-        bench.note("backend", backend)
+    site = await _site(bench)
+    report = await asyncio.to_thread(site.publish, site.new, type=way)
+    await site.compare()
+    rate = report.num_bytes / (report.stage_s + report.load_s or 1.0) / 1e9
+    bench.numbers |= {"publish GB/s": rate, "stall s": report.stall_s}
 
 
-def shared(bench: Bench) -> None:
+async def shared(bench: Bench) -> None:
     """Generate with the trained parameters themselves, before and after an update."""
-    site = Site(bench, way="shared")
-    publisher = publishers.get("shared")(site.config(), site.old)
+    site = Site(bench, "shared")
+    publisher = publishers.get("shared")(site.config(), site.new)
     bench.stack.callback(publisher.close)
-    site.start()
-    site.send(publisher, site.old)
-    site.result(site.generate(8))
+    bench.stack.push_async_callback(site.client.close)
+    await site.client.start()
+    site.send(publisher, site.new)
+    await site.generate(8)
     publisher.pause_generation()
-    update(bench, site.old)
-    site.send(publisher, site.old)
-    site.old, site.new = make_engine(bench), site.old
-    _compare(bench, site, 4 if bench.quick else 32)
+    train(bench, site.new)
+    site.send(publisher, site.new)
+    await site.compare()
 
 
-def interrupt(bench: Bench, *, mode: str, python: str = "") -> None:
+async def interrupt(bench: Bench, *, mode: str) -> None:
     """Publish during a generation; each token must have the log-probability of its version."""
-    site, started = _site(bench, python), threading.Event()
-    site.publish(site.old)
-    first = site.version
+    site, started = await _site(bench), asyncio.Event()
+    await asyncio.to_thread(site.publish, site.old)
     # Long enough to be running when the update arrives; SGLang needs 15 ms for a token on a CPU.
-    new = 300 if (bench.server, bench.device.type) == ("sglang", "cpu") else 1500
-    answering = site.generate(new, on_tokens=lambda _: started.set())
-    while not started.wait(0.05) and not answering.done():
-        pass
-    report = site.publish(site.new, pause_mode=mode)
-    answer = site.result(answering)
-    versions = np.array(answer.versions)
-    bench.note("tokens before, after", f"{(versions == first).sum()}, {(versions > first).sum()}")
-    bench.note("stall s", report.stall_s)
-    both = [*dict.fromkeys(answer.versions)] == [first, first + 1]
-    bench.require(both, f"versions are {sorted({*answer.versions})}, not {first}, {first + 1}")
-    for name, engine, mine in (
-        ("error before", site.old, versions == first),
-        ("error after", site.new, versions == first + 1),
-    ):
-        error = float(np.abs(_score(engine, answer) - answer.logprobs)[mine].max(initial=0.0))
-        if mode == "in_place" and engine is site.new:  # the old KV cache is kept
-            bench.note("difference after, with the old cache", error)
-        else:
-            bench.bound(name, error, BOUNDS[site.dtype])
+    length = 300 if (site.server, bench.device.type) == ("sglang", "cpu") else 1500
+    answering = asyncio.ensure_future(site.generate(length, on_tokens=lambda _: started.set()))
+    await asyncio.wait(
+        [answering, waiting := asyncio.ensure_future(started.wait())], return_when="FIRST_COMPLETED"
+    )
+    waiting.cancel()
+    report = await asyncio.to_thread(site.publish, site.new, pause_mode=mode)
+    answer = await answering
+    is_new, expected = np.array(answer.versions) == site.version, [site.version - 1, site.version]
+    bench.numbers |= {"tokens before": int((~is_new).sum()), "tokens after": int(is_new.sum())}
+    bench.numbers["stall s"] = report.stall_s
+    found = [*dict.fromkeys(answer.versions)]
+    bench.require(found == expected, f"the tokens have versions {found}, not {expected}")
+    bound, after = BOUNDS[site.dtype], errors(site.new, answer)[is_new].max(initial=0.0)
+    bench.bound("error before", errors(site.old, answer)[~is_new].max(initial=0.0), bound)
+    if mode == "in_place":
+        bench.numbers["difference after, with the old cache"] = after
+    else:
+        bench.bound("error after", after, bound)
 
 
-def update(bench: Bench, engine: FSDPEngine) -> None:
-    """Apply one update."""
-    rows = make_rows(bench)
-    engine.train_batch(rows, [[len(row.tokens) for row in rows]], loss)
-
-
-def _site(bench: Bench, python: str) -> Site:
-    """Return the session's site; the first call starts it."""
-    if "site" not in bench.cache:
-        site = bench.cache["site"] = Site(bench, python=python)
-        began = time.perf_counter()
-        site.start()
-        bench.note("start of the server s", time.perf_counter() - began)
-        bench.note("dtype", site.dtype)
-        site.publish(site.old)
-    return bench.cache["site"]
-
-
-def _compare(bench: Bench, site: Site, count: int) -> None:
-    """Generate `count` answers under the newest version; compare them with the new engine."""
-    new, began = 64, time.perf_counter()
-    answers = [site.result(each) for each in [site.generate(new) for _ in range(count)]]
-    bench.note("tokens/s", round(count * new / (time.perf_counter() - began)))
-    versions = {version for answer in answers for version in answer.versions}
-    bench.require(versions == {site.version}, f"versions are {versions}, not {site.version}")
-    bound = BOUNDS[site.dtype]
-    bench.bound("error", max(_errors(site.new, answers)), bound)
-    stale = max(_errors(site.old, answers))
-    bench.note("error of the old weights", stale)
-    bench.require(stale > bound, "the update is too small: old weights would not be noticed")
-
-
-def _errors(engine: FSDPEngine, answers: Iterable[LLMResponse]) -> list[float]:
-    return [float(np.abs(_score(engine, each) - each.logprobs).max()) for each in answers]
-
-
-def _score(engine: FSDPEngine, answer: LLMResponse) -> np.ndarray:
-    """Return the engine's log-probabilities of an answer's tokens."""
+def errors(engine: FSDPEngine, answer: LLMResponse) -> np.ndarray:
+    """Return the difference of each token's log-probability from that of the engine."""
     tokens = np.array([*PROMPT, *answer.output_ids], np.int32)
     row = Sequence(tokens, np.arange(len(tokens)) >= len(PROMPT), 1.0)
-    return engine.forward([row], [[len(tokens)]])["logprobs"][0][len(PROMPT) :]
+    found = engine.forward([row], [[len(tokens)]])["logprobs"][0][len(PROMPT) :]
+    return np.abs(found.astype(np.float64) - answer.logprobs)
+
+
+async def _site(bench: Bench) -> Site:
+    """Return the session's site; the first call starts its server."""
+    if "site" not in bench.cache:
+        site, began = Site(bench, "disk"), time.perf_counter()
+        await bench.stack.enter_async_context(own_servers(site.config(), bench.folder))
+        await site.client.start()
+        bench.stack.push_async_callback(site.client.close)
+        bench.numbers |= {"start of the server s": time.perf_counter() - began}
+        await asyncio.to_thread(site.publish, site.old)
+        bench.cache["site"] = site
+    return bench.cache["site"]

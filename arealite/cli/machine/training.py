@@ -1,6 +1,6 @@
 """Checks of the train engine against plain transformers in float32 on the CPU."""
 
-import time
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,139 +11,127 @@ from transformers import AutoModelForCausalLM
 from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
 from arealite.cli.machine.bench import SEED, Bench
-from arealite.cli.machine.models import make_models
+from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
 from arealite.impl.engine.attention import HAS_FLASH_ATTN
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.trainer.base import read_engines, write_engines
 
 LR = 0.5
+"""Learning rate of SGD: one update changes a log-probability by about 1."""
+SGD = OptimizerConfig(type="sgd", beta1=0.0, clip_grad_norm=0.0, warmup_steps=0)
+ADAMW = OptimizerConfig(warmup_steps=0)
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 """Largest difference of a log-probability from the reference."""
-SGD = OptimizerConfig(type="sgd", beta1=0.0, clip_grad_norm=0.0, warmup_steps=0)
 
 
 def reference(bench: Bench) -> None:
     """Make the models; compute log-probabilities before and after an update in plain torch."""
     if bench.device.type == "cuda":
-        found = torch.cuda.get_device_properties(bench.device)
-        bench.note("device", f"{found.name}, {found.total_memory >> 30} GiB, {HAS_FLASH_ATTN=}")
-        bench.note("nccl", str(torch.cuda.nccl.version()))  # pyright: ignore
-    make_models(bench)
-    rows = make_rows(bench)
-    for name in ("dense", "window"):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            bench.folder / name, dtype=torch.float32, attn_implementation="eager"
-        )
-        before = [_logprobs(model, row) for row in rows]
-        weights = [torch.from_numpy(row.fields["loss_weight"][1:]) for row in rows]
-        sum(-(a * w).sum() for a, w in zip(before, weights, strict=True)).backward()
-        squares = 0.0
-        with torch.no_grad():
-            for parameter in model.parameters():
-                squares += float(parameter.grad.square().sum())
-                parameter -= LR * parameter.grad
-            after = [_logprobs(model, row) for row in rows]
-        first, second = (torch.cat(part).detach().numpy() for part in (before, after))
-        path = bench.folder / f"{name}.npz"
-        np.savez(path, before=first, after=second, grad_norm=squares**0.5)
-        bench.note(f"{name}: mean change by the update", float(np.abs(second - first).mean()))
+        properties = torch.cuda.get_device_properties(bench.device)
+        bench.numbers |= {"device": properties.name, "flash_attn": HAS_FLASH_ATTN}
+    make_models(bench.folder, quick=bench.plan["quick"])
+    rows, found = make_rows(bench), dict[str, Any]()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        bench.folder / "window", dtype=torch.float32, attn_implementation="eager"
+    )
+    loss = torch.zeros(())
+    found["before"] = [_logprobs(model, row) for row in rows]
+    for row, logprobs in zip(rows, found["before"], strict=True):
+        loss -= (logprobs * torch.from_numpy(row.fields["loss_weight"])).sum()
+    loss.backward()
+    with torch.no_grad():
+        norm = sum(float(each.grad.square().sum()) for each in model.parameters()) ** 0.5
+        for parameter in model.parameters():
+            parameter -= LR * parameter.grad
+        found["after"] = [_logprobs(model, row) for row in rows]
+    arrays = {name: torch.cat(each).detach().numpy() for name, each in found.items()}
+    np.savez(bench.folder / "window.npz", norm=norm, **arrays)
+    change = np.abs(arrays["after"] - arrays["before"]).mean()
+    bench.numbers["mean change by the update"] = float(change)
 
 
 def update(bench: Bench, **options: Any) -> None:
     """Compare log-probabilities before and after one update, and the gradient's norm."""
-    if "lora" in options:
+    has_lora, rows = "lora" in options, make_rows(bench)
+    if has_lora:
         options["lora"] = LoRAConfig(rank=options["lora"])
-    rows = make_rows(bench)
-    lengths, mine = split(bench, rows)
-    engine = make_engine(bench, "window", **options)
-    expected = np.load(bench.folder / "window.npz")
-    bounds = np.cumsum([0, *(len(row.tokens) - 1 for row in rows)])
-    bound = BOUNDS[options.get("dtype", "float32")]
+    engine, expected = make_engine(bench, "window", **options), np.load(bench.folder / "window.npz")
+    bound, starts = BOUNDS[engine.config.dtype], np.cumsum([0, *(len(row.tokens) for row in rows)])
+    places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in _mine(bench)])
 
-    def compare(name: str, key: str) -> None:
-        found = engine.forward([rows[i] for i in mine], lengths)["logprobs"]
-        errors = [
-            float(np.abs(row[1:] - expected[key][bounds[i] : bounds[i + 1]]).max())
-            for i, row in zip(mine, found, strict=True)
-        ]
-        bench.bound(name, max(errors, default=0.0), bound)
+    def compare(what: str, key: str) -> None:
+        found = np.concatenate(engine.forward(*_split(bench, rows))["logprobs"])
+        bench.bound(what, float(np.abs(found - expected[key][places]).max()), bound)
 
     compare("error", "before")
-    stats = engine.train_batch([rows[i] for i in mine], lengths, loss)
-    if "lora" not in options:
+    stats = train(bench, engine)
+    if not has_lora:
         compare("error after the update", "after")
-        error = abs(stats["grad_norm"] / float(expected["grad_norm"]) - 1)
+        error = abs(stats["grad_norm"] / float(expected["norm"]) - 1)
         bench.bound("error of the gradient's norm", error, bound)
-    repeated = [rows[i] for i in mine] * 4
-    began = time.perf_counter()
-    counted = engine.train_batch(repeated, [each * 4 for each in lengths], loss)
-    bench.synchronize()
-    bench.note("tokens/s", round(counted["tokens"] / (time.perf_counter() - began)))
+    seconds = bench.seconds(lambda: train(bench, engine), repeat=1)
+    bench.numbers["tokens/s"] = round(stats["tokens"] / seconds)
 
 
-def replay(bench: Bench) -> None:
-    """Train the same batches twice; the parameters must be equal bit for bit."""
-    found = [_train_twice(bench).fingerprint() for _ in range(2)]
-    what = "two equal trainings end with different parameters"
-    bench.require(found[0] == found[1], f"{what}: `arealite replay` fails on this machine")
-
-
-def save_and_load(bench: Bench) -> None:
-    """Save between two updates; a resumed engine must end with the same parameters."""
-    rows, path = make_rows(bench), checkpoint_folder(bench, bench.world.size)
-    lengths, mine = split(bench, rows)
-    engine = _train_twice(bench)
-    began = time.perf_counter()
-    write_engines(path, {".": engine}, {"step": 1}, bench.world)
-    bench.note("save s", time.perf_counter() - began)
-    engine.train_batch([rows[i] for i in mine], lengths, loss)
-    again = make_engine(bench, optimizer=OptimizerConfig(warmup_steps=0))
-    began = time.perf_counter()
-    read_engines(path, {".": again})
-    bench.note("load s", time.perf_counter() - began)
-    again.train_batch([rows[i] for i in mine], lengths, loss)
-    same = engine.fingerprint() == again.fingerprint()
-    bench.require(same, "a resumed engine ends with other parameters")
-    logprobs = engine.forward(rows, [[len(row.tokens) for row in rows]] * bench.world.size)
-    if bench.world.is_rank0:
-        np.save(path / "after.npy", np.concatenate(logprobs["logprobs"]))
+def repeat(bench: Bench, *, save: bool = False) -> None:
+    """Train two engines equally; `save`: the second one resumes from a checkpoint of the first."""
+    first, second = (make_engine(bench, optimizer=ADAMW) for _ in range(2))
+    path, rows = bench.folder / f"ranks-{bench.world.size}", make_rows(bench)
+    train(bench, first)
+    if save:
+        write_engines(path, {".": first}, {"step": 1}, bench.world)
+        read_engines(path, {".": second})
+    else:
+        train(bench, second)
+    train(bench, first)
+    train(bench, second)
+    what = "a resumed engine ends" if save else "`arealite replay` fails here: two engines end"
+    is_equal = first.fingerprint() == second.fingerprint()
+    bench.require(is_equal, f"{what} with other parameters after equal updates")
+    found = np.concatenate(first.forward(*_split(bench, rows, whole=True))["logprobs"])
+    if save and bench.world.is_rank0:
+        np.save(path / "after.npy", found)
 
 
 def resume(bench: Bench, *, source: int) -> None:
-    """Load the checkpoint of `source` ranks, update, and compare the log-probabilities."""
-    rows, path = make_rows(bench), checkpoint_folder(bench, source)
-    lengths, mine = split(bench, rows)
-    engine = make_engine(bench, optimizer=OptimizerConfig(warmup_steps=0))
+    """Load the checkpoint of `source` ranks, train, and compare the log-probabilities."""
+    engine, path = make_engine(bench, optimizer=ADAMW), bench.folder / f"ranks-{source}"
     read_engines(path, {".": engine})
-    engine.train_batch([rows[i] for i in mine], lengths, loss)
-    everything = [[len(row.tokens) for row in rows]] * bench.world.size
-    found = np.concatenate(engine.forward(rows, everything)["logprobs"])
-    error = np.abs(found - np.load(path / "after.npy")).max()
+    train(bench, engine)
+    found = engine.forward(*_split(bench, make_rows(bench), whole=True))["logprobs"]
+    error = np.abs(np.concatenate(found) - np.load(path / "after.npy")).max()
     bench.bound("error", float(error), BOUNDS["float32"])
+
+
+def make_models(folder: Path, *, quick: bool) -> None:
+    """Write `dense`, and `window`, in which every other layer has a sliding window.
+
+    Weights have a scale at which attention is not uniform, so that a wrong mask is seen. No token
+    ends an answer: a generation has exactly the length that is requested.
+    """
+    hidden, layers = (64, 2) if quick else (256, 4)
+    scale, sizes = 1.2 / hidden**0.5, {"hidden": hidden, "layers": layers, "kv_heads": 2}
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    window = {"use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
+    for name, changes in {"dense": {}, "window": window}.items():
+        path = make_tiny_model(folder / name, TinyModel(context=4096, init_std=scale, **sizes))
+        for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            values = json.loads((path / file).read_text()) | {"eos_token_id": None}
+            values |= changes if file == "config.json" else {"eos_token": None}
+            (path / file).write_text(json.dumps(values))
 
 
 def make_rows(bench: Bench) -> list[Sequence]:
     """Draw rows of different lengths, some longer than the window; loss on scattered tokens."""
-    rng, longest = np.random.default_rng(SEED), 40 if bench.quick else 300
+    rng, longest = np.random.default_rng(SEED), 40 if bench.plan["quick"] else 300
     rows = list[Sequence]()
-    for _ in range(12):
-        length = int(rng.integers(3, longest))
-        mask = rng.random(length) < 0.6
-        mask[0], mask[-1] = False, True
-        weight = {"loss_weight": (mask * rng.normal(0.5, 1.0, length)).astype(np.float32)}
+    for length in rng.integers(3, longest, 12):
+        mask = (rng.random(length) < 0.6) & (np.arange(length) > 0)
+        mask[-1] = True
+        weight = (mask * rng.normal(0.5, 1.0, length) / 6 / longest).astype(np.float32)
         tokens = rng.integers(3, 90, length).astype(np.int32)
-        rows.append(Sequence(tokens, mask, float(rng.uniform(0.7, 1.3)), weight))
-    total = sum(int(row.loss_mask.sum()) for row in rows)
-    for row in rows:
-        row.fields["loss_weight"] /= total
+        rows.append(Sequence(tokens, mask, float(rng.uniform(0.7, 1.3)), {"loss_weight": weight}))
     return rows
-
-
-def split(bench: Bench, rows: list[Sequence]) -> tuple[list[list[int]], list[int]]:
-    """Return (lengths of the rows of each rank, indices of this rank's rows)."""
-    size, rank = bench.world.size, bench.world.rank
-    parts = [range(r, len(rows), size) for r in range(size)]
-    return [[len(rows[i].tokens) for i in part] for part in parts], [*parts[rank]]
 
 
 def make_engine(
@@ -156,29 +144,32 @@ def make_engine(
     return FSDPEngine(config, model_path=path, seed=SEED, training=training)
 
 
-def checkpoint_folder(bench: Bench, ranks: int) -> Path:
-    """Return the folder of the checkpoint that `ranks` ranks write."""
-    return bench.folder / "checkpoints" / f"ranks-{ranks}"
+def train(bench: Bench, engine: FSDPEngine) -> dict[str, float]:
+    """Apply one update on the rows of `make_rows`; return its stats."""
+    return engine.train_batch(*_split(bench, make_rows(bench)), weighted_loss)
 
 
-def loss(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def weighted_loss(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the weighted sum of negative log-probabilities."""
-    total = -(batch.outputs["logprobs"] * batch.fields["loss_weight"]).sum()
-    return total, {"loss": total.detach()}
+    return -(batch.outputs["logprobs"] * batch.fields["loss_weight"]).sum(), {}
 
 
-def _train_twice(bench: Bench) -> FSDPEngine:
-    rows = make_rows(bench)
-    lengths, mine = split(bench, rows)
-    engine = make_engine(bench, optimizer=OptimizerConfig(warmup_steps=0))
-    for _ in range(2):
-        engine.train_batch([rows[i] for i in mine], lengths, loss)
-    return engine
+def _mine(bench: Bench) -> range:
+    return range(bench.world.rank, 12, bench.world.size)
+
+
+def _split(
+    bench: Bench, rows: list[Sequence], *, whole: bool = False
+) -> tuple[list[Sequence], list[list[int]]]:
+    """Return (rows of this rank, or all if `whole`; the lengths of the rows of each rank)."""
+    size = bench.world.size
+    parts = [rows if whole else rows[rank::size] for rank in range(size)]
+    return parts[bench.world.rank], [[len(row.tokens) for row in part] for part in parts]
 
 
 def _logprobs(model: Any, row: Sequence) -> torch.Tensor:
-    """Return the log-probabilities of tokens 1 … T − 1, 0 outside the loss mask."""
+    """Return the log-probability of each token, 0 outside the loss mask."""
     tokens = torch.from_numpy(row.tokens.astype(np.int64))
     logits = model(tokens[None, :-1]).logits[0].float() / row.temperature
     found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-    return found * torch.from_numpy(row.loss_mask[1:])
+    return torch.cat([torch.zeros(1), found]) * torch.from_numpy(row.loss_mask)
