@@ -38,7 +38,8 @@ def memory(
         longest: Tokens of the longest request; None: requests may fill the context.
     """
     ranks, text = config.launcher.trainer_ranks, text_part(model)
-    yield Need(f"trainer, each of {ranks}", ranks, _trainer_bytes(config, text, shapes))
+    row = min(longest or 0, text.get("max_position_embeddings") or sys.maxsize)
+    yield Need(f"trainer, each of {ranks}", ranks, _trainer_bytes(config, text, shapes, row))
     if not config.trainer.is_offline:
         yield from _servers(config, text, count(shapes), longest or sys.maxsize)
 
@@ -91,11 +92,16 @@ def count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def _trainer_bytes(config: ExperimentConfig, text: dict[str, Any], shapes: Shapes) -> float:
+def _trainer_bytes(
+    config: ExperimentConfig, text: dict[str, Any], shapes: Shapes, row: int
+) -> float:
     """Return the bytes of one rank: parameters and moments exactly, activations approximately.
 
-    A layer has 8 × hidden + 4 × intermediate activations per token; a recomputed layer has its
-    input only.
+    A layer has 8 × hidden + 4 × intermediate activations per token. Of recomputed layers one has
+    them at a time, and the others their input only.
+
+    Args:
+        row: Tokens of the longest row, 0 if unknown; context parallelism divides them.
     """
     trainer, ppo, ranks = config.trainer, config.trainer.ppo, config.launcher.trainer_ranks
     own = trainer.offline if trainer.is_offline else ppo
@@ -115,10 +121,12 @@ def _trainer_bytes(config: ExperimentConfig, text: dict[str, Any], shapes: Shape
         has_reference = ppo.kl.coef > 0 and not (fsdp.lora.rank and ppo.kl.reference == "initial")
         size += frozen * numel * has_reference + trained * numel * (ppo.advantage.type == "gae")
     inner = text.get("intermediate_size") or 4 * hidden
-    width = hidden if fsdp.gradient_checkpointing else 8 * hidden + 4 * inner
+    full = 8 * hidden + 4 * inner
+    width = full + layers * hidden if fsdp.gradient_checkpointing else layers * full
+    tokens = max(fsdp.max_tokens_per_microbatch, math.ceil(row / fsdp.context_parallel))
     vocabulary = text.get("vocab_size") or 0
-    logits = min(fsdp.logits_chunk, fsdp.max_tokens_per_microbatch * vocabulary)
-    size += fsdp.max_tokens_per_microbatch * layers * width * low
+    logits = min(fsdp.logits_chunk, tokens * vocabulary)
+    size += tokens * width * low
     return size + 4 * (2 * logits + hidden * vocabulary)
 
 

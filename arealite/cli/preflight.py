@@ -110,6 +110,9 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     check_options(config)
     path, trainer, ppo = config.model.path, config.trainer, config.trainer.ppo
     model, shapes = model_folder.read_model(required(path, "model.path"))
+    fsdp = (trainer.offline if trainer.is_offline else ppo).engine.fsdp
+    ranks, size = config.launcher.trainer_ranks, fsdp.context_parallel
+    model_folder.check_context_parallel(model, size=size, ranks=ranks)
     free = check_run_folder(config)
     check_addresses(config)
     if config.view.web:
