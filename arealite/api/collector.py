@@ -42,6 +42,9 @@ class CollectorConfig:
     client: LLMClientConfig = sub(LLMClientConfig, "client of the LLM servers")
     sampling: SamplingConfig = sub(SamplingConfig, "sampling of training tokens")
     group_size: int = opt(8, "episodes per task; advantages compare them", at_least=1)
+    record_routing: bool = opt(
+        True, "mixture of experts: store the experts of each token, where servers report them"
+    )
     concurrency: int = opt(256, "concurrent episodes of one rollout worker", at_least=1)
     autoscale: AutoscaleConfig = sub(AutoscaleConfig, "automatic concurrency")
     episode_timeout_s: float = opt(600.0, "longer episodes fail and are retried", above=0)

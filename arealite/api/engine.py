@@ -35,6 +35,8 @@ class Sequence:
     temperature: float
     fields: dict[str, np.ndarray] = field(default_factory=lambda: dict[str, "np.ndarray"]())
     """Inputs of the loss function, float32 [T] each: behav_logprobs, advantages, loss_weight, …"""
+    routing: np.ndarray | None = None
+    """uint8 [T, bytes]: the experts that a server chose, as in `Segment.routing`."""
 
 
 @dataclass(frozen=True)

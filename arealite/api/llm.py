@@ -77,6 +77,11 @@ class LLMRequest(msgspec.Struct, frozen=True):
     json: bytes = b""
     """`input_ids` in JSON; b"": the client encodes them."""
 
+    @property
+    def routing_start(self) -> int:
+        """First token whose experts are recorded: the record of the earlier request ends there."""
+        return max(0, self.known - 1)
+
 
 class LLMResponse(msgspec.Struct, frozen=True):
     """The sampled tokens. Filled by the client; the three lists have the same length."""
@@ -90,6 +95,9 @@ class LLMResponse(msgspec.Struct, frozen=True):
     """"stop" (a stop token or string) or "length" (max_new_tokens is reached)."""
     interruptions: int = 0
     """Number of interruptions: retractions reported by the server, and resubmissions."""
+    routing: bytes = b""
+    """The experts of a mixture, as in `Segment.routing`, for the tokens of prompt and output from
+    `LLMRequest.routing_start` to the last but one, which are the inputs; b"": not recorded."""
 
 
 class LLMClient(ABC):

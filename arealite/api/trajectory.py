@@ -98,6 +98,9 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """Text of the observation after the last answer. Filled by ObservingCollector; "": unknown."""
     turns: list[TurnReceipt] = []
     """The turns whose sampled tokens are trained here, in order; []: an older AReaLite."""
+    routing: bytes = b""
+    """uint8, or uint16 from 256 experts on, [T, layers, experts per token]: the experts that the
+    server chose, all bits set where none are recorded; b"" without a record."""
 
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

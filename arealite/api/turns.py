@@ -81,6 +81,28 @@ class Turn(msgspec.Struct, eq=False):
         return b"".join(reversed(parts))
 
     @property
+    def routing(self) -> bytes:
+        """The experts of all tokens, as in `Segment.routing`; b"" without a record.
+
+        The tokens of `parent` have the experts of their own turn.
+        """
+        stop, turn = self.end - 1, self
+        size = len(self.response.routing) // max(1, stop - self.routing_start)
+        parts = [b"\xff" * size]
+        while turn is not None and stop and size:
+            if (start := turn.routing_start) < stop:
+                record = turn.response.routing[: (stop - start) * size]
+                parts.append(record.ljust((stop - start) * size, b"\xff"))
+                stop = start
+            turn = turn.parent
+        return b"".join(reversed([*parts, b"\xff" * size * stop]))
+
+    @property
+    def routing_start(self) -> int:
+        """First token in the record of the response; see `LLMRequest.routing_start`."""
+        return max(0, self.known - 1)
+
+    @property
     def input_ids(self) -> list[int]:
         """The prompt."""
         return array("i", self.raw_prompt).tolist()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from safetensors import SafetensorError, safe_open
 
@@ -225,6 +225,37 @@ def model_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None
             had = f"its {key} is {theirs[key]}, model.path has {ours.get(key)}"
             return f"it serves another model: {had}."
     return None
+
+
+class Experts(NamedTuple):
+    """The numbers of a mixture of experts, which determine the size of a routing record."""
+
+    layers: int
+    """Decoder layers, including those without experts."""
+    count: int
+    """Experts of a layer."""
+    per_token: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of an expert's number: 1 below 256 experts, as 255 means that none is recorded."""
+        return 1 if self.count < 256 else 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the record of one token."""
+        return self.layers * self.per_token * self.width
+
+
+def experts_of(config: dict[str, Any]) -> Experts | None:
+    """Return the numbers of experts in a config.json; None if the model has no experts."""
+    text = text_part(config)
+    counts = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+    active = "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"
+    count, per_token = (next(filter(None, map(text.get, n)), None) for n in (counts, active))
+    layers = text.get("num_hidden_layers")
+    is_known = all(isinstance(each, int) for each in (layers, count, per_token))
+    return Experts(layers, count, per_token) if is_known and count > 1 else None  # type: ignore
 
 
 def vocab_size(config: dict[str, Any]) -> int | None:

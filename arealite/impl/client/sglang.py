@@ -18,7 +18,7 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.llm import LLMClient, LLMClientConfig, LLMRequest, LLMResponse
 from arealite.base import log
 from arealite.base.errors import DeadlineError, GenerationRefused, ServerUnavailable
-from arealite.base.model_folder import eos_tokens, read_json, vocab_size
+from arealite.base.model_folder import eos_tokens, experts_of, read_json, vocab_size
 from arealite.impl.client import wire
 from arealite.impl.client.connections import Pool
 from arealite.impl.client.directory import Directory
@@ -49,6 +49,7 @@ class Generation:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routing: bytes = b""
     interruptions: int = 0
     sent: int = 0
     failures: int = 0
@@ -62,11 +63,23 @@ class Generation:
             self.logprobs += resumed.logprobs
             self.versions += resumed.versions
             self.interruptions = resumed.interruptions + 1
+            self.routing = resumed.routing
 
     def response(self, stop_reason: str = "") -> LLMResponse:
         """Return a copy of the tokens sampled so far."""
         tokens = self.output_ids[:], self.logprobs[:], self.versions[:]
-        return LLMResponse(*tokens, stop_reason, self.interruptions)
+        return LLMResponse(*tokens, stop_reason, self.interruptions, self.routing)
+
+    def add_routing(self, routing: bytes, token_bytes: int) -> None:
+        """Set the newest record; without one, the tokens since the last record have none."""
+        length = self.routed_tokens * token_bytes
+        self.routing = routing or (self.routing and self.routing.ljust(length, b"\xff"))
+
+    @property
+    def routed_tokens(self) -> int:
+        """Number of tokens that a record covers: the last token was no input."""
+        request = self.request
+        return len(request.input_ids) + len(self.output_ids) - 1 - request.routing_start
 
 
 class SGLangClient(LLMClient):
@@ -75,6 +88,7 @@ class SGLangClient(LLMClient):
     def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
         self.config = config.sglang
         self._model_path = args.model.path
+        self._records_routing = args.trainer.ppo.collector.record_routing
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()
@@ -97,6 +111,7 @@ class SGLangClient(LLMClient):
         self._eos = await asyncio.to_thread(eos_tokens, self._model_path)
         model_config = await asyncio.to_thread(read_json, self._model_path)
         self._directory.vocab_size = vocab_size(model_config)
+        self._experts = experts_of(model_config) if self._records_routing else None
         await self._directory.start()
         fix = "arealite/launch_llm_server.py, under the same experiment and trial names"
         what = f"an llm server in {self._directory.registry.root} (start one with {fix})"
@@ -164,7 +179,8 @@ class SGLangClient(LLMClient):
         out = generation.output_ids
         is_known = request.json and not out
         ids = msgspec.Raw(request.json) if is_known else request.input_ids + out
-        body = wire.encode_body(wire.Body(rid, ids, params, stream=stream is not None))
+        routing = (True, request.routing_start) if self._experts else ()
+        body = wire.encode_body(wire.Body(rid, ids, params, True, stream is not None, *routing))
         generation.sent += 1
         try:
             status, raw = await self._post(generation, server, rid, body, stream)
@@ -248,6 +264,9 @@ class SGLangClient(LLMClient):
         generation.output_ids += answer.output_ids
         generation.logprobs += logprobs
         generation.versions += versions
+        if self._experts is not None:
+            routing = wire.routing(answer, self._experts, generation.routed_tokens)
+            generation.add_routing(routing, self._experts.token_bytes)
         generation.interruptions += meta.num_retractions or meta.total_retractions or 0
         if versions:
             generation.failures = 0

@@ -5,14 +5,17 @@ It is separate from the client, so that tests of the protocol need no server.
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from arealite.api.llm import LLMRequest, SamplingConfig
 from arealite.base.errors import ContextOverflow, GenerationRefused, InvariantError
+from arealite.base.model_folder import Experts
 
 
 class Body(msgspec.Struct):
@@ -23,6 +26,8 @@ class Body(msgspec.Struct):
     sampling_params: dict[str, object]
     return_logprob: bool = True
     stream: bool = False
+    return_routed_experts: bool | msgspec.UnsetType = msgspec.UNSET
+    routed_experts_start_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class FinishReason(msgspec.Struct):
@@ -59,6 +64,8 @@ class Meta(msgspec.Struct):
     """The same count, under the name of SGLang before 0.5.19."""
     completion_tokens: int | None = None
     """Number of output tokens, also of those that earlier events of a stream had."""
+    routed_experts: str | None = None
+    """base64 of int32 [tokens, layers, experts per token]; only at the end of the request."""
 
 
 class Answer(msgspec.Struct):
@@ -159,6 +166,29 @@ def token_versions(answer: Answer, acknowledged: int) -> list[int]:
     if len(versions) != length:
         raise InvariantError(f"weight_versions {spans} do not cover an output of {length} tokens")
     return versions
+
+
+def routing(answer: Answer, experts: Experts | None, tokens: int) -> bytes:
+    """Return the recorded experts of an answer, as in `LLMResponse.routing`; b"" without a record.
+
+    Args:
+        experts: numbers of the model; None: no record was requested.
+        tokens: inputs that the record must cover.
+
+    Raises:
+        InvariantError: the record has another length, or numbers of experts that do not exist.
+    """
+    if experts is None or not answer.meta_info.routed_experts:
+        return b""
+    found = np.frombuffer(b64decode(answer.meta_info.routed_experts), "<i4")
+    size, top = tokens * experts.layers * experts.per_token, int(found.max(initial=0))
+    finish = answer.meta_info.finish_reason
+    if len(found) != size and (finish is None or finish.type == "abort"):
+        return b""  # the next answer has the record of all tokens
+    if len(found) != size or top >= experts.count:
+        what = f"a server returned {len(found)} numbers of experts up to {top}"
+        raise InvariantError(f"{what}; {size} numbers below {experts.count} were expected.")
+    return found.astype(f"<u{experts.width}").tobytes()
 
 
 def end_of_aborted(

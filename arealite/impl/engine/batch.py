@@ -32,6 +32,9 @@ class MicroBatch:
     own_N: torch.Tensor | None = None
     """int64: the loss tokens that this rank computes, of those in `rows_N` and `fields`; None:
     all. Only context parallelism divides them; `index_N`, targets and temperatures are its own."""
+    routing_BWR: torch.Tensor | None = None
+    """uint8: the recorded experts of each input, R bytes, 255 where none are recorded; None: no
+    row has a record."""
 
 
 def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -> MicroBatch:
@@ -54,15 +57,21 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
     longest = int(widths.max())
     if layout == "packed":
         starts = np.concatenate([[0], np.cumsum(widths)])
-        inputs = tokens[None, is_input]
+        inputs, places = tokens[None, is_input], (0, np.arange(np.count_nonzero(is_input)))
     else:
         starts = np.arange(len(rows)) * longest
         inputs = np.zeros((len(rows), longest), np.int64)
-        inputs[row_of[is_input], column[is_input]] = tokens[is_input]
+        places = row_of[is_input], column[is_input]
+        inputs[places] = tokens[is_input]
     temperature = np.array([row.temperature for row in rows], np.float32)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        laid = np.full((*inputs.shape, values.shape[1]), 255, np.uint8)
+        laid[places] = values[is_input]
+        return laid
 
     attention: dict[str, object] = {}
     if layout == "packed":
@@ -81,7 +90,17 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
             name: put(np.concatenate([row.fields[name] for row in rows])[mask].astype(np.float32))
             for name in rows[0].fields
         },
+        routing_BWR=None if (routing := _routing(rows)) is None else put(spread(routing)),
     )
+
+
+def _routing(rows: Seq[Sequence]) -> np.ndarray | None:
+    """Return the recorded experts of all tokens, row after row; None if no row has a record."""
+    size = next((row.routing.shape[1] for row in rows if row.routing is not None), 0)
+    none = [np.full((len(row.tokens), size), 255, np.uint8) for row in rows]
+    parts = zip(rows, none, strict=True)
+    found = [empty if row.routing is None else row.routing for row, empty in parts]
+    return np.concatenate(found) if size else None
 
 
 def scatter(values_N: torch.Tensor, rows: Seq[Sequence]) -> list[np.ndarray]:

@@ -33,6 +33,7 @@ from arealite.impl.engine.context_parallel import ContextGroup
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.optimizer import Optimizer
+from arealite.impl.engine.routing import Routing
 from arealite.impl.weights.names import TensorNames
 
 log = get(__name__)
@@ -75,6 +76,8 @@ class FSDPEngine(TrainEngine):
             self._model = models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
         self.layout = attention.choose(config.layout, self.module, self.device, self.dtype)
         self._context = ContextGroup(config.context_parallel, self.module, self.device)
+        trains = training is not None and head == "lm"
+        self.routing = Routing.of(self.module, replays=config.replay_routing) if trains else None
         if config.gradient_checkpointing:
             models.recompute(self.module)
         mesh = models.make_mesh(self.device, config.shard_size)
@@ -93,6 +96,7 @@ class FSDPEngine(TrainEngine):
         """
         engine = copy.copy(self)
         engine._optimizer, engine._skips_adapter = None, True
+        engine.routing = None
         return engine
 
     @property
@@ -122,6 +126,7 @@ class FSDPEngine(TrainEngine):
                         result[i] = row
         # Without a backward pass gathered parameters stay in memory; `load` would not update them.
         models.reshard(self._model)
+        self._routing_stats()
         return {name: result[own] for name, result in results.items()}
 
     def train_batch(
@@ -160,6 +165,7 @@ class FSDPEngine(TrainEngine):
             "microbatches": float(len(plan)),
             "tokens": float(sum(lengths)),
             "padded_tokens": float(computed_tokens(lengths, plan, self.layout)),
+            **self._routing_stats(),
         }
         outcome = optimizer.step()
         if outcome["skipped_update"]:
@@ -229,6 +235,17 @@ class FSDPEngine(TrainEngine):
         tensor = tensor.to(self.device)
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+    def _collate(self, rows: list[Sequence]) -> MicroBatch:
+        """Return the micro-batch of `rows`; set the experts of its forward and backward pass."""
+        batch = self._context.split(collate(rows, self.device, self.layout))
+        if self.routing is not None:
+            self.routing.replay(batch.routing_BWR)
+        return batch
+
+    def _routing_stats(self) -> dict[str, float]:
+        """End the replay of a batch; return the counts of recorded choices on this rank."""
+        return {} if self.routing is None else self.routing.stats()
+
     def _live_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors that training changes, to save them or to load into them."""
         model = {
@@ -254,9 +271,6 @@ class FSDPEngine(TrainEngine):
         return microbatches(
             lengths, budget, layout=self.layout, rows_per_example=size, all_lengths=groups
         )
-
-    def _collate(self, rows: list[Sequence]) -> MicroBatch:
-        return self._context.split(collate(rows, self.device, self.layout))
 
     def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return the outputs of all loss tokens of a micro-batch, on every rank of its group."""

@@ -311,4 +311,4 @@ def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:
     mask, logprob, version = map(b"".join, (masks, logprobs, versions))
     tokens, receipts = last.raw_prompt + last.sampled[0], [receipt for _, receipt in row]
     told = tokens, mask, logprob, version, rewards.tobytes(), last.temperature
-    return Segment(*told, last.next_state, receipts)
+    return Segment(*told, last.next_state, receipts, last.routing)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from arealite.impl.server.generation import Generation
+from arealite.impl.server.routing import RoutingRecorder
 from arealite.impl.server.sampler import Settings, ban_stops, draw, settings_of
 
 PREFILL_TOKENS = 8192
@@ -123,6 +124,7 @@ class BaseDecoder(ABC):
         self.running: list[Generation] = []
         self._device = str(next(model.parameters()).device)
         self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._recorder = RoutingRecorder(model)
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
     @abstractmethod
@@ -208,7 +210,8 @@ class Decoder(BaseDecoder):
         self._cache.reserve(len(self.running), longest + 1)
         self._cache.start((slice(first, first + len(prompts)), slice(0, longest)))
         positions = sorted({len(prompt) - 1 for prompt in prompts})
-        logits = self._forward_prompts(prompts, positions)
+        with self._recorder(generations, sources, [*map(len, prompts)]):
+            logits = self._forward_prompts(prompts, positions)
         moves = [(first + s, first + row) for row, s in enumerate(sources) if s != row]
         self._cache.copy_rows(moves, longest)
         index = {position: i for i, position in enumerate(positions)}
@@ -237,13 +240,14 @@ class Decoder(BaseDecoder):
         width = -(-(self._longest + 1) // WIDTH_BLOCK) * WIDTH_BLOCK
         self._cache.reserve(count, width)
         self._cache.start((self._rows_B1, self._lengths_B[:, None]), width=width)
-        logits = self.model(
-            input_ids=self._tokens_B[:, None],
-            attention_mask=self._mask(self._lengths_B[:, None], width),
-            position_ids=self._lengths_B[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        ).logits
+        with self._recorder(self.running):
+            logits = self.model(
+                input_ids=self._tokens_B[:, None],
+                attention_mask=self._mask(self._lengths_B[:, None], width),
+                position_ids=self._lengths_B[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+            ).logits
         self._lengths_B = self._lengths_B + 1
         self._longest += 1
         self._tokens_B = self._sample(self.running, logits[:, -1], settings)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 MAX_STOPS = 1024
 """Largest number of stop strings, and of stop token ids, of a request; each token is compared."""
@@ -60,6 +61,11 @@ class Generation:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight version, start, end) over `output`; all of it at the end. A stream has the tokens
     that the spans cover."""
+    routing: list[np.ndarray] | None = None
+    """The experts of each input so far, int32 [tokens, layers, experts per token] for each forward
+    pass; None: not requested."""
+    routing_start: int = 0
+    """First token whose experts the answer has."""
     retractions: int = 0
     cached_tokens: int = 0
     finish: dict[str, str | int] | None = None

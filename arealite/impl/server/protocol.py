@@ -6,13 +6,15 @@ crashes SGLang, is refused here.
 
 import asyncio
 import uuid
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
+import numpy as np
 
-from arealite.impl.server.generation import Generation, Int32, SamplingParams
+from arealite.impl.server.generation import Count, Generation, Int32, SamplingParams
 
 
 class Refusal(Exception):
@@ -29,6 +31,8 @@ class GenerateBody(msgspec.Struct, frozen=True):
     logprob_start_len: Int32 | None = None
     top_logprobs_num: Int32 = 0
     stream: bool = False
+    return_routed_experts: bool = False
+    routed_experts_start_len: Count = 0
 
 
 class AbortBody(msgspec.Struct, frozen=True):
@@ -206,6 +210,8 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         stop_strings=tuple(filter(None, stop)),
         decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
         interval=(sampling.stream_interval or 1) if body.stream else 0,
+        routing=[] if body.return_routed_experts else None,
+        routing_start=body.routed_experts_start_len,
     )
 
 
@@ -237,6 +243,9 @@ def answer(
     if logprobs:
         pairs = zip(generation.logprobs[start:end], output, strict=True)
         meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+    if is_last and generation.routing:
+        routing = np.concatenate(generation.routing)[generation.routing_start :]
+        meta["routed_experts"] = b64encode(routing.tobytes()).decode()
     text = _text(generation) if is_last else ""
     return {"text": text, "output_ids": output, "meta_info": meta}
 

@@ -267,7 +267,10 @@ def _make_row(segment: Segment, *, weight: float) -> Sequence:
     behav_T = np.frombuffer(segment.logprobs, "<f4")
     weight_T = np.full(len(tokens_T), weight, np.float32)
     fields = {"behav_logprobs": behav_T, "loss_weight": weight_T}
-    return Sequence(tokens_T, mask_T, segment.temperature, fields)
+    routing = np.frombuffer(segment.routing, np.uint8).reshape(len(tokens_T), -1)
+    return Sequence(
+        tokens_T, mask_T, segment.temperature, fields, routing if routing.size else None
+    )
 
 
 def _enforce_staleness(

@@ -254,6 +254,9 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
             critic = {name.removeprefix("critic/"): value for name, value in update.items()}
             columns["critic/explained_variance"].append(explained_variance(critic))
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
+    if compared := sum(update.get("routing_compared", 0.0) for update in stats):
+        matched = sum(update.get("routing_matched", 0.0) for update in stats)
+        metrics["routing/agreement"] = matched / compared
     if padded := metrics.get("update/padded_tokens"):
         metrics["update/pad_frac"] = 1.0 - metrics["update/tokens"] / padded
     return {"update/count": float(len(stats)), **metrics}

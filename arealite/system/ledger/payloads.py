@@ -55,7 +55,8 @@ def find_mismatch(
         return f"unreadable: {error}"
     for s in segments:
         size = 4 * len(s.loss_mask)
-        if not size or {*map(len, (s.tokens, s.logprobs, s.versions, s.rewards))} != {size}:
+        lengths = {*map(len, (s.tokens, s.logprobs, s.versions, s.rewards))}
+        if not size or lengths != {size} or len(s.routing) % len(s.loss_mask):
             return "arrays of other lengths"
         if s.loss_mask[0]:
             return "a sampled token has no prefix"

@@ -1,0 +1,161 @@
+"""Mixtures of experts: reads the experts that routers choose, or sets them to recorded ones.
+
+Families differ in their routers, but every router calls topk over the scores of all experts, inside
+a decoder layer. This module intercepts that call. The weights of the chosen experts are still
+computed from the router's own scores, with gradients.
+
+A server and a trainer round differently, so that their routers sometimes choose different experts
+for the same token. Replay removes this difference.
+
+Shape letters: N = tokens of a forward pass, D = decoder layers, K = experts per token.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from arealite.base.errors import InvariantError
+from arealite.base.model_folder import Experts, experts_of
+from arealite.impl.engine.model import layers_of
+
+T = TypeVar("T")
+TOPK, FILL = (torch.topk, Tensor.topk), (torch.masked_fill, Tensor.masked_fill)
+
+
+class Routing:
+    """Intercepts the routers of one model. It is inactive outside `capture`, `replay` and `stats`.
+
+    Only one thread may use it at a time.
+    """
+
+    def __init__(self, model: PreTrainedModel, experts: Experts, *, replays: bool = True) -> None:
+        """Wrap the forward method of each decoder layer, before it is sharded or recomputed.
+
+        Args:
+            model: The model.
+            experts: Its numbers of layers and experts.
+            replays: Whether recorded experts replace the routers' choice; else they are compared.
+        """
+        self.experts, self._replays = experts, replays
+        self._chosen: dict[int, Tensor] | None = None
+        self._recorded_NDK: Tensor | None = None
+        self._counts = torch.zeros(3, dtype=torch.int64)
+        """Recorded choices (of a token in a layer) that a router agreed with; all recorded choices;
+        invalid ones."""
+        for index, layer in enumerate(layers_of(model)):
+            layer.forward = partial(self._run, index, layer.forward)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, replays: bool = True) -> "Routing | None":
+        """Return the routing of a mixture of experts; None for another model."""
+        experts = experts_of(model.config.to_dict())
+        return cls(model, experts, replays=replays) if experts else None
+
+    @contextmanager
+    def capture(self) -> Iterator[list[np.ndarray]]:
+        """Yield a list, to which the end of the body adds the experts of its forward pass.
+
+        The experts are int32 [N, D, K], 0 in layers without experts, as SGLang reports them. The
+        list stays empty if no router was found.
+        """
+        captured: list[np.ndarray] = []
+        self._chosen = chosen = dict[int, Tensor]()
+        try:
+            yield captured
+        finally:
+            self._chosen = None
+        if chosen:
+            none = torch.zeros_like(next(iter(chosen.values())))
+            layers = [chosen.get(index, none) for index in range(self.experts.layers)]
+            captured.append(torch.stack(layers, 1).to("cpu", torch.int32).numpy())
+
+    def replay(self, recorded: Tensor | None) -> None:
+        """Set the record of the following forward pass and its backward pass.
+
+        Args:
+            recorded: uint8 [..., bytes of a token], as in `Segment.routing`, for every token of the
+                pass, padding included. Tokens of 255 only are not recorded and route freely.
+
+        Raises:
+            InvariantError: The record is of another model.
+        """
+        self._recorded_NDK = None
+        if recorded is None:
+            return
+        if recorded.shape[-1] != self.experts.token_bytes:
+            what = f"a record has {recorded.shape[-1]} bytes of routing for each token"
+            raise InvariantError(f"{what}, model.path needs {self.experts.token_bytes}")
+        if self.experts.width == 1:
+            recorded = recorded.to(torch.int16).where(recorded != 255, -1)
+        else:
+            recorded = recorded.view(torch.int16)
+        self._recorded_NDK = recorded.reshape(-1, self.experts.layers, self.experts.per_token)
+
+    def stats(self) -> dict[str, float]:
+        """End the replay; return the counts of recorded choices since the last call.
+
+        Raises:
+            InvariantError: A recorded choice names an expert twice, or an expert that is not there.
+        """
+        self._recorded_NDK = None
+        matched, compared, invalid = self._counts.tolist()
+        self._counts = torch.zeros_like(self._counts)
+        if invalid:
+            what = f"{invalid} of {compared} recorded choices of experts are invalid"
+            fix = "The server's record is wrong: use trainer.ppo.collector.record_routing=false."
+            raise InvariantError(f"{what}. {fix}")
+        return {"routing_matched": matched, "routing_compared": compared} if compared else {}
+
+    def _run(self, layer: int, forward: Callable[..., T], *args: Any, **options: Any) -> T:
+        if self._chosen is None and self._recorded_NDK is None:
+            return forward(*args, **options)
+        with _Topk(partial(self._choose, layer), self.experts):
+            return forward(*args, **options)
+
+    def _choose(self, layer: int, scores: Tensor, free: Tensor) -> Tensor:
+        """Return the experts to use, int64 like `free`, the router's own choice."""
+        if self._chosen is not None:
+            self._chosen[layer] = free.flatten(0, -2)
+        if self._recorded_NDK is None:
+            return free
+        recorded = self._recorded_NDK[:, layer].to(torch.int64).view_as(free)
+        known = recorded[..., 0] >= 0
+        ordered = recorded.sort(-1).values
+        valid = (ordered[..., 1:] != ordered[..., :-1]).all(-1) & (ordered[..., 0] >= 0)
+        valid &= ordered[..., -1] < scores.shape[-1]
+        same = (ordered == free.sort(-1).values).all(-1)
+        counts = torch.stack([(known & same).sum(), known.sum(), (known & ~valid).sum()])
+        self._counts = self._counts.to(counts.device) + counts
+        return recorded.where((known & valid)[..., None], free) if self._replays else free
+
+
+class _Topk(TorchFunctionMode):
+    """Replaces the result of topk over the scores of all experts."""
+
+    def __init__(self, choose: Callable[[Tensor, Tensor], Tensor], experts: Experts) -> None:
+        super().__init__()
+        self._choose, self._sizes = choose, (experts.count, experts.per_token)
+        self._filled: tuple[Any, Any] = (None, None)
+        """(scores with the experts of other groups masked, the same scores without the mask)."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in FILL:
+            self._filled = result, args[0]
+        if func not in TOPK or (args[0].shape[-1], result[1].shape[-1]) != self._sizes:
+            return result
+        chosen = self._choose(args[0], result[1])
+        if chosen is result[1]:
+            return result
+        filled, scores = self._filled
+        scores = scores if args[0] is filled else args[0]
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))

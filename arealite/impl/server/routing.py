@@ -1,0 +1,48 @@
+"""Records the experts that a mixture of experts uses for each token of a request."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from transformers import PreTrainedModel
+
+from arealite.impl.engine.routing import Routing
+from arealite.impl.server.generation import Generation
+
+
+class RoutingRecorder:
+    """Records the forward passes of one model; no-op for other models and without a request."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._routing = Routing.of(model)
+
+    @contextmanager
+    def __call__(
+        self,
+        generations: Sequence[Generation],
+        sources: Sequence[int] | None = None,
+        lengths: Sequence[int] = (),
+    ) -> Iterator[None]:
+        """Record the body's forward pass.
+
+        Args:
+            generations: The requests of the pass.
+            sources: Prompts: the row of each request, which replaces its record. None: each request
+                has a row of one token, which extends its record.
+            lengths: The number of tokens of each row without its padding on the right.
+        """
+        wanted = [each.routing is not None for each in generations]
+        if self._routing is None or not any(wanted):
+            yield
+            return
+        with self._routing.capture() as captured:
+            yield
+        if not captured:
+            return
+        rows = sources or range(len(generations))
+        experts = captured[0].reshape(len(lengths) or len(generations), -1, *captured[0].shape[1:])
+        for generation, row in zip(generations, rows, strict=True):
+            if generation.routing is None:
+                continue
+            if lengths:
+                generation.routing.clear()
+            generation.routing.append(experts[row, : lengths[row] if lengths else 1].copy())
