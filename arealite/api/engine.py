@@ -63,6 +63,8 @@ class TrainEngine(ABC):
 
     whole_module: PreTrainedModel | None = None
     """The model whose parameters are trained in place; None if its parameters are sharded."""
+    unused_tensors: frozenset[str] = frozenset()
+    """Tensors of the folder that the model ignores. They are not streamed."""
 
     @abstractmethod
     def __init__(
@@ -129,7 +131,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def stream_weights(self, *, on_device: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full tensor) on rank 0, and nothing on other ranks.
+        """Yield (name in the folder, full tensor) on rank 0, and nothing on other ranks.
 
         Args:
             on_device: yield tensors on the model's device; they may be the parameters themselves,

@@ -6,7 +6,7 @@ The module imports no torch and reads only file headers, so a bad folder is foun
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -85,7 +85,14 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def check_shapes(sent: Shapes, expected: Shapes, *, where: str | Path, whole: bool = True) -> None:
+def check_shapes(
+    sent: Shapes,
+    expected: Shapes,
+    *,
+    where: str | Path,
+    whole: bool = True,
+    unused: Collection[str] = (),
+) -> None:
     """Check the names and shapes of tensors before they are sent to a server.
 
     SGLang answers 200 to a tensor with a wrong shape or an unknown name, and then generates from
@@ -97,6 +104,7 @@ def check_shapes(sent: Shapes, expected: Shapes, *, where: str | Path, whole: bo
         where: The owner of `expected`, for the error.
         whole: Whether an expected tensor that is not sent is an error. The output head may be tied
             to the embedding.
+        unused: Expected tensors that no model uses.
 
     Raises:
         RoleError: A tensor does not match. The message has its name and both shapes.
@@ -109,7 +117,7 @@ def check_shapes(sent: Shapes, expected: Shapes, *, where: str | Path, whole: bo
         if list(shape) != list(expected[name]):
             what = f"tensor '{name}' has shape {list(shape)} in the trainer"
             raise RoleError(f"{what}, but {expected[name]} in {where}")
-    for name in expected.keys() - sent.keys() if whole else ():
+    for name in sorted(expected.keys() - {*sent, *unused}) if whole else ():
         if not name.endswith(("lm_head.weight", ".inv_freq")):
             raise RoleError(f"tensor '{name}' {expected[name]} of {where} is not in the trainer")
 
@@ -175,19 +183,6 @@ def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> 
     for number, what in (ranks, "trainer ranks"), (heads, "attention heads of the model"):
         if number % size:
             raise UserError(f"{key} does not divide the {number} {what}. Use a divisor.")
-
-
-RENAMED = re.compile(r"\.experts\.\d+\.|^language_model\.model\.")
-"""Matches tensors that transformers fuses or renames when it loads them."""
-
-
-def check_tensor_names(shapes: dict[str, list[int]], path: str) -> None:
-    """Raise UserError if the trainer would rename tensors, which servers have under old names."""
-    if renamed := next((name for name in shapes if RENAMED.search(name)), None):
-        what = f"the trainer renames the tensor '{renamed}' or fuses it with others"
-        use = "Use trainer.ppo.publisher.type=shared, or save the model again with save_pretrained"
-        fix = f"{use}(folder, save_original_format=False)."
-        raise UserError(f"model.path={path}: {what}, and cannot publish it to servers. {fix}")
 
 
 def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> None:

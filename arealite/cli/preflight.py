@@ -125,8 +125,6 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
             print(fold(f"{what}; the first: {unused[0]}"))
         check_resume(config, rows)
         return Facts(model, shapes, free)
-    if ppo.publisher.type != "shared":
-        model_folder.check_tensor_names(shapes, path)
     if is_self_served(config) and configs.own_server(config).llm_server.type == "embedded":
         model_folder.check_layers(model, path)
     check_sources(config)

@@ -167,24 +167,9 @@ def test_weight_files_are_those_that_transformers_reads(model: Path) -> None:
     assert weight_files(model) == [model / "model.safetensors"]
 
 
-def test_model_with_unfused_experts_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoModelForCausalLM
-
+def test_model_with_a_tensor_for_each_expert_is_accepted(tmp_path: Path) -> None:
     path = tiny_mixture(tmp_path / "model", "qwen3_moe")
-    line = refused(capsys, "train", *words(path))
-    assert "model.layers.0.mlp.experts.0.down_proj.weight" in line
-    assert "trainer.ppo.publisher.type=shared" in line
-    assert line == refused(capsys, "check", *words(path))
-    alone = [word for word in words(path) if not word.startswith("launcher.")]
-    shared = "trainer.ppo.publisher.type=shared"
-    assert main(["train", "--dry-run", *alone, shared]) == 0
-    model = AutoModelForCausalLM.from_pretrained(path)
-    model.save_pretrained(tmp_path / "fused", save_original_format=False)
-    for file in path.glob("tokenizer*"):
-        (tmp_path / "fused" / file.name).write_bytes(file.read_bytes())
-    assert main(["train", "--dry-run", *words(tmp_path / "fused")]) == 0
+    assert main(["train", "--dry-run", *words(path)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ class FSDPEngine(TrainEngine):
         self.module = loading.empty_model(self.source, head)
         """The Hugging Face model whose parameters are trained in place."""
         self.names = TensorNames(self.module, self.source)
+        self.unused_tensors = self.names.unused
         self.module.requires_grad_(training is not None)
         has_adapter = training is not None and config.lora.rank > 0
         self.adapter = lora.inject(self.module, config.lora, head) if has_adapter else None

@@ -5,7 +5,7 @@ Every special case of the protocol is here. The module does not depend on the ru
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class ServerControl:
 
     # ------------------------------------------------------------ before the first update
 
-    async def connect(self, shapes: Shapes) -> Capabilities:
+    async def connect(self, shapes: Shapes, unused: Collection[str] = ()) -> Capabilities:
         """Continue the server, read its capabilities, and compare its model with `shapes`.
 
         A publisher that crashed may have left the server paused.
@@ -99,7 +99,8 @@ class ServerControl:
             return self.capabilities
         if Path(self.folder).is_absolute():
             served = await asyncio.to_thread(read_shapes, Path(self.folder))  # {}: on another host
-            check_shapes(shapes, served, where=f"{self.address}, which serves {self.folder}")
+            where = f"{self.address}, which serves {self.folder}"
+            check_shapes(shapes, served, where=where, unused=unused)
         with self.time_limit("the answer to a continue", CONTINUE_S):
             await self.request_ok("/continue_generation", {})
         one_token = {"max_new_tokens": 1, "temperature": 0.0}

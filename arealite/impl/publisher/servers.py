@@ -58,6 +58,7 @@ class ServersPublisher(WeightPublisher):
         self.config, self.host = config.trainer.ppo.publisher, config.cluster.host
         self.registry, self.paths = NameRegistry.of(config), run_paths(config)
         self.model_path = Path(config.model.path).expanduser()
+        self.unused: frozenset[str] = getattr(engine, "unused_tensors", frozenset())
         self.newest: int | None = None
         """The version that every server should hold."""
         self.shapes: Shapes = {}
@@ -137,7 +138,7 @@ class ServersPublisher(WeightPublisher):
         expected = self.shapes or read_shapes(self.model_path)
         where = "the version before" if self.shapes else self.model_path
         try:
-            check_shapes(shapes, expected, where=where)
+            check_shapes(shapes, expected, where=where, unused=self.unused)
         except RoleError as error:  # a restart would fail in the same way
             raise UserError(f"{error}. The model cannot be published to servers.") from error
         self.shapes, self.num_bytes = shapes, num_bytes
@@ -295,7 +296,7 @@ class ServersPublisher(WeightPublisher):
                     return
                 server.confirmed_version = None
                 with server.time_limit(f"{server.id} to answer", self.config.timeout_s):
-                    await server.connect(self.shapes)
+                    await server.connect(self.shapes, self.unused)
                 await self.update_server(server, version)
             except PartialUpdate:
                 return

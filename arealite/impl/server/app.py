@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -23,9 +22,13 @@ from arealite.impl.server.engine import Engine, Job
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.group_member import GroupMember
 from arealite.impl.server.protocol import Empty, Handler, Refusal, ServedModel
-from arealite.impl.server.weights import check_layout, stage_tensors, stage_weights
+from arealite.impl.server.weights import (
+    ServedWeights,
+    check_layout,
+    stage_tensors,
+    stage_weights,
+)
 from arealite.impl.weights.buckets import Layout
-from arealite.impl.weights.names import TensorNames
 from arealite.impl.weights.sums import constants, sums
 
 logger = log.get(__name__)
@@ -63,10 +66,9 @@ class App:
         """
         self.engine = engine
         self.model = model
-        self.tensors = engine.decoder.model.state_dict(keep_vars=True)
-        named = None if is_shared else TensorNames(engine.decoder.model, Path(model.folder))
-        self._names = named
         self._is_shared, self._checks = is_shared, [check]
+        if not is_shared:
+            self.weights = ServedWeights(engine.decoder.model, model.folder)
         self._groups: dict[str, GroupMember] = {}
 
     def make(self) -> web.Application:
@@ -102,11 +104,12 @@ class App:
     def bodies(self) -> dict[str, int]:
         """Return the largest body in bytes, by path: a prompt, or the layout of all tensors."""
         digits = len(str(self.model.vocab_size)) + len(", ")
-        layout = [(name, str(t.dtype), list(t.shape)) for name, t in self.tensors.items()]
-        return {
-            "/generate": min(MAX_PROMPT, MAX_BODY + self.model.context_length * digits),
-            "/update_weights_from_distributed": MAX_BODY + 2 * len(encode(layout)),
-        }
+        sizes = {"/generate": min(MAX_PROMPT, MAX_BODY + self.model.context_length * digits)}
+        if not self._is_shared:
+            headers = self.weights.names.headers.items()
+            layout = encode([(name, "torch.bfloat16", header.shape) for name, header in headers])
+            sizes["/update_weights_from_distributed"] = MAX_BODY + 2 * len(layout)
+        return sizes
 
     async def _call(self, command: Callable[..., T], *args: object) -> T:
         """Run a method of the engine in the engine's thread."""
@@ -176,9 +179,8 @@ class App:
 
     async def _weight_sums(self, body: Empty) -> Json:
         """Return a checksum of each tensor under its name in the folder, for the self-check."""
-        assert self._names is not None, "a shared model has no such route"
         model = self.engine.decoder.model
-        named = self._names.to_folder(model.state_dict().items())
+        named = self.weights.names.to_folder(model.state_dict().items())
         return {**await self._call(lambda: sums([*named, *constants(model)]))}
 
     # ------------------------------------------------------------ new weights
@@ -190,7 +192,7 @@ class App:
 
     async def _from_disk(self, body: protocol.UpdateWeightFromDiskReqInput) -> Json:
         path = body.model_path
-        note = await self._update(body, lambda: stage_weights(self.tensors, path))
+        note = await self._update(body, lambda: stage_weights(self.weights, path))
         logger.info("weights updated", version=self.engine.version, path=path)
         return _done("Succeeded to update model weights." + note)
 
@@ -199,13 +201,15 @@ class App:
         if (member := self._groups.get(body.group_name)) is None:
             what = f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}"
             raise Refusal(f"{what}. Please call `init_weights_update_group` first.")
-        check_layout(self.tensors, layout)
+        check_layout(self.weights, layout)
         flat = body.load_format == "flattened_bucket"
         try:
             named = await member.receive(layout, flat=flat)
         except (RuntimeError, OSError) as error:
             raise Refusal(f"Failed to receive weights: {error}") from error
-        note = await self._update(body, lambda: stage_tensors(self.tensors, named))
+        is_last = body.weight_version is not None
+        stage = partial(stage_tensors, self.weights, named, member.parts, is_last=is_last)
+        note = await self._update(body, stage)
         return _done("Succeeded to update parameter online." + note)
 
     async def _update(self, body: protocol.Update, stage: Callable[[], Job]) -> str:
@@ -225,7 +229,7 @@ class App:
         failed, name = "Failed to initialize custom process group: ", body.group_name
         if name in self._groups:
             raise Refusal(failed + NAME_TAKEN)
-        member = GroupMember(name, body.backend, next(iter(self.tensors.values())).device)
+        member = GroupMember(name, body.backend, self.engine.decoder.model.device)
         address = (body.master_address, body.master_port)
         self._groups[name] = member
         try:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from arealite.impl.server.engine import resolve
 from arealite.impl.weights import group as groups
 from arealite.impl.weights.buckets import Layout, Named, unpack
+from arealite.impl.weights.names import Parts
 
 TIMEOUT_S = 60.0
 """Limit for the other ranks to join, and for the tensors of one update to arrive."""
@@ -34,6 +35,8 @@ class GroupMember:
     def __init__(self, name: str, backend: str, device: torch.device) -> None:
         self.name = name
         self.backend = backend
+        self.parts: Parts = {}
+        """Tensors of the running update that become parameters together with later ones."""
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._group: dist.ProcessGroup | None = None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -5,7 +5,6 @@ would corrupt the training data.
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,42 @@ from arealite.base.model_folder import check_layers, read_model
 from arealite.impl.server.engine import Job
 from arealite.impl.server.protocol import Refusal
 from arealite.impl.weights.buckets import Layout, Named
+from arealite.impl.weights.names import Parts, TensorNames
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = {*DTYPES.values(), torch.float64}
-Targets = Mapping[str, torch.Tensor]
-"""The tensors of a model, by name."""
 
 
-def stage_weights(targets: Targets, path: str) -> Job:
+class ServedWeights:
+    """The tensors of a server's model under the names of its folder."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path | str) -> None:
+        """Read the headers of the folder that `model` was loaded from.
+
+        Raises:
+            UserError: The folder has other tensors than the model.
+        """
+        self.names = TensorNames(model, Path(folder))
+        self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+
+    def target(self, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the model's tensor that a tensor of the folder becomes, or becomes a part of.
+
+        Raises:
+            Refusal: The folder has no such tensor, or one of another shape or kind of number.
+        """
+        header, wrong = self.names.headers.get(name), f"Failed to update weights: '{name}'"
+        if header is None:
+            raise Refusal(f"{wrong} is no tensor of the model.")
+        if shape != header.shape:
+            raise Refusal(f"{wrong} has shape {shape}, the model {header.shape}.")
+        target = self.tensors[self.names.target(name)]
+        if target.is_floating_point() != (dtype in FLOATS):
+            raise Refusal(f"{wrong} has dtype {dtype}, the model {target.dtype}.")
+        return target
+
+
+def stage_weights(weights: ServedWeights, path: str) -> Job:
     """Check a folder of safetensors against the tensors of a model.
 
     Returns:
@@ -34,33 +61,44 @@ def stage_weights(targets: Targets, path: str) -> Job:
     Raises:
         Refusal: The folder or a tensor does not fit; the model is untouched.
     """
-    named = [pair for file in _files(path) for pair in _read(file)]
-    load = stage_tensors(targets, named)
-    covered = {targets[name].data_ptr() for name, _ in named}
-    if missing := [name for name, target in targets.items() if target.data_ptr() not in covered]:
+    unused = weights.names.unused
+    named = [pair for file in _files(path) for pair in _read(file) if pair[0] not in unused]
+    load = stage_tensors(weights, named, {})
+    if missing := weights.names.missing({name for name, _ in named}):
         raise Refusal(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
     return load
 
 
-def stage_tensors(targets: Targets, named: list[Named]) -> Job:
+def stage_tensors(
+    weights: ServedWeights, named: list[Named], parts: Parts, *, is_last: bool = False
+) -> Job:
     """Check tensors, which may be a part of the model; return a function that copies them.
 
+    Args:
+        weights: The tensors to be replaced.
+        named: The new tensors, under the folder's names.
+        parts: The tensors of this update whose groups are incomplete; the function changes it.
+        is_last: Whether no tensors follow.
+
     Raises:
-        Refusal: A tensor does not fit; the model is untouched.
+        Refusal: A tensor does not fit, or a group remains incomplete; the model is untouched.
     """
-    copies = [(_target(targets, n, list(t.shape), t.dtype), t) for n, t in named]
-    for (target, tensor), (name, _) in zip(copies, named, strict=True):
+    for name, tensor in named:
+        target = weights.target(name, list(tensor.shape), tensor.dtype)
         _check_finite(name, tensor, target)
+    given = {name for name, _ in named}.union(*parts.values())
+    if is_last and (missing := weights.names.missing(given, whole=False)):
+        raise Refusal(f"Failed to update weights: not received: {', '.join(missing[:5])}.")
 
     def load() -> None:
         with torch.no_grad():
-            for target, tensor in copies:
-                target.copy_(tensor)
+            for name, tensor in weights.names.to_model(named, parts):
+                weights.tensors[name].copy_(tensor)
 
     return load
 
 
-def check_layout(targets: Targets, layout: Layout) -> None:
+def check_layout(weights: ServedWeights, layout: Layout) -> None:
     """Check the description of tensors before they are received.
 
     Raises:
@@ -73,7 +111,7 @@ def check_layout(targets: Targets, layout: Layout) -> None:
     for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
         if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
             raise Refusal(f"Failed to receive weights: '{name}' has no dtype of torch: {dtype!r}.")
-        _target(targets, name, shape, kind)
+        weights.target(name, shape, kind)
 
 
 def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
@@ -83,22 +121,6 @@ def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None
     low, high = torch.aminmax(tensor)  # both are NaN if any number is; half the time of a copy
     if not max(-low, high) <= torch.finfo(target.dtype).max:
         raise Refusal(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
-
-
-def _target(targets: Targets, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return the model's tensor of a name, after a check of shape and kind of number.
-
-    Raises:
-        Refusal: It does not fit.
-    """
-    target, wrong = targets.get(name), f"Failed to update weights: '{name}'"
-    if target is None:
-        raise Refusal(f"{wrong} is no tensor of the model.")
-    if shape != list(target.shape):
-        raise Refusal(f"{wrong} has shape {shape}, the model {list(target.shape)}.")
-    if target.is_floating_point() != (dtype in FLOATS):
-        raise Refusal(f"{wrong} has dtype {dtype}, the model {target.dtype}.")
-    return target
 
 
 def _files(path: str) -> list[Path]:
@@ -141,17 +163,14 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     try:
         check_layers(AutoConfig.from_pretrained(folder).to_dict(), path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], attn_implementation="sdpa", output_loading_info=True
+            folder, dtype=DTYPES[dtype], attn_implementation="sdpa"
         )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         line = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(f"model.path={path}: cannot be loaded: {line}") from error
-    model, info = loaded
-    if info["missing_keys"]:  # transformers fills these with random numbers
-        names = ", ".join(sorted(info["missing_keys"])[:5])
-        raise UserError(f"model.path={path}: cannot be loaded: its files lack {names}.")
-    return model.to(pick_device(device)).eval().requires_grad_(False), tokenizer
+    TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
+    return loaded.to(pick_device(device)).eval().requires_grad_(False), tokenizer
 
 
 def pick_device(device: str) -> str:

@@ -83,6 +83,9 @@ class TensorNames:
         self._config, self._prefix = model.config, f"{model.base_model_prefix}."
         self._check_ties(model)
         self.headers = dict(_headers(folder))
+        if not self.headers:
+            fix = "Save the model again with save_pretrained."
+            raise UserError(f"'{folder}' has no tensors in safetensors files. {fix}")
         self._of_model: dict[str, Group] = {}
         self._twins: dict[str, Group] = {}
         for group in self._plan(model):
@@ -90,6 +93,8 @@ class TensorNames:
         groups = [*self._twins.values(), *self._of_model.values()]
         self._of_folder = {name: group for group in groups for name in group.sources}
         self._check_names(model)
+        self.unused = frozenset(self.headers.keys() - self._of_folder.keys())
+        """Tensors of the folder that the model ignores."""
         self.headers = {name: self.headers[name] for name in self._of_folder}
         """Describes the tensors of the folder that the model uses."""
         self.sources: dict[str, tuple[str, ...]] = {
@@ -141,6 +146,24 @@ class TensorNames:
             group = self._of_folder[name]
             if found := _complete(parts, group.key, len(group.sources), name, tensor):
                 yield from self._convert(group, found.__getitem__).items()
+
+    def target(self, name: str) -> str:
+        """Return the first tensor of the model that a tensor of the folder becomes a part of."""
+        return self._first[self._of_folder[name].key]
+
+    def missing(self, given: set[str], *, whole: bool = True) -> list[str]:
+        """Return the tensors of the folder without which some of the model cannot be made.
+
+        Args:
+            given: Names of tensors of the folder.
+            whole: Whether the whole model is made, or only what `given` has a part of.
+        """
+        groups = self._of_model if whole else {self.target(n): self._of_folder[n] for n in given}
+        absent: dict[str, None] = {}
+        for name, group in groups.items():
+            if not given.issuperset(self._twins.get(name, group).sources):
+                absent |= dict.fromkeys(group.sources.keys() - given)
+        return sorted(absent)
 
     def _plan(self, model: PreTrainedModel) -> list[Group]:
         """Group the tensors of the folder by the tensor of the model that they become."""

@@ -17,7 +17,7 @@ from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_shapes, read_shapes
 from arealite.impl.server.decoder import Decoder
-from arealite.impl.server.weights import load_model, stage_weights
+from arealite.impl.server.weights import ServedWeights, load_model, stage_weights
 from tests.impl.engine.helpers import LOSS, lengths, make_engine, make_rows, weights
 from tests.impl.engine.test_fsdp_one_rank import plain
 from tests.impl.engine.test_fsdp_ranks import launch, results
@@ -173,7 +173,7 @@ def test_model_with_fused_experts_can_be_published(family: str, tmp_path: Path) 
     served = load_model(str(tmp_path / "fused"), dtype="float32", device="cpu")[0]
     engine.train_batch(rows, lengths([rows]), LOSS)
     engine.export(tmp_path / "export")
-    stage_weights(served.state_dict(keep_vars=True), str(tmp_path / "export"))()
+    stage_weights(ServedWeights(served, tmp_path / "fused"), str(tmp_path / "export"))()
     held = served.state_dict()
     assert all(torch.equal(held[name], tensor) for name, tensor in weights(engine).items())
 

@@ -22,7 +22,7 @@ from arealite.impl.server import decoder as decoder_module
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation, SamplingParams
-from arealite.impl.server.weights import load_model, stage_weights
+from arealite.impl.server.weights import ServedWeights, load_model, stage_weights
 from tests.fakes.embedded import Brake
 from tests.models import tiny_model
 from tests.waiting import until
@@ -326,8 +326,8 @@ class Running:
 def submit_update(
     running: Running, model: Any, folder: Path, version: str, *, flush: bool = True
 ) -> Future[bool]:
-    engine, targets = running.engine, model.state_dict(keep_vars=True)
-    stage = partial(stage_weights, targets, str(folder))
+    engine = running.engine
+    stage = partial(stage_weights, ServedWeights(model, folder), str(folder))
     return engine.call_between_requests(engine.update, stage, version, flush)
 
 
