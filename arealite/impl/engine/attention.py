@@ -4,6 +4,7 @@ The function has its own name, because transformers builds masks only for its ow
 functions. Packed rows therefore never need a dense [tokens × tokens] mask.
 """
 
+import copy
 import inspect
 from importlib.util import find_spec
 from typing import Any
@@ -11,14 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from arealite.base.errors import UserError
+from arealite.base.log import get
+from arealite.impl.engine.batch import collate
+from arealite.impl.engine.head import decoder_of
 
+log = get(__name__)
 NAME = "arealite_packed"
 LOW = torch.bfloat16, torch.float16
+FIX = "use engine.fsdp.layout=padded."
+KERNEL_WIDTHS = range(8, 257, 8)
+"""Widths of heads that flash attention supports."""
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 KNOWN = inspect.signature(varlen_attn).parameters
 """Parameters of varlen_attn; torch 2.11 and 2.12 have no enable_gqa."""
@@ -30,20 +38,39 @@ def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: tor
     auto is packed in 16 bits on CUDA, where packing is fast, if the model supports it.
 
     Raises:
-        UserError: packed is wanted, but tokens of the model depend on each other outside attention.
+        UserError: packed is wanted, but tokens of the model depend on each other outside attention,
+            or its attention does not get the bounds of rows.
     """
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     can = model.is_backend_compatible() and not getattr(model, "_is_stateful", False)
     can = can and layers <= {"full_attention", "sliding_attention"}
-    if layout == "auto":
-        layout = "packed" if can and device.type == "cuda" and dtype in LOW else "padded"
-    if layout == "packed":
+    wants_packed = can and device.type == "cuda" and dtype in LOW
+    if layout == "padded" or (layout == "auto" and not wants_packed):
+        return "padded"
+    try:
         if not can:
-            name = type(model).__name__
-            raise UserError(f"{name} cannot be packed: use engine.fsdp.layout=padded.")
-        model.set_attn_implementation(NAME)
-    return layout
+            raise UserError(f"{type(model).__name__} cannot be packed: {FIX}")
+        _try_packed(model)
+    except UserError:
+        if layout == "packed":
+            raise
+        return "padded"
+    model.set_attn_implementation(NAME)
+    return "packed"
+
+
+def _try_packed(model: PreTrainedModel) -> None:
+    """Run the decoder of a copy on the meta device, so that `attend` checks its arguments."""
+    trial: Any = copy.deepcopy(model).to("meta")
+    trial.set_attn_implementation(NAME)
+    batch = collate([], torch.device("meta"), "packed")
+    try:
+        decoder_of(trial)(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
+    except TypeError as error:
+        raise UserError(f"{type(model).__name__} cannot be packed ({error}): {FIX}") from error
+    except (RuntimeError, ValueError) as error:  # a layer that needs values
+        log.debug("packing checked in part", model=type(model).__name__, reason=str(error))
 
 
 def attend(
@@ -59,32 +86,48 @@ def attend(
     `cu_seq_lens_q` (int32: where rows begin, and N) and `max_length_q` come from the decoder's
     caller. Without them this is transformers' SDPA, for an embedded server that shares the model.
     """
-    starts = options.get("cu_seq_lens_q")
+    starts, name = options.get("cu_seq_lens_q"), type(module).__name__
     has_window = getattr(getattr(module, "config", None), "sliding_window", None)
     ignores_window = starts is not None and has_window and "sliding_window" not in options
     if (starts is None) == (attention_mask is None) or ignores_window:
-        name = type(module).__name__  # packed rows would read each other, or past the window
-        raise UserError(f"{name} cannot be packed: use engine.fsdp.layout=padded.")
-    if starts is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    for name in ("s_aux", "softcap", "position_bias"):
-        if options.get(name) is not None:
-            raise UserError(f"Packed rows know no {name}: use engine.fsdp.layout=padded.")
+        # packed rows would read each other, or past the window
+        raise UserError(f"{name} cannot be packed: {FIX}")
+    if options.get("position_bias") is not None:
+        raise UserError(f"{name} cannot be packed (position_bias): {FIX}")
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
+    changes: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    if starts is None:
+        if softcap is None and sinks is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return _row(query, key, value, attention_mask, **changes).transpose(1, 2), None
+    if query.is_meta:
+        return query.new_empty((*query.shape[:-1], value.shape[-1])).transpose(1, 2), None
     window = options.get("sliding_window") or 0
-    if query.is_cuda and query.dtype in LOW:
+    has_kernel = sinks is None and (softcap is None or HAS_FLASH_ATTN)
+    if query.is_cuda and query.dtype in LOW and has_kernel and query.shape[-1] in KERNEL_WIDTHS:
         flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-        longest = int(options["max_length_q"])
-        return _flash(flat, starts, longest, scale=scale, window=window)[None], None
-    lengths = starts.diff().tolist()
-    rows = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
-    attended = [_row(q, k, v, scale=scale, window=window) for q, k, v in rows]
+        longest, capped = int(options["max_length_q"]), {"softcap": softcap} if softcap else {}
+        return _flash(flat, starts, longest, scale=scale, window=window, **capped)[None], None
+    lengths, attended = starts.diff().tolist(), list[Tensor]()
+    for row in zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True):
+        length = row[0].shape[2]
+        mask = None
+        if 0 < window < length or softcap is not None or sinks is not None:
+            mask = (
+                query.new_ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
+            )
+        attended.append(_row(*row, mask, **changes))
     return torch.cat(attended, 2).transpose(1, 2), None
 
 
-def _flash(qkv: list[Tensor], starts: Tensor, longest: int, *, scale: float, window: int) -> Tensor:
+def _flash(
+    qkv: list[Tensor], starts: Tensor, longest: int, *, scale: float, window: int, **capped: float
+) -> Tensor:
     """Attend over [N, heads, D] by flash attention: the package's where installed, or torch's."""
     query, key, value = (tensor.contiguous() for tensor in qkv)
+    width = value.shape[-1]
+    value = pad(value, (0, query.shape[-1] - width))  # the kernels need one width
     bounds = starts, starts, longest, longest
     # A window of w tokens sees itself and w − 1 to the left; −1 sees all.
     sides = (window - 1 if window else -1, 0)
@@ -92,7 +135,7 @@ def _flash(qkv: list[Tensor], starts: Tensor, longest: int, *, scale: float, win
         from flash_attn import flash_attn_varlen_func  # pyright: ignore
 
         options = {"softmax_scale": scale, "causal": True, "window_size": sides}
-        return flash_attn_varlen_func(query, key, value, *bounds, **options)
+        return flash_attn_varlen_func(query, key, value, *bounds, **options, **capped)[..., :width]
     options: dict[str, Any] = {"scale": scale, "window_size": sides}
     if "enable_gqa" in KNOWN:
         options["enable_gqa"] = True
@@ -100,17 +143,40 @@ def _flash(qkv: list[Tensor], starts: Tensor, longest: int, *, scale: float, win
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     attended: Any = varlen_attn(query, key, value, *bounds, **options)
-    return attended
+    return attended[..., :width]
 
 
-def _row(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
-    mask = None
-    if 0 < window < query.shape[2]:
-        mask = query.new_ones(query.shape[2], query.shape[2], dtype=torch.bool)
-        mask = mask.tril().triu(1 - window)
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+def _row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend over [B, heads, N, D] under a boolean or added mask; None: causally.
+
+    Scores are capped by softcap · tanh. A sink is a further score of its head without a value.
+    """
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    key, value = (
+        each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value)
     )
+    scores = (query @ key.mT * scale).float()
+    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
+    if sinks is not None:
+        sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    return scores.softmax(-1).to(value.dtype)[..., : key.shape[2]] @ value
 
 
 AttentionInterface.register(NAME, attend)

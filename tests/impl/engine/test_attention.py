@@ -75,13 +75,16 @@ def test_rank_without_rows_has_zero_gradients(model: Path) -> None:
         ("phimoe", {"num_local_experts": 4, "sliding_window": 5}),  # does not pass its window on
     ],
 )
-def test_unpackable_model_family_is_refused(
+def test_unpackable_model_family_is_refused_at_once_or_padded(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path, family=family, tie_word_embeddings=False, **options)
-    rows = make_rows(6)
     with pytest.raises(UserError, match=r"Attention cannot be packed: .*layout=padded"):
-        make_engine(path, layout="packed").forward(rows, lengths([rows]))
+        make_engine(path, layout="packed")
+    module, cuda = make_engine(path).module, torch.device("cuda")
+    before = module.config._attn_implementation
+    assert attention.choose("auto", module, device=cuda, dtype=torch.bfloat16) == "padded"
+    assert module.config._attn_implementation == before
 
 
 @pytest.mark.parametrize(
@@ -185,10 +188,38 @@ def test_layout_auto_packs_16_bit_models_on_cuda_if_supported(model: Path) -> No
 def test_packed_attention_refuses_unknown_arguments() -> None:
     some = torch.zeros(1, 2, 3, 8)
     bounds = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(UserError, match="know no s_aux"):
+    with pytest.raises(UserError, match=r"cannot be packed \(position_bias\)"):
         attention.attend(
-            torch.nn.Identity(), some, some, some, None, cu_seq_lens_q=bounds, s_aux=torch.ones(2)
+            torch.nn.Identity(), some, some, some, None, cu_seq_lens_q=bounds, position_bias=some
         )
+
+
+CAPPED: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 0.5, "head_dim": 8, "sliding_window": 5},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 5},
+}
+
+
+@pytest.mark.parametrize("family", CAPPED)
+def test_packed_rows_with_capped_scores_or_sinks_equal_padded_ones(
+    family: str, tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path, family=family, **CAPPED[family])
+    rows = rows_with_short_ones()
+    engines = [make_engine(path, layout=layout) for layout in ("padded", "packed")]
+    expected, got = (gradients(engine, rows, lengths([rows]))[0] for engine in engines)
+    assert_close(got, expected, tolerance=1e-4)
+    seen = banded(9, 0)[None, None]  # the shared server passes a boolean mask, eager adds one
+    added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    states = list[torch.Tensor]()
+    for engine, mask in ((engines[0], added), (engines[1], seen), (engines[1], added)):
+        masks = {"full_attention": mask, "sliding_attention": mask}
+        ids = torch.arange(5, 14)[None]
+        with torch.no_grad():
+            output = engine.module.get_decoder()(input_ids=ids, attention_mask=masks)
+        states.append(output.last_hidden_state)
+    for other in states[1:]:
+        torch.testing.assert_close(other, states[0], atol=1e-4, rtol=1e-4)
 
 
 def given() -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -219,6 +250,10 @@ def by_hand(
     return result
 
 
+def banded(length: int, window: int) -> torch.Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
+
+
 @pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("how", ["torch 2.13", "torch 2.11", "flash_attn"])
 def test_flash_attention_gets_the_right_arguments(
@@ -227,7 +262,9 @@ def test_flash_attention_gets_the_right_arguments(
     qkv, bounds = given()
     expected = by_hand(*qkv, bounds, scale=0.3, left=window - 1 if window else -1)
     rows = zip(*(tensor.transpose(0, 1)[None].split([5, 1, 3], 2) for tensor in qkv), strict=True)
-    plain = torch.cat([attention._row(*row, scale=0.3, window=window) for row in rows], 2)
+    plain = torch.cat(
+        [attention._row(*row, banded(row[0].shape[2], window), scale=0.3) for row in rows], 2
+    )
     torch.testing.assert_close(plain[0].transpose(0, 1), expected)
 
     def new(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):  # type: ignore[no-untyped-def]
