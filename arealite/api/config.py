@@ -27,6 +27,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainedModelConfig(ModelConfig):
+    """The model of a run."""
+
+    adapter: str | None = opt(
+        None, "LoRA adapter that peft wrote, to start from; its rank, alpha and targets apply"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """Rows in a form that docs/data.md lists: usually `prompt`, `ground_truth`, `extra_info`."""
 
@@ -64,7 +73,7 @@ class ExperimentConfig(TrialConfig):
         "folder is renamed; step-000040: that checkpoint",
     )
     server_wait_s: float = opt(60.0, "longest wait for the first LLM server", at_least=0)
-    model: ModelConfig = sub(ModelConfig, "the model")
+    model: TrainedModelConfig = sub(TrainedModelConfig, "the model")
     dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
     llm_server: ExternalServersConfig = sub(ExternalServersConfig, "external servers")
     trainer: TrainerConfig = sub(TrainerConfig, "the trainer")
@@ -97,10 +106,10 @@ class ExperimentConfig(TrialConfig):
         yield launcher.trainer_ranks == 1, what
         what = f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers."
         yield not (self.llm_server.addresses or launcher.llm_servers), what
-        is_exact = fsdp.dtype == "float32" or fsdp.lora.rank > 0
+        is_exact = fsdp.dtype == "float32" or fsdp.lora.rank > 0 or self.model.adapter
         fix = "use engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
         what = f"{key} generates from the trained parameters: {fix}"
-        yield is_exact and not fsdp.cpu_offload, what
+        yield bool(is_exact) and not fsdp.cpu_offload, what
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,10 @@ class TrainEngine(ABC):
     def __init__(
         self, config: object, *, model_path: str, seed: int, training: Training | None, head: Head
     ) -> None:
-        """Load a Hugging Face folder; `config` has the options of this type of engine."""
+        """Load a Hugging Face folder; `config` has the options of this type of engine.
+
+        With model.adapter, the trained engine also gets `adapter`, the adapter's folder.
+        """
 
     @abstractmethod
     def without_adapter(self) -> TrainEngine:

@@ -43,7 +43,7 @@ class LoRAConfig:
     alpha: float = opt(16.0, "adapters are scaled by alpha / rank")
     targets: list[str] = sub(
         lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        "names of the modules that get an adapter",
+        "names of the modules that get an adapter; [all-linear]: all linear layers but the head",
     )
 
 

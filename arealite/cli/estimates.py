@@ -3,12 +3,17 @@
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
 from arealite.api.config import ExperimentConfig, run_paths
+from arealite.api.engine_config import LoRAConfig
+from arealite.base.adapter_folder import adapted, read_adapter
+from arealite.base.errors import UserError
 from arealite.base.model_folder import Shapes, text_part
 from arealite.cli import configs
 from arealite.cli.info import output_of
@@ -74,6 +79,44 @@ def staleness(config: ExperimentConfig) -> str:
     return text
 
 
+def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
+    """Return the options of the run's adapters, from model.adapter where it is set.
+
+    Raises:
+        UserError: The adapter or the targets do not fit the model, or the options the adapter.
+    """
+    trainer, path = config.trainer, config.model.adapter
+    lora = (trainer.offline if trainer.is_offline else trainer.ppo).engine.fsdp.lora
+    if not path:
+        known = adapted(shapes, lora.targets)
+        if lora.rank and known and not any(known.values()):
+            what = f"engine.fsdp.lora.targets {lora.targets}: model.path has no such layer"
+            listed = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
+            raise UserError(f"{what}. Use some of {listed}, or [all-linear].")
+        return lora
+    if trainer.type == "reward":
+        raise UserError("model.adapter has a head for tokens: trainer.type=reward cannot use it.")
+    found = read_adapter(path, shapes)
+    given = {"rank": found["r"], "alpha": found["lora_alpha"]}
+    for name, value in given.items() if lora.rank else ():
+        if getattr(lora, name) != value:
+            what = f"engine.fsdp.lora.{name}={getattr(lora, name)}, but model.adapter has {value}"
+            raise UserError(f"{what}. Remove engine.fsdp.lora.{name}.")
+    named = found.get("target_modules")
+    return replace(lora, **given, targets=named if isinstance(named, list) else ["all-linear"])
+
+
+def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
+    """Say which layers have adapters, and which linear layers have none."""
+    lora = lora_of(config, shapes)
+    parts = dict[bool, Counter[str]]({True: Counter(), False: Counter()})
+    for name, has in adapted(shapes, lora.targets).items():
+        parts[has][name.rpartition(".")[2]] += 1
+    on, off = (", ".join(f"{n} ×{c}" for n, c in parts[has].items()) for has in (True, False))
+    text = f"rank {lora.rank}, alpha {lora.alpha:g}, on {on}"
+    return text + (f"; none on {off}" if off else "")
+
+
 def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
     """Estimate the size of checkpoints, export and ledger; compare it with the free space."""
     trainer, ppo = config.trainer, config.trainer.ppo
@@ -110,15 +153,16 @@ def _trainer_bytes(
     hidden, layers = _hidden_and_layers(text)
     frozen = low / shards
     trained = (16 if own.optimizer.type == "adamw" else 12) / shards
-    if fsdp.lora.rank:
-        names = tuple(f"{name}.weight" for name in fsdp.lora.targets)
-        sides = sum(sum(shape) for name, shape in shapes.items() if name.endswith(names))
-        size = frozen * numel + trained * fsdp.lora.rank * sides
+    lora = lora_of(config, shapes)
+    if lora.rank:
+        layers_with = [name for name, has in adapted(shapes, lora.targets).items() if has]
+        sides = sum(sum(shapes[f"{name}.weight"]) for name in layers_with)
+        size = frozen * numel + trained * lora.rank * sides
     else:
         gathered = numel if shards == 1 else 2 * numel / layers
         size = trained * numel + low * gathered * (fsdp.dtype != "float32")
     if not trainer.is_offline:
-        has_reference = ppo.kl.coef > 0 and not (fsdp.lora.rank and ppo.kl.reference == "initial")
+        has_reference = ppo.kl.coef > 0 and not (lora.rank and ppo.kl.reference == "initial")
         size += frozen * numel * has_reference + trained * numel * (ppo.advantage.type == "gae")
     inner = text.get("intermediate_size") or 4 * hidden
     full = 8 * hidden + 4 * inner

@@ -92,6 +92,8 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
         yield from describe(config)
         yield "servers", ", ".join(facts.addresses) or _server_hint(config)
         yield "staleness", estimates.staleness(config)
+    if estimates.lora_of(config, facts.shapes).rank:
+        yield "adapters", estimates.adapters(config, facts.shapes)
     yield from estimates.memory_lines(config, model, facts.shapes, facts.longest)
     yield "disk", estimates.disk(config, numel, facts.free_bytes)
 
@@ -113,6 +115,7 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     fsdp = (trainer.offline if trainer.is_offline else ppo).engine.fsdp
     ranks, size = config.launcher.trainer_ranks, fsdp.context_parallel
     model_folder.check_context_parallel(model, size=size, ranks=ranks)
+    estimates.lora_of(config, shapes)
     free = check_run_folder(config)
     check_addresses(config)
     if config.view.web:

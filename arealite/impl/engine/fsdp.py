@@ -52,6 +52,7 @@ class FSDPEngine(TrainEngine):
         seed: int,
         training: Training | None = None,
         head: Head = "lm",
+        adapter: str | None = None,
     ) -> None:
         if config.dtype not in DTYPES:
             raise UserError(f"Unknown dtype '{config.dtype}'. Known: {', '.join(DTYPES)}.")
@@ -67,8 +68,11 @@ class FSDPEngine(TrainEngine):
         self.names = TensorNames(self.module, self.source)
         self.unused_tensors = self.names.unused
         self.module.requires_grad_(training is not None)
-        has_adapter = training is not None and config.lora.rank > 0
-        self.adapter = lora.inject(self.module, config.lora, head) if has_adapter else None
+        folder = Path(adapter).expanduser() if adapter else None
+        has_adapter = training is not None and (config.lora.rank > 0 or folder is not None)
+        self.adapter = lora.inject(self.module, config.lora, head, folder) if has_adapter else None
+        if has_adapter and dist.get_rank() == 0:
+            lora.report(self.module, config.lora)
         is_uniform, offload = loading.set_dtypes(self.module, self.dtype), config.cpu_offload
         plain = is_uniform and dist.get_world_size() == 1 and not offload
         if head == "value":
@@ -86,14 +90,18 @@ class FSDPEngine(TrainEngine):
             models.shard(self._model, mesh, dtype=self.dtype, offload=offload)
         self.whole_module = self.module if plain else None
         loading.load_weights(self.module, self.names, self.device, offload=offload, seed=seed)
+        self._start = dict[str, torch.Tensor]()
+        if folder and has_adapter:
+            lora.load_adapter(self.module, folder)
+            self._start = lora.values(self.module)
         scales = self.dtype == torch.float16
         self._optimizer = Optimizer(self.module, training, scales_loss=scales) if training else None
         self._skips_adapter = False
 
     def without_adapter(self) -> "FSDPEngine":
-        """Return a frozen engine on the same parameters that skips the adapters.
+        """Return a frozen engine on the same parameters with the outputs before training.
 
-        It has the outputs of the model before training, and needs no additional memory.
+        It skips the adapters, or uses their first values where they began in a folder.
         """
         engine = copy.copy(self)
         engine._optimizer, engine._skips_adapter = None, True
@@ -114,7 +122,8 @@ class FSDPEngine(TrainEngine):
     def forward(self, rows: list[Sequence], all_lengths: Lengths) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs; see TrainEngine."""
         results: dict[str, list[np.ndarray]] = {}
-        base_model = lora.switched_off(self.module) if self._skips_adapter else nullcontext()
+        first = lora.switched_off(self.module, self._start)
+        base_model = first if self._skips_adapter else nullcontext()
         rows, own = self._context.gather_rows(rows)
         with base_model, torch.no_grad():
             for indices in self._plan(rows, all_lengths):

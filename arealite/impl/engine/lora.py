@@ -5,51 +5,150 @@ only where adapters are configured.
 """
 
 import math
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
+from arealite.base.adapter_folder import PREFIX
 from arealite.base.errors import UserError
 from arealite.base.extras import extra_requirement, import_optional
+from arealite.base.log import get
+from arealite.base.model_folder import weight_files
 
+log = get(__name__)
 BASE, ADAPTER, NAME = ".base_layer.", ".lora_", "default"
+ALL, LINEAR = "all-linear", (nn.Linear, Conv1D)
 Full = Callable[[torch.Tensor], torch.Tensor]
 """Gathers a parameter's shards, on all ranks."""
 
 
-def inject(module: Any, config: LoRAConfig, head: Head) -> Any:
+def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = None) -> Any:
     """Freeze `module`, put adapters beside its `targets`, and return peft's config of them.
 
-    The adapters are float32 and on the meta device. A value head is trained as well.
+    The adapters are float32 and on the meta device. A value head is trained as well. `folder`: the
+    config of the adapter in it decides, not `config`.
 
     Raises:
-        UserError: peft is not installed, no module has one of these names, or a module holds
-            several experts in one parameter.
+        UserError: peft is not installed, no module has one of these names, or a module with such a
+            name is no linear layer inside the decoder.
     """
     peft = import_optional("peft", extra_requirement("lora"))
-    size = {"r": config.rank, "lora_alpha": config.alpha}
-    task = "SEQ_CLS" if head == "value" else "CAUSAL_LM"
-    made = peft.LoraConfig(**size, target_modules=list(config.targets), task_type=task)
-    key = f"engine.fsdp.lora.targets {config.targets}"
+    if folder:
+        made, key = peft.LoraConfig.from_pretrained(str(folder)), f"model.adapter={folder}"
+        made.inference_mode, made.init_lora_weights = False, True
+    else:
+        size = {"r": config.rank, "lora_alpha": config.alpha}
+        targets = _all_linear(module) if config.targets == [ALL] else list(config.targets)
+        task = "SEQ_CLS" if head == "value" else "CAUSAL_LM"
+        made = peft.LoraConfig(**size, target_modules=targets, task_type=task)
+        key = f"engine.fsdp.lora.targets {config.targets}"
     try:
-        peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # GPT-2's layers have weights [inputs, outputs]
+            peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from error
-    layers = [(name, each) for name, each in module.named_modules() if hasattr(each, "lora_A")]
-    if fused := [name for name, each in layers if not hasattr(each.get_base_layer(), "weight")]:
-        what = f"'{fused[0]}' holds all its experts in one parameter"
-        what += ", and adapters of such a parameter cannot be merged"
-        raise UserError(f"{key}: {what}. Remove gate_proj, up_proj and down_proj from the targets.")
+    for name, layer in _adapted(module):
+        base = layer.get_base_layer()
+        if not hasattr(base, "weight"):
+            what = f"'{name}' holds all its experts in one parameter"
+            what += ", and adapters of such a parameter cannot be merged"
+            fix = "Remove gate_proj, up_proj and down_proj from the targets"
+            raise UserError(f"{key}: {what}. {fix}, or use targets=[{ALL}].")
+        if layer is module.get_output_embeddings() or not isinstance(base, LINEAR):
+            what = f"'{name}' is no linear layer inside the decoder"
+            raise UserError(f"{key}: {what}, and gets no adapter. Use targets=[{ALL}].")
     if head == "value":
         module.score.requires_grad_(True)
     return made
+
+
+def _adapted(module: Any) -> list[tuple[str, Any]]:
+    """List the names and layers that have an adapter."""
+    return [(name, layer) for name, layer in module.named_modules() if hasattr(layer, "lora_A")]
+
+
+def _linear(module: Any) -> list[tuple[str, Any]]:
+    """List the names and linear layers, without the head."""
+    heads = module.get_output_embeddings(), getattr(module, "score", None)
+    parts = module.named_modules()
+    return [(name, part) for name, part in parts if isinstance(part, LINEAR) and part not in heads]
+
+
+def _stacks(module: Any) -> list[str]:
+    """List the parameters that hold several experts."""
+    named = module.named_parameters()  # the kernels of a convolution have a dimension of 1
+    return [name for name, param in named if param.ndim == 3 and min(param.shape) > 1]
+
+
+def _all_linear(module: Any) -> list[str]:
+    """Return the targets of all linear layers: whole names beside experts in one parameter, which
+    peft would adapt for a target like gate_proj."""
+    names = [name for name, _ in _linear(module)]
+    return names if _stacks(module) else sorted({_leaf(name) for name in names})
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def coverage(module: Any) -> tuple[str, str]:
+    """Return the layers with and without an adapter, as in `q_proj ×28, v_proj ×28`."""
+    adapted = _adapted(module)
+    inside = {part for _, layer in adapted for part in layer.modules()}
+    without = [name for name, part in _linear(module) if part not in inside] + _stacks(module)
+    counts = (Counter(map(_leaf, names)) for names in (dict(adapted), without))
+    on, off = (", ".join(f"{name} ×{count}" for name, count in each.items()) for each in counts)
+    return on, off
+
+
+def report(module: Any, config: LoRAConfig) -> None:
+    """Log which layers have adapters; a warning if layers without one may be unintended."""
+    adapted, without = coverage(module)
+    found = {_leaf(name) for name, _ in _adapted(module)}
+    is_chosen = config.targets != LoRAConfig().targets and found >= {*config.targets}
+    log.info("adapters", layers=adapted)
+    if without and not is_chosen:
+        fix = f"engine.fsdp.lora.targets=[{ALL}] adapts all linear layers"
+        log.warning("layers without adapter", layers=without, fix=fix)
+
+
+def load_adapter(module: nn.Module, folder: Path) -> None:
+    """Copy the adapter of a folder that peft wrote into the adapters of `module`.
+
+    Raises:
+        UserError: The folder has other tensors than `module`.
+    """
+    read = {}
+    for file in weight_files(folder):
+        read |= load_file(file)
+    trained = {_peft_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+    shapes = [{name: t.shape for name, t in each.items()} for each in (read, trained)]
+    if other := sorted(name for name, _ in shapes[0].items() ^ shapes[1].items()):
+        what = f"tensors that differ from its config on this model: {', '.join(other[:3])}"
+        raise UserError(f"model.adapter={folder} has {what} ({len(other)} in all).")
+    for name, param in trained.items():
+        full = read[name].to(device=param.device, dtype=param.dtype)
+        if isinstance(param, DTensor):
+            mesh, placements = param.device_mesh, param.placements
+            full = distribute_tensor(full, mesh, placements, src_data_rank=None)
+        param.data.copy_(full)
+
+
+def _peft_name(name: str) -> str:
+    return f"{PREFIX}{name.replace(f'.{NAME}.', '.')}"
 
 
 def file_name(name: str) -> str:
@@ -90,13 +189,14 @@ def merged(module: nn.Module, full: Full, dtype: torch.dtype) -> Iterator[tuple[
         layer: Any = module.get_submodule(owner)
         up, down = (full(part[NAME].weight.detach()) for part in (layer.lora_B, layer.lora_A))
         weight = full(param.detach()).float()
+        up, down = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
         yield file_name(name), weight.addmm(up, down, alpha=layer.scaling[NAME]).to(dtype)
 
 
 def write(module: nn.Module, full: Full, config: Any, folder: Path | None, *, base: Path) -> None:
     """Write the trained parameters as an adapter of `base` for peft; folder None: only gather."""
     tensors = {
-        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": full(param.detach()).cpu()
+        _peft_name(name): full(param.detach()).cpu()
         for name, param in module.named_parameters()
         if param.requires_grad
     }
@@ -107,15 +207,26 @@ def write(module: nn.Module, full: Full, config: Any, folder: Path | None, *, ba
         config.save_pretrained(folder)
 
 
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the adapters' shards."""
+    named = module.named_parameters()
+    return {name: param.detach().clone() for name, param in named if ADAPTER in name}
+
+
 @contextmanager
-def switched_off(module: nn.Module) -> Iterator[None]:
-    """Disable the adapters of `module` within the context."""
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "lora_A")]
+def switched_off(module: nn.Module, start: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Set the adapters of `module` to their `start` values within the context; {}: disable them."""
+    layers: list[Any] = [] if start else [layer for _, layer in _adapted(module)]
     scaling = [layer.scaling[NAME] for layer in layers]
+    now, named = values(module) if start else {}, dict(module.named_parameters())
     for layer in layers:
         layer.scaling[NAME] = 0.0
+    for name, value in start.items():
+        named[name].data.copy_(value)
     try:
         yield
     finally:
         for layer, before in zip(layers, scaling, strict=True):
             layer.scaling[NAME] = before
+        for name, value in now.items():
+            named[name].data.copy_(value)

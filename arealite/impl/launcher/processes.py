@@ -268,7 +268,9 @@ def counts(config: ExperimentConfig) -> dict[str, int]:
 
 def needed_paths(config: ExperimentConfig) -> list[Path]:
     """Return the paths that a role on another host reads, besides the run's folders."""
-    return [Path(sys.executable), Path.cwd(), Path(config.model.path).expanduser().absolute()]
+    given = [each for each in (config.model.path, config.model.adapter) if each]
+    folders = [Path(each).expanduser().absolute() for each in given]
+    return [Path(sys.executable), Path.cwd(), *folders]
 
 
 def not_shared(path: object, here: str, host: str) -> UserError:

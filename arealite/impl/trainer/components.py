@@ -6,7 +6,7 @@ The loop names no implementation, so tests can pass other components.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import Head, TrainEngine, Training, engines
@@ -100,7 +100,7 @@ def make_reference(config: ExperimentConfig, engine: TrainEngine, path: str | No
 
     Where `engine` trains adapters only, that is the same engine without its adapters.
     """
-    if path is None and _options(config).fsdp.lora.rank:
+    if path is None and (_options(config).fsdp.lora.rank or config.model.adapter):
         return engine.without_adapter()
     return make_engine(config, path)
 
@@ -120,5 +120,7 @@ def make_engine(
     """Load the model at `path` (None: at model.path); without `training` it is frozen."""
     options = _options(config)
     make, own = engines.get(options.type), getattr(options, options.type, options.fsdp)
+    adapter = config.model.adapter if training and head == "lm" else None
+    given: dict[str, Any] = {"adapter": adapter} if adapter else {}
     path = path or config.model.path
-    return make(own, model_path=path, seed=config.seed, training=training, head=head)
+    return make(own, model_path=path, seed=config.seed, training=training, head=head, **given)

@@ -83,6 +83,7 @@ def make_engine(
     head: Head = "lm",
     seed: int = 0,
     optimizer: dict[str, Any] | None = None,
+    adapter: str | None = None,
     **config: Any,
 ) -> FSDPEngine:
     """Build an engine with a high learning rate and no warm-up."""
@@ -96,6 +97,7 @@ def make_engine(
             10,
         ),
         head=head,
+        adapter=adapter,
     )
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import InvariantError, UserError
+from arealite.impl.engine import lora
 from arealite.impl.engine.fsdp import FSDPEngine
 from tests.impl.engine.helpers import (
     LOSS,
@@ -26,6 +28,7 @@ from tests.impl.engine.helpers import (
     save,
     weights,
 )
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("group")
 theirs_warns = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -123,9 +126,103 @@ def test_gradient_checkpointing_does_not_change_weights(model: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "layers", "without"),
+    [
+        ("phi3", {}, "o_proj ×2, qkv_proj ×2, gate_up_proj ×2, down_proj ×2", ""),
+        ("gpt2", {"n_embd": 32}, "c_attn ×2, c_proj ×4, c_fc ×2", ""),
+        (
+            "qwen3_moe",
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 16,
+                "head_dim": 8,
+            },
+            "q_proj ×2, k_proj ×2, v_proj ×2, o_proj ×2",
+            "gate_up_proj ×2, down_proj ×2",
+        ),
+    ],
+)
+def test_all_linear_adapts_each_linear_layer_and_merges(
+    family: str, options: dict[str, Any], layers: str, without: str, tmp_path: Path
+) -> None:
+    path = tiny_model(tmp_path / "model", family=family, init_std=0.1, **options)
+    engine, rows = make_engine(path, lora=LoRAConfig(rank=4, targets=["all-linear"])), make_rows()
+    assert lora.coverage(engine.module) == (layers, without)
+    for _ in range(3):
+        engine.train_batch(rows, lengths([rows]), LOSS)
+    engine.export(tmp_path / "export")
+    merged = make_engine(tmp_path / "export").forward(rows, lengths([rows]))["logprobs"]
+    ours = engine.forward(rows, lengths([rows]))["logprobs"]
+    assert farthest(merged, ours) < 1e-4
+    base = make_engine(path).forward(rows, lengths([rows]))["logprobs"]
+    assert farthest(merged, base) > 0.1
+
+
+def test_layers_without_adapter_are_named_unless_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(lora.log, "warning", lambda _, layers, fix: warned.append(layers))
+    path = tiny_model(tmp_path, family="phi3")
+    make_engine(path, lora=LoRAConfig(rank=4))
+    assert warned == ["qkv_proj ×2, gate_up_proj ×2"]
+    make_engine(path, lora=LoRAConfig(rank=4, targets=["qkv_proj", "q_proj"]))
+    assert warned[1:] == ["o_proj ×2, gate_up_proj ×2, down_proj ×2"]
+    make_engine(path, lora=LoRAConfig(rank=4, targets=["qkv_proj"]))
+    make_engine(path, lora=LoRAConfig(rank=4, targets=["all-linear"]))
+    assert len(warned) == 2
+
+
+@theirs_warns
+def test_adapter_of_peft_is_the_start_and_the_reference(model: Path, tmp_path: Path) -> None:
+    import peft
+
+    rows, config = make_rows(), peft.LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, target_modules=["q_proj", "down_proj"],
+        rank_pattern={"layers.1.mlp.down_proj": 2}, init_lora_weights=False, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    theirs.save_pretrained(str(tmp_path / "adapter"))
+    theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
+    expected = make_engine(tmp_path / "merged").forward(rows, lengths([rows]))["logprobs"]
+    engine = make_engine(model, adapter=str(tmp_path / "adapter"))
+    other = make_engine(model, adapter=str(tmp_path / "adapter"), cpu_offload=True)
+    for each in (engine, other):
+        reference = each.without_adapter()
+        assert farthest(each.forward(rows, lengths([rows]))["logprobs"], expected) < 1e-4
+        each.train_batch(rows, lengths([rows]), LOSS)
+        moved = each.forward(rows, lengths([rows]))["logprobs"]
+        assert farthest(moved, expected) > 0.01
+        assert farthest(reference.forward(rows, lengths([rows]))["logprobs"], expected) < 1e-4
+        assert farthest(each.forward(rows, lengths([rows]))["logprobs"], moved) == 0.0
+    engine.export(tmp_path / "export")
+    again = make_engine(model, adapter=str(tmp_path / "export" / "adapter"))
+    assert again.fingerprint() == engine.fingerprint()
+    merged = make_engine(tmp_path / "export").forward(rows, lengths([rows]))["logprobs"]
+    ours = engine.forward(rows, lengths([rows]))["logprobs"]
+    assert farthest(merged, ours) < 1e-4
+
+
+def test_adapter_with_other_tensors_is_refused(model: Path, tmp_path: Path) -> None:
+    engine, _ = trained(model, 0)
+    engine.export(tmp_path / "export")
+    file = tmp_path / "export" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    with pytest.raises(UserError, match=rf"{name} \(1 in all\)"):
+        make_engine(model, adapter=str(file.parent))
+
+
 def test_engine_errors_name_the_fix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"engine\.fsdp\.lora\.targets \['w_in'\].*not found"):
         make_engine(model, lora=LoRAConfig(rank=4, targets=["w_in"]))
+    with pytest.raises(UserError, match="'lm_head' is no linear layer inside the decoder"):
+        make_engine(model, lora=LoRAConfig(rank=4, targets=["lm_head"]))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"pip install -e '.\[lora\]'"):
         make_engine(model, lora=LoRAConfig(rank=4))

@@ -1,0 +1,94 @@
+"""`arealite check` reads the adapter that a run starts from, and names the layers with adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from arealite.cli.main import main
+from tests.cli.test_preflight_model import refused, words
+from tests.models import tiny_model
+
+RANK = "trainer.ppo.engine.fsdp.lora.rank"
+TARGETS = "trainer.ppo.engine.fsdp.lora.targets"
+
+
+def tiny_adapter(folder: Path, *, width: int = 32, **fields: object) -> Path:
+    """Write an adapter of q_proj in both layers of the tiny model."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | fields
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight": torch.zeros(
+            shape
+        )
+        for layer in range(2)
+        for side, shape in (("A", (4, width)), ("B", (32, 4)))
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_model(tmp_path / "model")
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    lines = capsys.readouterr().out.splitlines()
+    return next(line for line in lines if line.startswith("adapters"))
+
+
+def test_check_names_the_layers_with_and_without_adapter(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words(model)
+    assert main(["check", *given, f"{RANK}=2", f"{TARGETS}=[q_proj,v_proj,down_proj]"]) == 0
+    assert "rank 2, alpha 16, on down_proj ×2, q_proj ×2, v_proj ×2; none on" in said(capsys)
+    assert main(["check", *given, f"{RANK}=2", f"{TARGETS}=[all-linear]"]) == 0
+    assert "none on" not in said(capsys)
+    adapter = tiny_adapter(model.parent / "adapter")
+    assert main(["check", *given, f"model.adapter={adapter}"]) == 0
+    assert "rank 4, alpha 8, on q_proj ×2; none on" in said(capsys)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "no adapter": (lambda folder: folder.mkdir(), [], "is no LoRA adapter that peft wrote"),
+    "other kind": (lambda folder: tiny_adapter(folder, peft_type="IA3"), [], "is no LoRA adapter"),
+    "dora": (lambda folder: tiny_adapter(folder, use_dora=True), [], "has use_dora=True"),
+    "pissa": (
+        lambda folder: tiny_adapter(folder, init_lora_weights="pissa"),
+        [],
+        "has init_lora_weights=pissa",
+    ),
+    "other model": (
+        lambda folder: tiny_adapter(folder, width=48),
+        [],
+        "has shape [4, 48], but model.layers.0.self_attn.q_proj [32, 32] in model.path",
+    ),
+    "rank": (tiny_adapter, [f"{RANK}=8"], "lora.rank=8, but model.adapter has 4. Remove"),
+    "reward": (tiny_adapter, ["trainer.type=reward"], "trainer.type=reward cannot use it"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_unusable_adapter_is_refused(
+    how: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, more, says = REFUSED[how]
+    folder = model.parent / "adapter"
+    make(folder)
+    line = refused(capsys, "train", *words(model), f"model.adapter={folder}", *more)
+    assert says in line
+
+
+def test_targets_that_match_no_layer_are_refused_with_the_names_there_are(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, "check", *words(model), f"{RANK}=2", f"{TARGETS}=[c_attn]")
+    assert "model.path has no such layer. Use some of down_proj, gate_proj, k_proj" in line
