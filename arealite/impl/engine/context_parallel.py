@@ -6,7 +6,9 @@ gives it back its own tokens with all heads. All other layers work on single tok
 computes the rows of all its ranks, so a trainer still gives each rank its own rows.
 """
 
+import inspect
 import math
+import re
 import sys
 from collections.abc import Callable
 from copy import copy
@@ -31,8 +33,8 @@ from arealite.impl.engine import attention
 from arealite.impl.engine.batch import MicroBatch
 
 Attention = Callable[..., tuple[Tensor, Any]]
-MIXERS = "Indexer", "Compressor", "Mamba", "Delta", "Conv", "LinearAttention", "Recurrent"
-"""Parts of the names of modules in which tokens depend on each other outside attention."""
+MIXERS = re.compile("Indexer|Compressor|Mamba|Delta|Conv1d|ShortConv|LinearAttention|Recurrent")
+"""Matches the names of modules in which tokens depend on each other outside attention."""
 
 
 class ContextGroup:
@@ -52,11 +54,11 @@ class ContextGroup:
         check_context_parallel(config.to_dict(), size=size, ranks=ranks)
         masks: dict[str, Any] = {"sdpa": sdpa_mask, "eager": eager_mask}
         kind = config._attn_implementation
-        mixing = [type(part).__name__ for part in model.get_decoder().modules()]
-        mixing = [name for name in mixing if any(word in name for word in MIXERS)]
+        kinds = {type(part) for part in model.get_decoder().modules()}
+        mixing = [each for each in kinds if MIXERS.search(each.__name__) or _counts_tokens(each)]
         is_known = model.is_backend_compatible() and kind in {*masks, attention.NAME}
         if mixing or not is_known or getattr(model, "_is_stateful", False):
-            what = f": {mixing[0]} also mixes tokens" if mixing else ""
+            what = f": {mixing[0].__name__} needs all of them" if mixing else ""
             fix = "Use engine.fsdp.context_parallel=1."
             raise UserError(f"{type(model).__name__} cannot share a row's tokens{what}. {fix}")
         names = "groups", "context"
@@ -133,6 +135,11 @@ class ContextGroup:
             dist.all_reduce(whole, group=self.group)
             found[name] = whole.index_copy(0, batch.own_N, values)
         return found
+
+
+def _counts_tokens(kind: type[nn.Module]) -> bool:
+    """Return whether an attention module numbers its tokens itself, as Llama-4's does."""
+    return "Attention" in kind.__name__ and "arange" in inspect.getsource(kind.forward)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from arealite.base.errors import UserError
+from arealite.impl.engine.context_parallel import ContextGroup
 from tests.impl.engine import worker
 from tests.impl.engine.helpers import (
     CONTEXTS,
@@ -76,3 +79,31 @@ def test_ranks_that_share_rows_equal_one_rank(
             np.testing.assert_allclose(
                 other, ours.fields["prox_logprobs"], atol=0.1 if low else 1e-5
             )
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "error"),
+    [
+        ("mamba", {}, "MambaForCausalLM cannot share a row's tokens"),
+        ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 8}, "needs all of them"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv"),
+        ("deepseek_v32", {}, "layers of indexed_attention"),
+        ("qwen2", {"num_attention_heads": 3, "hidden_size": 24}, "does not divide the 3 attention"),
+        ("llama4_text", {"num_attention_heads": 4}, "Llama4TextAttention needs all of them"),
+        ("bloom", {}, "BloomForCausalLM cannot share a row's tokens"),
+    ],
+)
+def test_model_that_cannot_share_rows_is_refused(
+    family: str, sizes: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG_MAPPING[family](**{"num_hidden_layers": 2, "hidden_size": 32} | sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UserError, match=error):
+        ContextGroup(2, model, torch.device("cpu"))
+
+
+def test_size_that_does_not_divide_the_ranks_is_refused(families: Path) -> None:
+    with pytest.raises(UserError, match="context_parallel=2 does not divide the 1 trainer ranks"):
+        make_engine(families / "window", context_parallel=2)
