@@ -36,8 +36,8 @@ class Components:
     """Frozen; None if the algorithm uses no reference."""
     critic: TrainEngine | None = None
     """None if the advantages need no critic."""
-    self_check: Callable[[ExperimentConfig, TrainEngine, World, int], None] = self_check
-    """Compares the trainer with the servers after the first publish."""
+    self_check: Callable[[ExperimentConfig, TrainEngine, World, int], None] | None = None
+    """Compares the trainer with the servers after the first publish; None: no comparison."""
 
 
 class Engines(TypedDict):
@@ -60,7 +60,8 @@ def build_components(config: ExperimentConfig, load_engines: LoadEngines) -> Com
         resolve = partial(registry.address, "datapipe")
         return TrainerLink(resolve, world.rank, world.size, secret=registry.secret)
 
-    components = Components(world, **load_engines(config), connect=connect)
+    check = None if config.trainer.is_offline else self_check
+    components = Components(world, **load_engines(config), connect=connect, self_check=check)
     if world.is_rank0:
         if not config.trainer.is_offline:
             publisher = publishers.get(config.trainer.ppo.publisher.type)

@@ -198,7 +198,8 @@ class PPOTrainer(BaseTrainer):
         self.stage(version)
         if self.publisher is not None:
             self.publisher.push(version)
-        self.components.self_check(self.config, self.engine, self.world, version)
+        if (check := self.components.self_check) is not None:
+            check(self.config, self.engine, self.world, version)
         if self.world.is_rank0:
             self.link.report(messages.Published(version))
 

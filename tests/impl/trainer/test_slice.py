@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig, LoggerConfig, ModelConfig, run_paths
+from arealite.api.publisher_config import PublisherConfig
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
@@ -104,7 +105,10 @@ def config(tmp_path: Path) -> Callable[..., ExperimentConfig]:
         settings = {"total_steps": 3, "batch_size": 8, "updates": 2, "lr": 1e-3} | ppo
         collector = CollectorConfig(group_size=4)
         learning = PPOConfig(
-            collector=collector, checkpoint=CheckpointConfig(every_steps=2), **settings
+            collector=collector,
+            checkpoint=CheckpointConfig(every_steps=2),
+            publisher=PublisherConfig(self_check=False),  # the scripted server has no model
+            **settings,
         )
         return ExperimentConfig(
             model=ModelConfig(path=str(model)),
