@@ -6,6 +6,7 @@ attention, in float32. Shape letters: B = rows, T = tokens of the longest row.
 """
 
 import time
+from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -136,11 +137,11 @@ class SelfCheck:
         Later versions get the trainer's weights, under the names of the folder.
         """
         numel = sum(map(prod, read_shapes(self.folder).values()))
-        if why := self.world.broadcast(plain.obstacle(numel, copies=1 if self.is_initial else 2)):
+        if why := self.world.broadcast(plain.obstacle(numel)):
             return why
-        weights = None if self.is_initial else dict(self.engine.stream_weights())
-        if self.world.is_rank0:
-            self.plain = PlainModel(self.folder, weights)
+        self.plain = PlainModel(self.folder) if self.world.is_rank0 else None
+        weights = iter(()) if self.is_initial else self.engine.stream_weights()
+        self.plain.update(weights) if self.plain else deque(weights, maxlen=0)
         return ""
 
     # ------------------------------------------------------------ the reason

@@ -18,6 +18,7 @@ from arealite.api.engine import Sequence
 from arealite.base.model_folder import weight_files
 from arealite.impl.self_check.comparison import masked
 from arealite.impl.weights.buckets import Named
+from arealite.impl.weights.names import TensorNames
 
 LARGEST = 2 * 10**9
 """Parameters of the largest model that is loaded a second time."""
@@ -27,9 +28,9 @@ Outputs = dict[str, Tensor]
 """Outputs of modules by name, float32 [tokens, H] on the CPU, in the order of the computation."""
 
 
-def obstacle(numel: int, *, copies: int = 1) -> str:
+def obstacle(numel: int) -> str:
     """Return why a model of `numel` parameters is not loaded beside the trainer; "" if it is."""
-    need, free = numel * 5 * copies, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    need, free = numel * 5, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if torch.cuda.is_available():
         free = torch.cuda.mem_get_info()[0]
     if numel > LARGEST or need > free:
@@ -41,13 +42,18 @@ def obstacle(numel: int, *, copies: int = 1) -> str:
 class PlainModel:
     """Plain transformers in float32 with its reference attention, one row at a time."""
 
-    def __init__(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Load a folder, with other weights under the names of the folder if given."""
+    def __init__(self, folder: Path) -> None:
         logging.disable_progress_bar()
         load: Any = AutoModelForCausalLM.from_pretrained
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        model = load(folder, state_dict=weights, **options)
+        model = load(folder, dtype=torch.float32, attn_implementation="eager")
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        self.folder = folder
+
+    def update(self, weights: Iterator[Named]) -> None:
+        """Copy tensors that have the names of the folder into the model."""
+        state = self.model.state_dict()
+        for name, tensor in TensorNames(self.model, self.folder).to_model(weights, {}):
+            state[name].copy_(tensor)
 
     def score(self, rows: Seq[Sequence]) -> np.ndarray:
         """Return the logprobs [B, T], NaN outside the loss masks."""
