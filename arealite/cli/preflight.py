@@ -24,6 +24,7 @@ from arealite.cli.fold import fold
 from arealite.cli.resume import check_resume
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
+from arealite.impl.self_check import template
 from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
 from arealite.system.data.prompts import check_prompts, longest_request, template_line
@@ -149,6 +150,9 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     longest = longest_request(config, [*tasks, *held_out])
     if line := template_line(config, [*tasks, *held_out]):
         print(fold(f"{'prompts':<10} {line}"), flush=True)
+    if line or any(not isinstance(task.prompt, str) for task in tasks):
+        for fault in template.check_template(config):
+            print(fold(f"{'template':<10} warning: {fault}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
     return Facts(model, shapes, free, (len(tasks), len(held_out)), longest, addresses)
 

@@ -1,0 +1,99 @@
+"""Checks a chat template against the tokenizer, the stop tokens, and the reader of calls."""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from arealite.api.agent import load_tokenizer
+from arealite.api.config import ExperimentConfig
+from arealite.base.errors import UserError
+from arealite.base.model_folder import eos_tokens, has_chat_template
+from arealite.impl.agent.tool_use import FORMATS
+from arealite.impl.gateway.exchange import ApiError, function_call
+from arealite.impl.gateway.families import family_of
+from arealite.impl.gateway.parser import read_calls
+from arealite.impl.gateway.rendering import Renderer
+from arealite.system.data.chats import common_prefix_length, encode
+
+MARKER = re.compile(r"\s*(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,20}\])")
+"""A text that a template writes as one token."""
+ARGUMENTS = {"query": "a b", "count": 3}
+
+
+def check_template(config: ExperimentConfig) -> list[str]:
+    """Return what may go wrong with a run's conversations.
+
+    Raises:
+        UserError: As `template_faults`.
+    """
+    collector, path = config.trainer.ppo.collector, config.model.path
+    if not has_chat_template(path):
+        return []
+    tokenizer, sampling = load_tokenizer(path), collector.sampling
+    words = tokenizer.convert_tokens_to_ids([*sampling.stop])
+    stops = {*eos_tokens(path), *sampling.stop_token_ids, *words, tokenizer.eos_token_id}
+    seats = [agent for part in collector.parts.values() for agent in part.seats.values()]
+    users = [agent for agent in (collector.agent, *seats) if agent.type == "tool_use"]
+    name = FORMATS[users[0].tool_use.format] if users else "auto"
+    return template_faults(tokenizer, stops, format=name, has_tools=bool(users))
+
+
+def template_faults(
+    tokenizer: Any, stops: Collection[int], *, format: str = "auto", has_tools: bool = True
+) -> list[str]:
+    """Return what may go wrong with conversations; [] if nothing is known.
+
+    Args:
+        tokenizer: Has a chat template.
+        stops: Ids of the tokens that end a generation.
+        format: The family whose calls the run reads.
+        has_tools: Whether calls are looked at.
+
+    Raises:
+        UserError: The tokenizer splits the marker that ends a turn, so no generation ends there.
+    """
+    renderer, faults = Renderer(tokenizer, family_of(tokenizer, format)), list[str]()
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "§"}
+    try:
+        tail = renderer.render([user, answer, user], ()).rpartition("§")[2]
+        found = MARKER.match(tail)
+        if found and not renderer.family.has_channels:  # there it ends a thought, too
+            faults += faults_of_end(found[1], encode(tokenizer, found[1]), stops)
+        if has_tools and renderer.has_tools:
+            faults += faults_of_calls(renderer)
+    except ApiError as error:
+        faults.append(f"the chat template refuses a short conversation: {error}")
+    return faults
+
+
+def faults_of_end(marker: str, ids: list[int], stops: Collection[int]) -> list[str]:
+    """Return [] if a generation ends at the marker that ends a turn, or else the fault."""
+    if len(ids) != 1:
+        what = f"the chat template ends a turn with {marker}, but the tokenizer splits it into"
+        fix = "Use the tokenizer that belongs to the template, or add the token."
+        raise UserError(f"template: {what} {len(ids)} tokens, so no generation ends there. {fix}")
+    if ids[0] in stops:
+        return []
+    fix = f"trainer.ppo.collector.sampling.stop_token_ids=[{ids[0]}]"
+    return [f"the chat template ends a turn with {marker}, which is no stop token; set {fix}"]
+
+
+def faults_of_calls(renderer: Renderer) -> list[str]:
+    """Return [] if a call that the template writes is read back, or else the fault."""
+    properties = {"query": {"type": "string"}, "count": {"type": "integer"}}
+    schema = {"name": "search", "description": "d", "parameters": {"properties": properties}}
+    tools: Any = [{"type": "function", "function": {**schema}}]
+    tools[0]["function"]["parameters"] |= {"type": "object", "required": []}
+    user: Any = {"role": "user", "content": "q"}
+    own = "functions.search:0"
+    name = own if re.fullmatch(renderer.family.sampled_id or "(?!)", own) else "c00010000"
+    call = {"role": "assistant", "tool_calls": [function_call(name, "search", ARGUMENTS)]}
+    before = renderer.render([user], tools)
+    whole = renderer.render([user, renderer.prepare(call)], tools, is_prompt=False)
+    written = whole[common_prefix_length(before, whole) :]
+    _, calls = read_calls(written, renderer.family, tools)
+    if [(each.name, each.arguments) for each in calls] == [("search", ARGUMENTS)]:
+        return []
+    what = f"the chat template writes a call as {written[:80]!r}, which the format"
+    fix = "use the format of the model (agent.tool_use.format, gateway.parser)"
+    return [f"{what} {renderer.family.name} does not read; {fix}"]

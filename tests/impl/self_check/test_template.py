@@ -1,0 +1,46 @@
+"""Faults of chat templates are found before a run starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from arealite.base.errors import UserError
+from arealite.impl.self_check.template import template_faults
+from tests.fakes.chat_families import FAMILIES, tokenizer_of
+
+ENDS = {"glm4_5": "<|user|>"}
+"""The marker that ends a turn, where it is not the tokenizer's EOS."""
+
+
+def stops(name: str, tokenizer: Any) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(ENDS.get(name, tokenizer.eos_token))]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_template_of_each_family_has_no_fault(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    assert template_faults(tokenizer, stops(name, tokenizer)) == []
+
+
+def test_end_of_turn_that_is_no_stop_token_is_reported() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    (fault,) = template_faults(tokenizer, {0})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert "with <|im_end|>, which is no stop token; set trainer.ppo.collector.samp" in fault
+    assert fault.endswith(f"stop_token_ids=[{end}]")
+
+
+def test_end_of_turn_that_the_tokenizer_splits_is_refused() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<|end_of_role|>")
+    with pytest.raises(UserError, match=r"template: .*<\|end_of_role\|>.* splits it into \d+ tok"):
+        template_faults(tokenizer, stops("qwen2_5", tokenizer))
+
+
+def test_call_that_the_format_does_not_read_is_reported() -> None:
+    tokenizer = tokenizer_of("mistral")
+    (fault,) = template_faults(tokenizer, stops("mistral", tokenizer), format="qwen2_5")
+    assert "writes a call as '[TOOL_CALLS]" in fault
+    assert "which the format qwen2_5 does not read" in fault
