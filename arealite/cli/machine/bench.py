@@ -34,22 +34,23 @@ class Bench:
 
     folder: Path
     """Models, references and checkpoints; shared by all rows."""
-    plan: dict[str, Any]
+    plan: Row
+    """quick, gpus, python of SGLang, and the rows of this session."""
     world: World
     device: torch.device
     stack: AsyncExitStack
     """Closed after the last row of the session."""
-    cache: dict[str, Any] = field(default_factory=dict[str, Any])
+    cache: Row = field(default_factory=dict[str, Any])
     """Objects that later rows of the session use again."""
-    numbers: dict[str, Any] = field(default_factory=dict[str, Any])
+    numbers: Row = field(default_factory=dict[str, Any])
     failures: list[str] = field(default_factory=list[str])
 
     def bound(self, name: str, value: float, most: float) -> None:
         """Report a number; the row fails if it is above `most` or not a number."""
-        self.numbers[name] = value
+        self.numbers[name] = float(value)
         self.require(value <= most, f"{name} is {value:.3g}, the bound is {most:.3g}")
 
-    def require(self, holds: bool, failure: str) -> None:
+    def require(self, holds: object, failure: str) -> None:
         """Fail the row with `failure` unless `holds`."""
         self.failures += [] if holds else [failure]
 
@@ -67,23 +68,22 @@ class Bench:
     async def run(self, row: Row) -> None:
         """Run one check; rank 0 prints and writes its result."""
         self.numbers, self.failures, began = {}, [], time.perf_counter()
-        module, _, name = row["run"].partition(":")
+        module, name = row["run"].split(":")
         check = getattr(import_module(f"arealite.cli.machine.{module}"), name)
         if (waiting := check(self, **row["options"])) is not None:
             await waiting
-        failures: list[list[str]] = [self.failures] * self.world.size
-        if self.world.size > 1:
-            dist.all_gather_object(failures, self.failures)
-        words = [word for each in failures for word in each]
-        found = {"status": "FAIL" if words else "pass", "device": self.device.type}
-        found |= {"seconds": round(time.perf_counter() - began, 2), "numbers": self.numbers}
-        words += [
-            f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in self.numbers.items()
-        ]
+        failures: list[list[str]] = [[]] * self.world.size
+        dist.all_gather_object(failures, self.failures)
+        words = sum(failures, list[str]())
+        row |= {"status": "FAIL" if words else "pass", "device": self.device.type}
+        row |= {"seconds": time.perf_counter() - began, "numbers": self.numbers}
+        for name, value in self.numbers.items():
+            words.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+        row["text"] = "; ".join(words)
         if self.world.is_rank0:
-            print(fold(line(row | found | {"text": "; ".join(words)})), flush=True)
+            print(fold(line(row)), flush=True)
             with (self.folder / "results.jsonl").open("a") as file:
-                file.write(json.dumps(row | found | {"text": "; ".join(words)}) + "\n")
+                file.write(json.dumps(row) + "\n")
 
 
 async def main(folder: Path) -> None:
@@ -93,7 +93,7 @@ async def main(folder: Path) -> None:
     logging.disable_progress_bar()
     plan = json.loads((folder / "plan.json").read_text())
     world = World.init(threads=int(os.environ["OMP_NUM_THREADS"]), seed=SEED)
-    device = torch.device("cpu")
+    device = torch.get_default_device()
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     async with AsyncExitStack() as stack:

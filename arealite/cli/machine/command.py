@@ -25,9 +25,10 @@ from arealite.impl.server.sglang import probe
 
 LIMIT_S = 600.0
 """Longest time of a row."""
-DEFAULTS = {"ranks": 1, "gpus": 0, "server": "", "needs": "reference", "options": {}, "missing": ""}
+DEFAULTS = {"ranks": 1, "gpus": 0, "server": "", "options": {}, "seconds": 0.0, "device": ""}
+STATUSES = "pass", "FAIL", "n/a"
 Row = dict[str, Any]
-"""An entry of rows.toml with `row`, its name; `missing`: why it cannot run; then its result."""
+"""An entry of rows.toml with `name`; the result adds status, text, seconds, device, numbers."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,108 +43,85 @@ def main(argv: Sequence[str]) -> int:
     check_folder(options.out.absolute().parent, "folder", "--out")
     import torch
 
-    rows = choose(read_toml(__file__, "rows.toml"), options.only)
-    gpus = torch.cuda.device_count()
-    explain_missing(rows, gpus, quick=options.quick, python=options.sglang_python)
+    plan: Row = {"quick": options.quick, "gpus": torch.cuda.device_count()}
+    plan["python"] = str(Path(options.sglang_python or sys.executable).expanduser())
+    table = read_toml(__file__, "rows.toml")
+    rows = [DEFAULTS | {"name": name} | row for name, row in table.items()]
+    rows = [row for row in rows if any(text in row["name"] for text in options.only)]
+    if not rows:
+        raise UserError(f"--only {' '.join(options.only)}: no row has such a name.")
+    explain_missing(rows, plan)
     with tempfile.TemporaryDirectory(prefix="arealite-machine-") as folder:
-        about = {"quick": options.quick, "gpus": gpus, "sglang": options.sglang_python}
-        results = asyncio.run(run(rows, about, Path(folder)))
-    counts = {status: [r["status"] for r in results].count(status) for status in STATUSES}
-    host = dict([*info.versions(options.sglang_python), *info.devices()])
-    report = {"host": host, **about, "counts": counts, "rows": results}
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+        results = asyncio.run(run(rows, plan, Path(folder)))
+    counts = {status: [row["status"] for row in results].count(status) for status in STATUSES}
+    host = dict([*info.versions(plan["python"]), *info.devices()])
+    report = json.dumps({"host": host, **plan, "counts": counts, "rows": results}, indent=1)
+    options.out.write_text(report + "\n")
     print(*(f"{count} {status}," for status, count in counts.items()), f"see {options.out}")
     return int(counts["FAIL"] > 0)
 
 
-STATUSES = "pass", "FAIL", "n/a"
-
-
-def choose(table: dict[str, Row], texts: Sequence[str]) -> list[Row]:
-    """Return the rows whose names contain one of `texts`, and the rows that these need.
-
-    Raises:
-        UserError: There is no such row.
-    """
-    rows = [DEFAULTS | {"row": name} | row for name, row in table.items()]
-    chosen = [row for row in rows if any(text in row["row"] for text in texts)]
-    if not chosen:
-        raise UserError(f"--only {' '.join(texts)}: no row has such a name.")
-    names = {name for row in chosen for name in ("reference", row["row"], row["needs"])}
-    return [row for row in rows if row["row"] in names]
-
-
-def explain_missing(rows: list[Row], gpus: int, *, quick: bool, python: str | None) -> None:
-    """Set `missing` of the rows that this machine or this version cannot run."""
-    dtypes, known = (
-        get_args(get_type_hints(FSDPConfig)["dtype"]),
-        {f.name for f in fields(FSDPConfig)},
-    )
-    sglang = ""
+def explain_missing(rows: list[Row], plan: Row) -> None:
+    """Set status and text of the rows that this machine or this version cannot run."""
+    dtypes, sglang = get_args(get_type_hints(FSDPConfig)["dtype"]), ""
+    known = {field.name for field in fields(FSDPConfig)}
     if any(row["server"] == "sglang" for row in rows):
         try:
-            probe(str(Path(python or sys.executable).expanduser()), "auto" if gpus else "cpu")
+            probe(plan["python"], "auto" if plan["gpus"] else "cpu")
         except UserError as error:
             sglang = f"{error} Option: --sglang-python PATH"
     for row in rows:
-        unknown = {*row["options"]} - known if row["run"] == "training:update" else set[str]()
+        is_update, dtype = row["run"] == "training:update", row["options"].get("dtype", "float32")
         reasons = {
-            f"needs {row['gpus']} GPUs, this machine has {gpus}": row["gpus"] > gpus,
-            "left out by --quick": quick and row["ranks"] > 2,
-            f"engine.fsdp has no {', '.join(unknown)}": unknown,
-            "engine.fsdp.dtype has no float16": row["options"].get("dtype", "float32")
-            not in dtypes,
+            f"needs {row['gpus']} GPUs, found {plan['gpus']}": row["gpus"] > plan["gpus"],
+            "left out by --quick": plan["quick"] and row["ranks"] > 2,
+            "an option of engine.fsdp is missing": is_update and {*row["options"]} - known,
+            f"engine.fsdp.dtype has no {dtype}": dtype not in dtypes,
             sglang: row["server"] == "sglang" and sglang,
         }
-        row["missing"] = next((reason for reason, holds in reasons.items() if holds), "")
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            row |= {"status": "n/a", "text": reason}
 
 
-async def run(rows: list[Row], about: dict[str, Any], folder: Path) -> list[Row]:
+async def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
     """Run rows in child processes; print and return their results.
 
-    A row that crashes its processes or exceeds LIMIT_S fails; the next rows get new processes.
+    Consecutive rows with equal ranks and server share processes. A row that crashes them or exceeds
+    LIMIT_S fails; the next row gets new processes.
     """
-    results = list[Row]()
+    path, results = folder / "results.jsonl", list[Row]()
     for _, group in groupby(rows, lambda row: (row["ranks"], row["server"])):
         left = [*group]
         while left:
-            failed = {result["row"] for result in results if result["status"] == "FAIL"}
-            for row in left:
-                if row["needs"] in failed:
-                    row["missing"] = f"needs the files of '{row['needs']}', which failed"
-            for row in [row for row in left if row["missing"]]:
-                left.remove(row)
-                results.append(row | {"status": "n/a", "text": row["missing"], "seconds": 0.0})
-                print(fold(line(results[-1])), flush=True)
-            reason = await session(left, about, folder) if left else ""
-            path = folder / "results.jsonl"
-            found = [*map(json.loads, path.read_text().splitlines())] if left else []
-            results += found
-            del left[: len(found)]
-            if left:
-                results.append(left.pop(0) | {"status": "FAIL", "text": reason, "seconds": 0.0})
-                print(fold(line(results[-1])), flush=True)
+            missing = [row for row in left if "status" in row]
+            left = [row for row in left if "status" not in row]
+            path.write_text("")
+            reason = await session(left, plan, folder) if left else ""
+            found = [*map(json.loads, path.read_text().splitlines())]
+            if left := left[len(found) :]:
+                missing.append(left.pop(0) | {"status": "FAIL", "text": reason})
+            for row in missing:
+                print(fold(line(row)), flush=True)
+            results += found + missing
     return results
 
 
-async def session(rows: list[Row], about: dict[str, Any], folder: Path) -> str:
+async def session(rows: list[Row], plan: Row, folder: Path) -> str:
     """Run rows in the same processes, which print and write results; return why they ended."""
-    gpus, count = about["gpus"], rows[0]["ranks"]
-    (folder / "plan.json").write_text(json.dumps(about | {"rows": rows}))
-    (folder / "results.jsonl").write_text("")
+    gpus, count = plan["gpus"], rows[0]["ranks"]
+    (folder / "plan.json").write_text(json.dumps(plan | {"rows": rows}))
     shared = threads(max(1, (os.cpu_count() or 1) // count))
-    if gpus < count:
-        shared["CUDA_VISIBLE_DEVICES"] = ""
+    shared |= {"CUDA_VISIBLE_DEVICES": ""} if gpus < count else {}
     words = [sys.executable, "-m", "arealite.cli.machine.bench", str(folder)]
     role = Role(("rank",), Budget(0), leads=True)
     role.over.set()  # a rank may exit before the others
     try:
-        for rank, environment in enumerate(rank_environments(count)):
+        for rank, own in enumerate(rank_environments(count)):
             if rows[0]["server"]:  # the server has the first GPU, the trainer the last
-                environment["LOCAL_RANK"] = str(max(0, gpus - 1))
-            log, stdout, name = folder / f"rank-{rank}.log", None if rank else 1, f"rank {rank}"
-            environment |= shared
-            child = await spawn(name, words, log=log, environment=environment, stdout=stdout)
+                own["LOCAL_RANK"] = str(max(0, gpus - 1))
+            log, stdout = folder / f"rank-{rank}.log", None if rank else 1
+            own |= shared
+            child = await spawn(f"rank {rank}", words, log=log, environment=own, stdout=stdout)
             role.children.append(child)
         async with asyncio.timeout(LIMIT_S * (len(rows) + 1)):
             dead = await role.end()
@@ -154,8 +132,7 @@ async def session(rows: list[Row], about: dict[str, Any], folder: Path) -> str:
         await end_all(role.children, signal.SIGKILL)
 
 
-def line(result: Row) -> str:
+def line(row: Row) -> str:
     """Return a result as one line of the table."""
-    where = f"{result['ranks']} × {result.get('device', '')}" if "device" in result else ""
-    head = f"{result['status']:<4} {result['row']:<48} {where:<8} {result['seconds']:>5.1f} s"
-    return f"{head}  {result['text']}"
+    head = f"{row['status']:<4} {row['name']:<48} {row['ranks']} × {row['device']:<4}"
+    return f"{head} {row['seconds']:>6.1f} s  {row['text']}"

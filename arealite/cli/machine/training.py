@@ -1,7 +1,6 @@
 """Checks of the train engine against plain transformers in float32 on the CPU."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,98 +26,87 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 def reference(bench: Bench) -> None:
     """Make the models; compute log-probabilities before and after an update in plain torch."""
     if bench.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(bench.device)
-        bench.numbers |= {"device": properties.name, "flash_attn": HAS_FLASH_ATTN}
-    make_models(bench.folder, quick=bench.plan["quick"])
-    rows, found = make_rows(bench), dict[str, Any]()
+        name = torch.cuda.get_device_name()
+        bench.numbers |= {"device": name, "flash_attn": HAS_FLASH_ATTN}
+    make_models(bench)
     model: Any = AutoModelForCausalLM.from_pretrained(
         bench.folder / "window", dtype=torch.float32, attn_implementation="eager"
     )
-    loss = torch.zeros(())
-    found["before"] = [_logprobs(model, row) for row in rows]
-    for row, logprobs in zip(rows, found["before"], strict=True):
-        loss -= (logprobs * torch.from_numpy(row.fields["loss_weight"])).sum()
-    loss.backward()
+    rows = make_rows(bench)
+    weights = torch.from_numpy(np.concatenate([row.fields["loss_weight"] for row in rows]))
+    before = torch.cat([_logprobs(model, row) for row in rows])
+    (-(before * weights).sum()).backward()
     with torch.no_grad():
         norm = sum(float(each.grad.square().sum()) for each in model.parameters()) ** 0.5
         for parameter in model.parameters():
             parameter -= LR * parameter.grad
-        found["after"] = [_logprobs(model, row) for row in rows]
-    arrays = {name: torch.cat(each).detach().numpy() for name, each in found.items()}
-    np.savez(bench.folder / "window.npz", norm=norm, **arrays)
-    change = np.abs(arrays["after"] - arrays["before"]).mean()
-    bench.numbers["mean change by the update"] = float(change)
+        after = torch.cat([_logprobs(model, row) for row in rows])
+    np.savez(bench.folder / "window.npz", norm=norm, before=before.detach(), after=after)
+    bench.numbers["mean change by the update"] = float((after - before).abs().mean())
 
 
 def update(bench: Bench, **options: Any) -> None:
     """Compare log-probabilities before and after one update, and the gradient's norm."""
-    has_lora, rows = "lora" in options, make_rows(bench)
-    if has_lora:
+    if has_lora := "lora" in options:
         options["lora"] = LoRAConfig(rank=options["lora"])
     engine, expected = make_engine(bench, "window", **options), np.load(bench.folder / "window.npz")
-    bound, starts = BOUNDS[engine.config.dtype], np.cumsum([0, *(len(row.tokens) for row in rows)])
-    places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in _mine(bench)])
-
-    def compare(what: str, key: str) -> None:
-        found = np.concatenate(engine.forward(*_split(bench, rows))["logprobs"])
-        bench.bound(what, float(np.abs(found - expected[key][places]).max()), bound)
-
-    compare("error", "before")
+    bound = BOUNDS[engine.config.dtype]
+    bench.bound("error", np.abs(outputs(bench, engine) - expected["before"]).max(), bound)
     stats = train(bench, engine)
     if not has_lora:
-        compare("error after the update", "after")
-        error = abs(stats["grad_norm"] / float(expected["norm"]) - 1)
+        error = np.abs(outputs(bench, engine) - expected["after"]).max()
+        bench.bound("error after the update", error, bound)
+        error = abs(stats["grad_norm"] / expected["norm"] - 1)
         bench.bound("error of the gradient's norm", error, bound)
     seconds = bench.seconds(lambda: train(bench, engine), repeat=1)
     bench.numbers["tokens/s"] = round(stats["tokens"] / seconds)
 
 
-def repeat(bench: Bench, *, save: bool = False) -> None:
-    """Train two engines equally; `save`: the second one resumes from a checkpoint of the first."""
-    first, second = (make_engine(bench, optimizer=ADAMW) for _ in range(2))
-    path, rows = bench.folder / f"ranks-{bench.world.size}", make_rows(bench)
-    train(bench, first)
-    if save:
-        write_engines(path, {".": first}, {"step": 1}, bench.world)
-        read_engines(path, {".": second})
-    else:
-        train(bench, second)
-    train(bench, first)
-    train(bench, second)
-    what = "a resumed engine ends" if save else "`arealite replay` fails here: two engines end"
-    is_equal = first.fingerprint() == second.fingerprint()
-    bench.require(is_equal, f"{what} with other parameters after equal updates")
-    found = np.concatenate(first.forward(*_split(bench, rows, whole=True))["logprobs"])
-    if save and bench.world.is_rank0:
-        np.save(path / "after.npy", found)
+def replay(bench: Bench) -> None:
+    """Train two engines equally; their parameters must be equal bit for bit."""
+    engines = [make_engine(bench, optimizer=ADAMW) for _ in range(2)]
+    for engine in engines * 2:
+        train(bench, engine)
+    found = {engine.fingerprint() for engine in engines}
+    what = "equal updates give different parameters"
+    bench.require(len(found) == 1, f"{what}: `arealite replay` reports differences here")
+
+
+def save(bench: Bench) -> None:
+    """Write a checkpoint between two updates, and the log-probabilities after them."""
+    engine, path = make_engine(bench, optimizer=ADAMW), bench.folder / f"ranks-{bench.world.size}"
+    train(bench, engine)
+    write_engines(path, {".": engine}, {"step": 1}, bench.world)
+    train(bench, engine)
+    np.save(path / f"after-{bench.world.rank}.npy", outputs(bench, engine))
 
 
 def resume(bench: Bench, *, source: int) -> None:
-    """Load the checkpoint of `source` ranks, train, and compare the log-probabilities."""
+    """Load the checkpoint of `source` ranks, and repeat the update after it."""
     engine, path = make_engine(bench, optimizer=ADAMW), bench.folder / f"ranks-{source}"
     read_engines(path, {".": engine})
     train(bench, engine)
-    found = engine.forward(*_split(bench, make_rows(bench), whole=True))["logprobs"]
-    error = np.abs(np.concatenate(found) - np.load(path / "after.npy")).max()
-    bench.bound("error", float(error), BOUNDS["float32"])
+    error = np.abs(outputs(bench, engine) - np.load(path / "after-0.npy")).max()
+    bench.bound("error", error, 0.0 if source == bench.world.size else BOUNDS["float32"])
 
 
-def make_models(folder: Path, *, quick: bool) -> None:
+def make_models(bench: Bench) -> None:
     """Write `dense`, and `window`, in which every other layer has a sliding window.
 
     Weights have a scale at which attention is not uniform, so that a wrong mask is seen. No token
     ends an answer: a generation has exactly the length that is requested.
     """
-    hidden, layers = (64, 2) if quick else (256, 4)
+    hidden, layers = (64, 2) if bench.plan["quick"] else (256, 4)
     scale, sizes = 1.2 / hidden**0.5, {"hidden": hidden, "layers": layers, "kv_heads": 2}
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     window = {"use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
     for name, changes in {"dense": {}, "window": window}.items():
-        path = make_tiny_model(folder / name, TinyModel(context=4096, init_std=scale, **sizes))
+        folder = bench.folder / name
+        make_tiny_model(folder, TinyModel(context=4096, init_std=scale, **sizes))
         for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
-            values = json.loads((path / file).read_text()) | {"eos_token_id": None}
+            values = json.loads((folder / file).read_text()) | {"eos_token_id": None}
             values |= changes if file == "config.json" else {"eos_token": None}
-            (path / file).write_text(json.dumps(values))
+            (folder / file).write_text(json.dumps(values))
 
 
 def make_rows(bench: Bench) -> list[Sequence]:
@@ -140,13 +128,21 @@ def make_engine(
     """Load a model of the bench; small micro-batches, so that there are several."""
     config = FSDPConfig(**{"max_tokens_per_microbatch": 128, **options})
     training = Training(optimizer, LR if optimizer is SGD else 1e-3, 1000)
-    path = str(bench.folder / model)
-    return FSDPEngine(config, model_path=path, seed=SEED, training=training)
+    return FSDPEngine(config, model_path=str(bench.folder / model), seed=SEED, training=training)
 
 
 def train(bench: Bench, engine: FSDPEngine) -> dict[str, float]:
-    """Apply one update on the rows of `make_rows`; return its stats."""
-    return engine.train_batch(*_split(bench, make_rows(bench)), weighted_loss)
+    """Apply one update on the rows, which the ranks share; return its stats."""
+    rows, size = make_rows(bench), bench.world.size
+    lengths = [[len(row.tokens) for row in rows[rank::size]] for rank in range(size)]
+    return engine.train_batch(rows[bench.world.rank :: size], lengths, weighted_loss)
+
+
+def outputs(bench: Bench, engine: FSDPEngine) -> np.ndarray:
+    """Return the log-probabilities of all rows; every rank computes them."""
+    rows = make_rows(bench)
+    lengths = [[len(row.tokens) for row in rows]] * bench.world.size
+    return np.concatenate(engine.forward(rows, lengths)["logprobs"])
 
 
 def weighted_loss(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -154,22 +150,9 @@ def weighted_loss(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tenso
     return -(batch.outputs["logprobs"] * batch.fields["loss_weight"]).sum(), {}
 
 
-def _mine(bench: Bench) -> range:
-    return range(bench.world.rank, 12, bench.world.size)
-
-
-def _split(
-    bench: Bench, rows: list[Sequence], *, whole: bool = False
-) -> tuple[list[Sequence], list[list[int]]]:
-    """Return (rows of this rank, or all if `whole`; the lengths of the rows of each rank)."""
-    size = bench.world.size
-    parts = [rows if whole else rows[rank::size] for rank in range(size)]
-    return parts[bench.world.rank], [[len(row.tokens) for row in part] for part in parts]
-
-
 def _logprobs(model: Any, row: Sequence) -> torch.Tensor:
     """Return the log-probability of each token, 0 outside the loss mask."""
     tokens = torch.from_numpy(row.tokens.astype(np.int64))
-    logits = model(tokens[None, :-1]).logits[0].float() / row.temperature
+    logits = model(tokens[None]).logits[0, :-1] / row.temperature
     found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     return torch.cat([torch.zeros(1), found]) * torch.from_numpy(row.loss_mask)
