@@ -1,12 +1,9 @@
 """The child process of `arealite check --machine`: one rank that runs rows and reports numbers."""
 
 import asyncio
-import faulthandler
 import json
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -21,8 +18,7 @@ from transformers.utils import logging
 
 from arealite.base import log
 from arealite.cli.fold import fold
-from arealite.cli.machine.command import LIMIT_S, Row, line
-from arealite.impl.launcher.processes import die_with_parent
+from arealite.cli.machine.command import EXPIRED, Row, line
 from arealite.impl.trainer.world import World
 
 SEED = 1
@@ -35,7 +31,7 @@ class Bench:
     folder: Path
     """Models, references and checkpoints; shared by all rows."""
     plan: Row
-    """quick, gpus, python of SGLang, and the rows of this session."""
+    """quick, gpus, limit_s, and the python of SGLang."""
     world: World
     device: torch.device
     stack: AsyncExitStack
@@ -69,7 +65,7 @@ class Bench:
         """Run one check; rank 0 prints and writes its result."""
         self.numbers, self.failures, began = {}, [], time.perf_counter()
         module, name = row["run"].split(":")
-        check = getattr(import_module(f"arealite.cli.machine.{module}"), name)
+        check = getattr(import_module(module), name)
         if (waiting := check(self, **row["options"])) is not None:
             await waiting
         failures: list[list[str]] = [[]] * self.world.size
@@ -86,36 +82,27 @@ class Bench:
                 file.write(json.dumps(row) + "\n")
 
 
-async def main(folder: Path) -> None:
-    """Run the rows of the plan in `folder`."""
-    die_with_parent()
+def main(rank: int, environments: list[Row], rows: list[Row], plan: Row, folder: Path) -> None:
+    """Run rows as one rank; called in a new process."""
+    os.environ |= environments[rank]
+    os.dup2(os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
     log.setup("machine", "warning")
     logging.disable_progress_bar()
-    plan = json.loads((folder / "plan.json").read_text())
-    world = World.init(threads=int(os.environ["OMP_NUM_THREADS"]), seed=SEED)
-    device = torch.get_default_device()
+    threads = max(1, (os.cpu_count() or 1) // len(environments))
+    world = World.init(threads=threads, seed=SEED)
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    async with AsyncExitStack() as stack:
-        bench = Bench(folder, plan, world, device, stack)
-        for row in plan["rows"]:
-            timer = Timer(LIMIT_S, _exit, [f"error: no result after {LIMIT_S:g} s"])
-            timer.start()
-            try:
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            bench = Bench(folder, plan, world, device, stack)
+            for row in rows:
+                timer = Timer(plan["limit_s"], os._exit, [EXPIRED])
+                timer.daemon = True
+                timer.start()
                 await bench.run(row)
-            except Exception:  # noqa: BLE001  (the device or a collective may be unusable now)
-                _exit(traceback.format_exc())
-            finally:
                 timer.cancel()
-    world.destroy()
+        world.destroy()
 
-
-def _exit(text: str) -> None:
-    """Exit at once: other threads or ranks may block a normal exit."""
-    faulthandler.dump_traceback()
-    print(text, file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(run())

@@ -1,30 +1,26 @@
 """`arealite check --machine`: run all paths that this machine offers; print and write a table."""
 
 import argparse
-import asyncio
 import json
-import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from arealite.api.engine_config import FSDPConfig
 from arealite.base.data import read_toml
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.cli import info
 from arealite.cli.fold import fold
-from arealite.impl.launcher.processes import end_all, rank_environments, spawn, threads
-from arealite.impl.launcher.supervisor import Budget, Role
+from arealite.impl.launcher.processes import rank_environments
 from arealite.impl.server.sglang import probe
 
 LIMIT_S = 600.0
 """Longest time of a row."""
+EXPIRED = 124
+"""Exit code of a process whose row took longer."""
 DEFAULTS = {"ranks": 1, "gpus": 0, "server": "", "options": {}, "seconds": 0.0, "device": ""}
 STATUSES = "pass", "FAIL", "n/a"
 Row = dict[str, Any]
@@ -43,16 +39,16 @@ def main(argv: Sequence[str]) -> int:
     check_folder(options.out.absolute().parent, "folder", "--out")
     import torch
 
-    plan: Row = {"quick": options.quick, "gpus": torch.cuda.device_count()}
+    plan: Row = {"quick": options.quick, "gpus": torch.cuda.device_count(), "limit_s": LIMIT_S}
     plan["python"] = str(Path(options.sglang_python or sys.executable).expanduser())
     table = read_toml(__file__, "rows.toml")
-    rows = [DEFAULTS | {"name": name} | row for name, row in table.items()]
+    rows = [DEFAULTS | row | {"name": name} for name, row in table.items()]
     rows = [row for row in rows if any(text in row["name"] for text in options.only)]
     if not rows:
         raise UserError(f"--only {' '.join(options.only)}: no row has such a name.")
     explain_missing(rows, plan)
     with tempfile.TemporaryDirectory(prefix="arealite-machine-") as folder:
-        results = asyncio.run(run(rows, plan, Path(folder)))
+        results = run(rows, plan, Path(folder))
     counts = {status: [row["status"] for row in results].count(status) for status in STATUSES}
     host = dict([*info.versions(plan["python"]), *info.devices()])
     report = json.dumps({"host": host, **plan, "counts": counts, "rows": results}, indent=1)
@@ -62,32 +58,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_missing(rows: list[Row], plan: Row) -> None:
-    """Set status and text of the rows that this machine or this version cannot run."""
-    dtypes, sglang = get_args(get_type_hints(FSDPConfig)["dtype"]), ""
-    known = {field.name for field in fields(FSDPConfig)}
+    """Set status and text of the rows that this machine cannot run."""
+    sglang, gpus = "", plan["gpus"]
     if any(row["server"] == "sglang" for row in rows):
         try:
-            probe(plan["python"], "auto" if plan["gpus"] else "cpu")
+            probe(plan["python"], "auto" if gpus else "cpu")
         except UserError as error:
             sglang = f"{error} Option: --sglang-python PATH"
     for row in rows:
-        is_update, dtype = row["run"] == "training:update", row["options"].get("dtype", "float32")
-        reasons = {
-            f"needs {row['gpus']} GPUs, found {plan['gpus']}": row["gpus"] > plan["gpus"],
-            "left out by --quick": plan["quick"] and row["ranks"] > 2,
-            "an option of engine.fsdp is missing": is_update and {*row["options"]} - known,
-            f"engine.fsdp.dtype has no {dtype}": dtype not in dtypes,
-            sglang: row["server"] == "sglang" and sglang,
-        }
-        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
-            row |= {"status": "n/a", "text": reason}
+        reason = sglang if row["server"] == "sglang" else ""
+        if row["gpus"] > gpus:
+            reason = f"needs {row['gpus']} GPUs, found {gpus}"
+        elif plan["quick"] and row["ranks"] > 2:
+            reason = "left out by --quick"
+        row |= {"status": "n/a", "text": reason} if reason else {}
 
 
-async def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
+def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
     """Run rows in child processes; print and return their results.
 
     Consecutive rows with equal ranks and server share processes. A row that crashes them or exceeds
-    LIMIT_S fails; the next row gets new processes.
+    `limit_s` fails; the next row gets new processes.
     """
     path, results = folder / "results.jsonl", list[Row]()
     for _, group in groupby(rows, lambda row: (row["ranks"], row["server"])):
@@ -96,7 +87,7 @@ async def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
             missing = [row for row in left if "status" in row]
             left = [row for row in left if "status" not in row]
             path.write_text("")
-            reason = await session(left, plan, folder) if left else ""
+            reason = session(left, plan, folder) if left else ""
             found = [*map(json.loads, path.read_text().splitlines())]
             if left := left[len(found) :]:
                 missing.append(left.pop(0) | {"status": "FAIL", "text": reason})
@@ -106,30 +97,28 @@ async def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
     return results
 
 
-async def session(rows: list[Row], plan: Row, folder: Path) -> str:
+def session(rows: list[Row], plan: Row, folder: Path) -> str:
     """Run rows in the same processes, which print and write results; return why they ended."""
+    from torch.multiprocessing.spawn import ProcessException, start_processes
+
+    from arealite.cli.machine.bench import main
+
     gpus, count = plan["gpus"], rows[0]["ranks"]
-    (folder / "plan.json").write_text(json.dumps(plan | {"rows": rows}))
-    shared = threads(max(1, (os.cpu_count() or 1) // count))
-    shared |= {"CUDA_VISIBLE_DEVICES": ""} if gpus < count else {}
-    words = [sys.executable, "-m", "arealite.cli.machine.bench", str(folder)]
-    role = Role(("rank",), Budget(0), leads=True)
-    role.over.set()  # a rank may exit before the others
+    environments = rank_environments(count)
+    for own in environments:
+        own |= {"CUDA_VISIBLE_DEVICES": ""} if gpus < count else {}
+        # The server has the first GPU, the trainer the last.
+        own |= {"LOCAL_RANK": str(max(0, gpus - 1))} if rows[0]["server"] else {}
     try:
-        for rank, own in enumerate(rank_environments(count)):
-            if rows[0]["server"]:  # the server has the first GPU, the trainer the last
-                own["LOCAL_RANK"] = str(max(0, gpus - 1))
-            log, stdout = folder / f"rank-{rank}.log", None if rank else 1
-            own |= shared
-            child = await spawn(f"rank {rank}", words, log=log, environment=own, stdout=stdout)
-            role.children.append(child)
-        async with asyncio.timeout(LIMIT_S * (len(rows) + 1)):
-            dead = await role.end()
-        return dead.exit_summary if dead else "its processes exited without a result"
-    except TimeoutError:
-        return "its processes do not respond"
-    finally:
-        await end_all(role.children, signal.SIGKILL)
+        start_processes(main, (environments, rows, plan, folder), count, start_method="spawn")
+    except ProcessException as error:
+        is_expired = getattr(error, "exit_code", 0) == EXPIRED
+        return (
+            f"no result after {plan['limit_s']:g} s"
+            if is_expired
+            else str(error).strip().split("\n")[-1]
+        )
+    return "its processes exited without a result"
 
 
 def line(row: Row) -> str:

@@ -91,9 +91,9 @@ class Site:
         bench.require(stale > bound, "the update is too small: old weights would not be noticed")
 
 
-async def publish(bench: Bench, *, way: str) -> None:
+async def publish(bench: Bench, *, way: str, server: str) -> None:
     """Publish an update; tokens must have its version and its log-probabilities."""
-    site = await _site(bench)
+    site = await _site(bench, server)
     report = await asyncio.to_thread(site.publish, site.new, type=way)
     await site.compare()
     rate = report.num_bytes / (report.stage_s + report.load_s or 1.0) / 1e9
@@ -115,9 +115,9 @@ async def shared(bench: Bench) -> None:
     await site.compare()
 
 
-async def interrupt(bench: Bench, *, mode: str) -> None:
+async def interrupt(bench: Bench, *, mode: str, server: str) -> None:
     """Publish during a generation; each token must have the log-probability of its version."""
-    site, started = await _site(bench), asyncio.Event()
+    site, started = await _site(bench, server), asyncio.Event()
     await asyncio.to_thread(site.publish, site.old)
     # Long enough to be running when the update arrives; SGLang needs 15 ms for a token on a CPU.
     length = 300 if (site.server, bench.device.type) == ("sglang", "cpu") else 1500
@@ -145,10 +145,10 @@ def errors(engine: FSDPEngine, answer: LLMResponse) -> np.ndarray:
     return np.abs(found.astype(np.float64) - answer.logprobs)
 
 
-async def _site(bench: Bench) -> Site:
+async def _site(bench: Bench, server: str) -> Site:
     """Return the session's site; the first call starts its server."""
     if "site" not in bench.cache:
-        site, began = Site(bench, bench.plan["rows"][0]["server"]), time.perf_counter()
+        site, began = Site(bench, server), time.perf_counter()
         await bench.stack.enter_async_context(own_servers(site.config(), bench.folder))
         await site.client.start()
         bench.stack.push_async_callback(site.client.close)

@@ -1,0 +1,101 @@
+"""`arealite check --machine`: every row runs here; a fault of a row is that row's failure alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arealite.base.data import read_toml
+from arealite.base.errors import UserError
+from arealite.cli import preflight
+from arealite.cli.machine import command
+
+TABLE = read_toml(command.__file__, "rows.toml")
+PLAN = {"quick": True, "gpus": 0, "limit_s": 200.0, "python": "/no/python"}
+
+
+def row(name: str, **values: Any) -> command.Row:
+    return command.DEFAULTS | {"name": name} | TABLE.get(name, {}) | values
+
+
+def planted(function: str, **values: Any) -> command.Row:
+    return row(function, run=f"tests.cli.machine_faults:{function}", **values)
+
+
+@pytest.mark.processes
+def test_every_row_passes_or_says_why_it_cannot_run(tmp_path: Path) -> None:
+    out = tmp_path / "machine.json"
+    code = preflight.main(["--machine", "--quick", "--out", str(out)])
+    report = json.loads(out.read_text())
+    failures = {each["name"]: each["text"] for each in report["rows"] if each["status"] == "FAIL"}
+    assert (code, failures) == (0, {})
+    assert {each["name"] for each in report["rows"]} == TABLE.keys()
+    found = {each["name"]: each["numbers"] for each in report["rows"] if each["status"] == "pass"}
+    ranks_left_out = {name for name in TABLE if TABLE[name].get("ranks", 1) > 2}
+    needs_more = {name for name in TABLE if TABLE[name].get("gpus") or "sglang" in name}
+    if not report["gpus"]:
+        assert TABLE.keys() - found.keys() == ranks_left_out | needs_more
+    assert found["reference"]["mean change by the update"] > 0.1  # else no update could be wrong
+    assert found["publish/disk/embedded"]["error of the old weights"] > 0.1
+    for name, numbers in found.items():
+        assert numbers.get("error", 0.0) < (0.25 if "16" in name else 1e-4), name
+
+
+@pytest.mark.processes
+def test_row_that_crashes_fails_alone_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [planted(name) for name in ("killed", "above_its_bound", "not_a_number", "good")]
+    rows.append(planted("raising_on_rank_1", ranks=2))
+    found = {each["name"]: each for each in command.run(rows, PLAN, tmp_path)}
+    statuses = {name: each["status"] for name, each in found.items()}
+    assert statuses == dict.fromkeys(statuses, "FAIL") | {"good": "pass"}
+    assert found["killed"]["text"] == "process 0 terminated with signal SIGKILL"
+    assert "number is 3, the bound is 2" in found["above_its_bound"]["text"]
+    assert "number is nan, the bound is 2" in found["not_a_number"]["text"]
+    assert found["raising_on_rank_1"]["text"] == "ValueError: planted"
+    assert "SIGKILL" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_row_that_hangs_fails_after_its_limit(tmp_path: Path) -> None:
+    (found,) = command.run([planted("hanging")], PLAN | {"limit_s": 0.1}, tmp_path)
+    assert (found["status"], found["text"]) == ("FAIL", "no result after 0.1 s")
+
+
+@pytest.mark.processes
+def test_wrong_logprobs_and_gradients_fail_their_row(tmp_path: Path) -> None:
+    command.run([row("reference")], PLAN, tmp_path)
+    path = tmp_path / "window.npz"
+    right = dict(np.load(path))
+    for name, expected in {"before": "error is", "after": "error after the update is"}.items():
+        np.savez(path, **right | {name: right[name] + 0.01})
+        (found,) = command.run([row("train/padded/float32")], PLAN, tmp_path)
+        assert found["status"] == "FAIL" and found["text"].startswith(expected)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_rows_without_their_gpus_or_server_name_what_is_missing(gpus: int) -> None:
+    rows = [row(name) for name in TABLE]
+    command.explain_missing(rows, PLAN | {"gpus": gpus, "quick": False})
+    missing = {each["name"]: each["text"] for each in rows if "status" in each}
+    assert "/no/python cannot run SGLang" in missing.pop("publish/disk/sglang")
+    expected = {name: TABLE[name].get("gpus", 0) for name in TABLE}
+    expected = {name: count for name, count in expected.items() if count > gpus}
+    assert {name for name in missing if "sglang" not in name} == expected.keys()
+    for name, count in expected.items():
+        assert missing[name] == f"needs {count} GPUs, found {gpus}"
+
+
+def test_unknown_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--only warp: no row has such a name"):
+        command.main(["--only", "warp", "--out", str(tmp_path / "machine.json")])
+
+
+def test_folder_of_the_report_must_be_writable() -> None:
+    with pytest.raises(UserError, match="--out"):
+        command.main(["--out", "/proc/none/machine.json"])
