@@ -31,7 +31,7 @@ class Site:
         sglang = "llm_server.sglang."
         args = [f"llm_server.type={server}", f"{sglang}python={bench.plan['python']}"]
         args.append(f"{sglang}mem_fraction=0.4")  # the trainer may have the same GPU
-        backend = "auto" if bench.plan["gpus"] > 1 else "gloo"  # NCCL: one process on a GPU
+        backend = "gloo" if bench.plan["gpus"] == 1 else "auto"  # NCCL: one process on a GPU
         self.overrides = [
             f"trial_name=machine-{server}",
             f"cluster.name_root={bench.folder}/names",
