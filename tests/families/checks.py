@@ -287,7 +287,7 @@ async def serve(case: Case, engine: FSDPEngine, out: Path | None) -> None:
     from arealite.impl.server.embedded import EmbeddedServer
 
     config = server_config(case.path, case.folder / "names", max_running_requests=4)
-    settings = {"timeout_s": 60.0, "disk": DiskPublisherConfig(dir=str(case.folder / "staged"))}
+    settings = {"timeout_s": 5.0, "disk": DiskPublisherConfig(dir=str(case.folder / "staged"))}
     if out is None:
         assert engine.whole_module is not None
         server = EmbeddedServer(config, shared=engine.whole_module)
