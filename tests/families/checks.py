@@ -26,8 +26,10 @@ import aiohttp
 import numpy as np
 import torch
 from safetensors import safe_open
+from structlog.testing import capture_logs
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
@@ -342,8 +344,23 @@ async def compare_answers(case: Case, address: str, reference: Any, what: str) -
 
 
 def check_lora(case: Case) -> None:
-    """Adapters on the default targets."""
-    adapt(case, LoRAConfig(rank=4))
+    """Adapters on the default targets; a warning names the linear layers without adapter."""
+    with capture_logs() as events:
+        engine = adapt(case, LoRAConfig(rank=4))
+    parts = engine.module.named_modules()
+    adapted = {
+        id(part) for _, layer in parts if hasattr(layer, "lora_A") for part in layer.modules()
+    }
+    head, warned = engine.module.get_output_embeddings(), str(events)
+    for name, part in engine.module.named_modules():
+        is_linear = isinstance(part, torch.nn.Linear | Conv1D) and part is not head
+        if is_linear and id(part) not in adapted and name.rpartition(".")[2] not in warned:
+            raise Difference(f"{name} has no adapter, and no warning names it")
+
+
+def check_lora_all(case: Case) -> None:
+    """Adapters on all linear layers."""
+    adapt(case, LoRAConfig(rank=4, targets=["all-linear"]))
 
 
 def check_lora_attention(case: Case) -> None:
@@ -351,7 +368,7 @@ def check_lora_attention(case: Case) -> None:
     adapt(case, LoRAConfig(rank=4, targets=["q_proj", "k_proj", "v_proj", "o_proj"]))
 
 
-def adapt(case: Case, config: LoRAConfig) -> None:
+def adapt(case: Case, config: LoRAConfig) -> FSDPEngine:
     """Begin as the base model; then the merged export equals plain + B·A of peft."""
     import peft
 
@@ -370,11 +387,9 @@ def adapt(case: Case, config: LoRAConfig) -> None:
     if farthest(theirs, case.expected) < 0.01:
         raise Difference("the adapters change nothing")
     case.check_forward(engine, theirs, "a model with adapters")
-    case.compare(
-        farthest(score(load(out, case.attention), case.rows), theirs),
-        4 * case.rounding,
-        "the merged export",
-    )
+    merged = score(load(out, case.attention), case.rows)
+    case.compare(farthest(merged, theirs), 4 * case.rounding, "the merged export")
+    return engine
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {
@@ -388,6 +403,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "shared": check_shared,
     "lora": check_lora,
     "lora, attention": check_lora_attention,
+    "lora, all": check_lora_all,
 }
 
 

@@ -19,6 +19,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "embedded server": ("served", "shared"),
     "LoRA": ("lora",),
     "LoRA, attention": ("lora, attention",),
+    "LoRA, all-linear": ("lora, all",),
 }
 """The checks of each column."""
 WORST = "silent", "crashed", "refused", "exact"

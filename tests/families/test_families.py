@@ -7,12 +7,17 @@ docs/models.md. `make test` runs the families that stand for the others.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from arealite.base.errors import UserError
+from arealite.impl.engine.fsdp import FSDPEngine
 from tests.families import table
-from tests.families.checks import prove
+from tests.families.checks import Case, prove, quiet, run
 from tests.families.configs import CONFIGS
 from tests.impl.engine.conftest import group as group
 
@@ -72,3 +77,42 @@ def test_common_family_is_exact_or_refused(name: str) -> None:
 def test_table_of_the_docs_lists_all_families() -> None:
     listed = [line.split("|")[1].strip() for line in table.shown().splitlines() if "|" in line]
     assert listed[2:] == list(CONFIGS)
+
+
+def test_planted_outcomes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("llama, tied", tmp_path, original=True)
+
+    def planted(change: Callable[[np.ndarray], np.ndarray]) -> str:
+        def forward(*args: Any) -> dict[str, list[np.ndarray]]:
+            return {"logprobs": [change(values) for values in whole(*args)["logprobs"]]}
+
+        whole = FSDPEngine.forward
+        with monkeypatch.context() as patch, quiet():
+            patch.setattr(FSDPEngine, "forward", forward)
+            return run(case, "hub", "padded").outcome
+
+    def refuse(values: np.ndarray) -> np.ndarray:
+        raise UserError("no")
+
+    def crash(values: np.ndarray) -> np.ndarray:
+        raise RuntimeError("oh")
+
+    assert planted(lambda values: values) == "exact"
+    assert planted(lambda values: values + np.float32(1e-3)) == "silent"
+    assert planted(lambda values: values * np.float32(np.nan)) == "silent"
+    assert planted(refuse) == "refused"
+    assert planted(crash) == "crashed"
+
+
+def test_lost_buffer_makes_an_export_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, stream = Case("deepseek_v3", tmp_path, original=True), FSDPEngine.stream_weights
+
+    def without_bias(self: FSDPEngine, **options: Any) -> Iterator[tuple[str, Any]]:
+        return (pair for pair in stream(self, **options) if "e_score_correction" not in pair[0])
+
+    with quiet():
+        monkeypatch.setattr(FSDPEngine, "stream_weights", without_bias)
+        row = run(case, "hub", "export")
+    assert row.outcome == "silent" and "e_score_correction_bias" in row.why
