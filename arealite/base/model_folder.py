@@ -4,6 +4,7 @@ The module imports no torch and reads only file headers, so a bad folder is foun
 """
 
 import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -15,7 +16,10 @@ from safetensors import SafetensorError, safe_open
 
 from arealite.base.errors import RoleError, UserError, one_line
 
-LENGTHS = {"embed_tokens.weight": "vocab_size", "input_layernorm.weight": "hidden_size"}
+LENGTHS = {
+    "embed_tokens.weight": "vocab_size",
+    "layers.0.input_layernorm.weight": "hidden_size",
+}
 """Maps the end of a tensor's name to the config.json field that its first dimension equals."""
 
 
@@ -163,12 +167,34 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_layers(config: dict[str, Any], path: Path | str) -> None:
-    """Raise UserError for a model with layers that the embedded server does not support."""
-    layers: list[str] = text_part(config).get("layer_types") or []
-    if other := {*layers} - {"full_attention", "sliding_attention"}:
-        what = f"model.path={path} has layers of {', '.join(sorted(other))}"
-        fix = "Use llm_server.type=sglang for this model."
-        raise UserError(f"{what}; the embedded server runs only full and sliding attention. {fix}")
+    """Raise UserError for a model that generates no text from text alone."""
+    kind, names = config.get("model_type", ""), config.get("architectures") or [""]
+    known = causal_types()
+    if config.get("is_encoder_decoder") or any(name.endswith(ENCODERS) for name in names):
+        what = f"a {names[0] or kind}, which cannot continue a text"
+    elif known and kind not in known:
+        what = f"of type '{kind}', which this version of transformers has not as a text model"
+    else:
+        return
+    raise UserError(f"model.path={path} is {what}. Use a model for causal language modelling.")
+
+
+ENCODERS = "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering"
+"""Ends of the names of architectures without a head for causal language modelling."""
+CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = "
+
+
+def causal_types() -> set[str]:
+    """Return the model types that transformers loads with AutoModelForCausalLM; {}: unknown.
+
+    They are read from its source, because an import takes seconds.
+    """
+    spec = importlib.util.find_spec("transformers")
+    file = Path(spec.origin or "").parent / "models/auto/modeling_auto.py" if spec else Path()
+    with suppress(OSError):
+        _, found, rest = file.read_text(encoding="utf-8").partition(CAUSAL)
+        return set(re.findall(r'\("([\w-]+)",', rest.partition("]\n)")[0])) if found else set()
+    return set()
 
 
 def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> None:

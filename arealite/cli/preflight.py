@@ -140,6 +140,8 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     ranks, size = config.launcher.trainer_ranks, fsdp.context_parallel
     model_folder.check_context_parallel(model, size=size, ranks=ranks)
     estimates.lora_of(config, shapes)
+    if trainer.type != "reward":
+        model_folder.check_layers(model, path)
     free = check_run_folder(config)
     check_addresses(config)
     if config.view.web:
@@ -152,8 +154,6 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
             print(fold(f"{what}; the first: {unused[0]}"))
         check_resume(config, rows)
         return Facts(model, shapes, free)
-    if is_self_served(config) and configs.own_server(config).llm_server.type == "embedded":
-        model_folder.check_layers(model, path)
     check_sources(config)
     check_first_rows(config)
     tasks, held_out = load_split(config, "train"), load_split(config, "eval")

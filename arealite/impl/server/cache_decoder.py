@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel as Model
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from arealite.base import log
 from arealite.base.errors import UserError, one_line
@@ -135,7 +136,11 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
         UserError: There is none.
     """
     bound, reason = BOUND if model.dtype == torch.float32 else LOW_BOUND, ""
-    for kind in _kinds(model):
+    kinds = _kinds(model)
+    if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+        reason = "with engine.fsdp.layout=packed, which needs another layout (padded)"
+        kinds = [kind for kind in kinds if kind is Decoder]  # it makes all masks itself
+    for kind in kinds:
         try:
             off = _difference(kind, model)
         except Exception as error:  # noqa: BLE001  (each model fails in its own way)
@@ -178,7 +183,7 @@ def _difference(kind: type[BaseDecoder], model: Model) -> float:
     vocab_size = min(model.config.get_text_config().vocab_size, 1000)
     draws = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (16,), generator=draws).tolist()
-    with _short_windows(model):
+    with _probing(model):
         decoder = kind(model, max_rows=3, seed=0)
         rows = [
             Generation("", tokens[:length], SamplingParams(), limit, frozenset())
@@ -202,15 +207,19 @@ def _difference(kind: type[BaseDecoder], model: Model) -> float:
 
 
 @contextmanager
-def _short_windows(model: Model) -> Iterator[None]:
-    """Let windows of attention be shorter than the probe's rows."""
-    config = model.config.get_text_config()
+def _probing(model: Model) -> Iterator[None]:
+    """Let attention have masks, and windows shorter than the probe's rows."""
+    config, attention = model.config.get_text_config(), model.config._attn_implementation
     saved = {name: getattr(config, name, None) for name in WINDOWS}
     saved = {name: value for name, value in saved.items() if isinstance(value, int)}
     try:
         for name, value in saved.items():
             setattr(config, name, min(value, PROBE_WINDOW))
+        if attention not in ALL_MASK_ATTENTION_FUNCTIONS:
+            model.set_attn_implementation("sdpa")
         yield
     finally:
         for name, value in saved.items():
             setattr(config, name, value)
+        if attention not in ALL_MASK_ATTENTION_FUNCTIONS:
+            model.set_attn_implementation(attention)

@@ -20,13 +20,13 @@ from arealite.api.config import ServerConfig
 from arealite.api.llm_server import LLMServer
 from arealite.base import log
 from arealite.base.errors import RoleError, UserError
-from arealite.base.model_folder import check_layers, exact_length
+from arealite.base.model_folder import exact_length
 from arealite.base.places import check_address
 from arealite.base.signals import STOP
 from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
 from arealite.impl.server.app import App
-from arealite.impl.server.decoder import Decoder
+from arealite.impl.server.cache_decoder import make_decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.protocol import ServedModel
@@ -70,7 +70,7 @@ class EmbeddedServer(LLMServer):
         loop, is_shared = asyncio.get_running_loop(), self._shared is not None
         model, tokenizer = await asyncio.to_thread(self._load)
         self._stopped = loop.create_future()
-        self.engine = engine = self._make_engine(model, loop)
+        self.engine = engine = await asyncio.to_thread(self._make_engine, model, loop)
         self._model = self._describe(model, tokenizer)
         secret, config = self._registry.secret, self.config
         names = config.llm_server.host, config.cluster.host, config.reachable_host
@@ -111,7 +111,6 @@ class EmbeddedServer(LLMServer):
     def _load(self) -> tuple[PreTrainedModel, Any]:
         config = self.config
         if self._shared is not None:
-            check_layers(self._shared.config.to_dict(), config.model.path)
             return self._shared, load_tokenizer(config.model.path)
         device = config.llm_server.embedded.device
         return load_model(config.model.path, dtype=config.model.dtype, device=device)
@@ -145,7 +144,7 @@ class EmbeddedServer(LLMServer):
 
         options = self.config.llm_server.embedded
         return Engine(
-            Decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
+            make_decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
             num_threads=options.num_threads,
             deliver=partial(post, _notify),
             on_crash=partial(post, self.stop),

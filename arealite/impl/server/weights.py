@@ -152,19 +152,17 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     Raises:
         UserError: There is no such model, or this server cannot run it.
     """
-    read_model(path)
+    config, _ = read_model(path)
     folder = Path(path).expanduser()
     if dtype not in DTYPES:
         raise UserError(f"model.dtype={dtype}: must be one of {', '.join(DTYPES)}.")
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    check_layers(config, path)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        check_layers(AutoConfig.from_pretrained(folder).to_dict(), path)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], attn_implementation="sdpa"
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         line = (str(error).strip() or repr(error)).splitlines()[0]
