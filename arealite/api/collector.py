@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from arealite.api.agent_config import AgentConfig
 from arealite.api.env_config import EnvConfig
@@ -42,8 +43,8 @@ class CollectorConfig:
     client: LLMClientConfig = sub(LLMClientConfig, "client of the LLM servers")
     sampling: SamplingConfig = sub(SamplingConfig, "sampling of training tokens")
     group_size: int = opt(8, "episodes per task; advantages compare them", at_least=1)
-    record_routing: bool = opt(
-        True, "mixture of experts: store the experts of each token, where servers report them"
+    routing: Literal["replay", "measure", "off"] = opt(
+        "replay", "experts that a server reports: train with them, or measure the difference"
     )
     concurrency: int = opt(256, "concurrent episodes of one rollout worker", at_least=1)
     autoscale: AutoscaleConfig = sub(AutoscaleConfig, "automatic concurrency")

@@ -65,6 +65,9 @@ class TrainEngine(ABC):
     """The model whose parameters are trained in place; None if its parameters are sharded."""
     unused_tensors: frozenset[str] = frozenset()
     """Tensors of the folder that the model ignores. They are not streamed."""
+    replays_routing: bool = True
+    """Whether the experts in `Sequence.routing` replace those that the model's routers choose.
+    False: they are only compared."""
 
     @abstractmethod
     def __init__(

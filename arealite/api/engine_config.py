@@ -61,9 +61,6 @@ class FSDPConfig:
         "float32", "of compute; master weights are float32. float16 scales the loss"
     )
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
-    replay_routing: bool = opt(
-        True, "use the recorded experts; false: the trainer's own, and measure the difference"
-    )
     cpu_offload: bool = opt(False, "keep parameters and optimizer state in the host's memory")
     logits_chunk: int = opt(2**25, "logits: tokens × vocabulary at once", at_least=1, at_most=2**40)
     lora: LoRAConfig = sub(LoRAConfig, "low-rank adapters")

@@ -88,7 +88,7 @@ class SGLangClient(LLMClient):
     def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
         self.config = config.sglang
         self._model_path = args.model.path
-        self._records_routing = args.trainer.ppo.collector.record_routing
+        self._records_routing = args.trainer.ppo.collector.routing != "off"
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()

@@ -82,7 +82,7 @@ class FSDPEngine(TrainEngine):
         self.layout = attention.choose(config.layout, self.module, self.device, self.dtype)
         self._context = ContextGroup(config.context_parallel, self.module, self.device)
         trains = training is not None and head == "lm"
-        self.routing = Routing.of(self.module, replays=config.replay_routing) if trains else None
+        self.routing = Routing.of(self.module) if trains else None
         if config.gradient_checkpointing:
             models.recompute(self.module)
         mesh = models.make_mesh(self.device, config.shard_size)
@@ -249,7 +249,7 @@ class FSDPEngine(TrainEngine):
         """Return the micro-batch of `rows`; set the experts of its forward and backward pass."""
         batch = self._context.split(collate(rows, self.device, self.layout))
         if self.routing is not None:
-            self.routing.replay(batch.routing_BWR)
+            self.routing.replay(batch.routing_BWR, replaces=self.replays_routing)
         return batch
 
     def _routing_stats(self) -> dict[str, float]:

@@ -35,15 +35,9 @@ class Routing:
     Only one thread may use it at a time.
     """
 
-    def __init__(self, model: PreTrainedModel, experts: Experts, *, replays: bool = True) -> None:
-        """Wrap the forward method of each decoder layer, before it is sharded or recomputed.
-
-        Args:
-            model: The model.
-            experts: Its numbers of layers and experts.
-            replays: Whether recorded experts replace the routers' choice; else they are compared.
-        """
-        self.experts, self._replays = experts, replays
+    def __init__(self, model: PreTrainedModel, experts: Experts) -> None:
+        """Wrap the forward method of each decoder layer, before it is sharded or recomputed."""
+        self.experts, self._replaces = experts, True
         self._chosen: dict[int, Tensor] | None = None
         self._recorded_NDK: Tensor | None = None
         self._counts = torch.zeros(3, dtype=torch.int64)
@@ -53,10 +47,10 @@ class Routing:
             layer.forward = partial(self._run, index, layer.forward)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, replays: bool = True) -> "Routing | None":
+    def of(cls, model: PreTrainedModel) -> "Routing | None":
         """Return the routing of a mixture of experts; None for another model."""
         experts = experts_of(model.config.to_dict())
-        return cls(model, experts, replays=replays) if experts else None
+        return cls(model, experts) if experts else None
 
     @contextmanager
     def capture(self) -> Iterator[list[np.ndarray]]:
@@ -76,17 +70,19 @@ class Routing:
             layers = [chosen.get(index, none) for index in range(self.experts.layers)]
             captured.append(torch.stack(layers, 1).to("cpu", torch.int32).numpy())
 
-    def replay(self, recorded: Tensor | None) -> None:
+    def replay(self, recorded: Tensor | None, *, replaces: bool = True) -> None:
         """Set the record of the following forward pass and its backward pass.
 
         Args:
             recorded: uint8 [..., bytes of a token], as in `Segment.routing`, for every token of the
                 pass, padding included. Tokens of 255 only are not recorded and route freely.
+            replaces: Whether the recorded experts replace those that the routers choose. False:
+                they are only compared.
 
         Raises:
             InvariantError: The record is of another model.
         """
-        self._recorded_NDK = None
+        self._recorded_NDK, self._replaces = None, replaces
         if recorded is None:
             return
         if recorded.shape[-1] != self.experts.token_bytes:
@@ -109,7 +105,7 @@ class Routing:
         self._counts = torch.zeros_like(self._counts)
         if invalid:
             what = f"{invalid} of {compared} recorded choices of experts are invalid"
-            fix = "The server's record is wrong: use trainer.ppo.collector.record_routing=false."
+            fix = "The server's record is wrong: use trainer.ppo.collector.routing=off."
             raise InvariantError(f"{what}. {fix}")
         return {"routing_matched": matched, "routing_compared": compared} if compared else {}
 
@@ -133,7 +129,7 @@ class Routing:
         same = (ordered == free.sort(-1).values).all(-1)
         counts = torch.stack([(known & same).sum(), known.sum(), (known & ~valid).sum()])
         self._counts = self._counts.to(counts.device) + counts
-        return recorded.where((known & valid)[..., None], free) if self._replays else free
+        return recorded.where((known & valid)[..., None], free) if self._replaces else free
 
 
 class _Topk(TorchFunctionMode):

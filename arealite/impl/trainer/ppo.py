@@ -45,6 +45,7 @@ class PPOTrainer(BaseTrainer):
         self.checkpoint_keep = self.ppo.checkpoint.keep
         self.publisher = self.components.publisher
         self.reference, self.critic = self.components.reference, self.components.critic
+        self.engine.replays_routing = self.ppo.collector.routing == "replay"
         self.loss_fn = make_policy_loss(self.ppo.loss, self.ppo.kl)
         self.value_loss_fn = make_value_loss(self.ppo.critic)
         self.links: list[TrainerLink] = []
