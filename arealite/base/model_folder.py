@@ -150,7 +150,7 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
         raise UserError(f"{key}={path}: {error}. Download the whole file again.") from error
     for name, shape in shapes.items() if "text_config" not in config else ():
         field = next((LENGTHS[end] for end in LENGTHS if name.endswith(end)), "")
-        if config.get(field) not in (None, shape[0]):
+        if config.get(field) not in (None, *shape[:1]):
             what = f"{name} has shape {shape}, but config.json has {field}={config[field]}"
             raise UserError(f"{key}={path}: {what}. The files are of different models.")
     vocab: Any = read_json(folder, "tokenizer.json").get("model", {}).get("vocab") or [0]

@@ -50,6 +50,7 @@ class CacheDecoder(BaseDecoder):
     """Runs any model with a cache, with one forward pass for each batch of equal lengths."""
 
     mixes_lengths = False
+    has_cache = True
 
     def __init__(self, model: Model, *, max_rows: int, seed: int) -> None:
         super().__init__(model, max_rows=max_rows, seed=seed)
@@ -61,7 +62,8 @@ class CacheDecoder(BaseDecoder):
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
         self.running += generations
-        logits_BV, cache = self._forward(torch.tensor(prompts), 0, None)
+        with self._recorder(generations, sources, [*map(len, prompts)]):
+            logits_BV, cache = self._forward(torch.tensor(prompts), 0, None)
         batch = Batch(generations, cache)
         if sources != list(range(len(prompts))):
             batch.cache = self._select(cache, torch.tensor(sources))
@@ -73,7 +75,9 @@ class CacheDecoder(BaseDecoder):
             rows = batch.rows
             tokens_B1 = torch.tensor([[each.output[-1]] for each in rows])
             start = len(rows[0].prompt) + len(rows[0].output) - 1
-            logits_BV, batch.cache = self._forward(tokens_B1, start, batch.cache)
+            recorded = () if self.has_cache else [start + 1] * len(rows)
+            with self._recorder(rows, None, recorded):
+                logits_BV, batch.cache = self._forward(tokens_B1, start, batch.cache)
             self._sample(rows, logits_BV, self._settings_of(rows))
 
     def remove_ended(self) -> list[Generation]:
@@ -117,6 +121,8 @@ class CacheDecoder(BaseDecoder):
 
 class PlainDecoder(CacheDecoder):
     """Runs any causal model without a cache: each token costs a forward pass over its whole row."""
+
+    has_cache = False
 
     def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
         whole = tokens_BL if cache is None else torch.cat([cache, tokens_BL], 1)

@@ -31,6 +31,9 @@ class GenerateBody(msgspec.Struct, frozen=True):
     logprob_start_len: Int32 | None = None
     top_logprobs_num: Int32 = 0
     stream: bool = False
+    image_data: object = None
+    video_data: object = None
+    audio_data: object = None
     return_routed_experts: bool = False
     routed_experts_start_len: Count = 0
 
@@ -173,6 +176,8 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         Refusal: The request is wrong.
     """
     prompt, sampling = body.input_ids, body.sampling_params or SamplingParams()
+    if body.image_data or body.video_data or body.audio_data:
+        raise Refusal("The embedded server takes text only: send no images, videos or audio.")
     if not prompt:
         what = "Either text, input_ids or input_embeds should be provided"
         raise Refusal(f"{what}. The embedded server takes input_ids only.")
