@@ -175,14 +175,14 @@ class FSDPEngine(TrainEngine):
             "microbatches": float(len(plan)),
             "tokens": float(sum(lengths)),
             "padded_tokens": float(computed_tokens(lengths, plan, self.layout)),
-            **self._routing_stats(),
         }
+        # All ranks of a context group have the same numbers: one of them counts.
+        counted = ({} if self._context.rank else counted) | self._routing_stats()
         outcome = optimizer.step()
         if outcome["skipped_update"]:
             scale = optimizer.scale.value if optimizer.scale.enabled else None
             log.warning("update skipped", reason="gradient norm not finite", loss_scale=scale)
-        # All ranks of a context group have the same numbers: one of them counts.
-        return _sum_over_ranks({} if self._context.rank else counted) | outcome
+        return _sum_over_ranks(counted) | outcome
 
     def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write this rank's shards; see TrainEngine."""

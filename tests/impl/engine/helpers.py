@@ -41,7 +41,7 @@ CONTEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("window", {"lora": LoRAConfig(rank=4), "layout": "packed"}),
     "value": ("window", {"head": "value"}),
     "sinks": ("gpt_oss", {}),
-    "latent": ("deepseek_v3", {}),
+    "latent, routed": ("deepseek_v3", {}),
     "low": ("window", {"dtype": "bfloat16", "layout": "packed", "optimizer": {"type": "sgd"}}),
 }
 """Model and options of make_engine under which ranks that share rows must equal one rank."""
@@ -99,6 +99,14 @@ def make_engine(
         head=head,
         adapter=adapter,
     )
+
+
+def add_routing(rows: list[Sequence], *, layers: int = 2, experts: int = 4) -> None:
+    """Draw two experts for each token and layer, as a server would record them."""
+    rng = np.random.default_rng(1)
+    for row in rows:
+        draws = rng.random((len(row.tokens), layers, experts)).argsort(-1)[..., :2]
+        row.routing = draws.astype(np.uint8).reshape(len(row.tokens), -1)
 
 
 def lengths(parts: list[list[Sequence]]) -> list[list[int]]:

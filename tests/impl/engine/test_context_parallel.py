@@ -15,6 +15,7 @@ from arealite.impl.engine.context_parallel import ContextGroup
 from tests.impl.engine import worker
 from tests.impl.engine.helpers import (
     CONTEXTS,
+    add_routing,
     assert_close,
     gradients,
     lengths,
@@ -57,6 +58,8 @@ def test_ranks_that_share_rows_equal_one_rank(
     name: str, outs: list[dict[str, Any]], families: Path
 ) -> None:
     (family, options), rows, low = CONTEXTS[name], make_rows(), name == "low"
+    if "routed" in name:
+        add_routing(rows)
     engine = make_engine(families / family, **options)
     outputs = engine.forward(rows, lengths([rows]))
     expected, _ = gradients(engine, rows, lengths([rows]))
@@ -71,7 +74,8 @@ def test_ranks_that_share_rows_equal_one_rank(
         assert_close(found[0]["gradients"], expected, tolerance=3e-2 if low else 1e-5)
         assert_close(found[0]["weights"], weights(engine), tolerance=2e-2 if low else 1e-3)
         assert all(each["stats"] == found[0]["stats"] for each in found)
-        for key in ("loss", "grad_norm", "tokens"):
+        routing = ("routing_matched", "routing_compared") if "routed" in name else ()
+        for key in ("loss", "grad_norm", "tokens", *routing):
             expect = pytest.approx(stats[key], rel=3e-2 if low else 1e-4, abs=1e-6)
             assert found[0]["stats"][key] == expect, key
         recorded = [row for each in found for row in each["recorded"]]

@@ -22,6 +22,7 @@ from tests.impl.engine.helpers import (
     CONTEXTS,
     LOSS,
     VARIANTS,
+    add_routing,
     gradients,
     lengths,
     load,
@@ -92,11 +93,14 @@ def variants(folder: Path, model: str) -> None:
 
 def contexts(folder: Path, model: str) -> None:
     """For each case of CONTEXTS: outputs, gradients, and the weights after an update."""
-    rank, size, rows = dist.get_rank(), dist.get_world_size(), make_rows()
-    parts = [rows[:9], rows[9:], [], []][:size]
+    rank, size = dist.get_rank(), dist.get_world_size()
     out: dict[str, dict[str, object]] = {}
     for name, (family, options) in CONTEXTS.items():
         for group in {2, size}:
+            rows = make_rows()
+            if "routed" in name:
+                add_routing(rows)
+            parts = [rows[:9], rows[9:], [], []][:size]
             options = options | {"context_parallel": group, "max_tokens_per_microbatch": 32}
             engine = make_engine(Path(model) / family, **options)
             found = out[f"{name} of {group}"] = {
@@ -109,8 +113,6 @@ def contexts(folder: Path, model: str) -> None:
             )
             found["recorded"] = [row.fields["prox_logprobs"] for row in parts[rank]]
             found["weights"] = weights(engine)
-            rows = make_rows()
-            parts = [rows[:9], rows[9:], [], []][:size]
     torch.save(out, folder / f"out-{rank}.pt")
 
 
