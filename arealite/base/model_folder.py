@@ -272,9 +272,9 @@ def experts_of(config: dict[str, Any]) -> Experts | None:
     """Return the numbers of experts in a config.json; None if the model has no experts."""
     text = text_part(config)
     counts = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
-    active = "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"
+    active = "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"
     count, per_token = (next(filter(None, map(text.get, n)), None) for n in (counts, active))
-    layers = text.get("num_hidden_layers")
+    layers = text.get("num_hidden_layers") or len(text.get("layers_block_type") or [])
     is_known = all(isinstance(each, int) for each in (layers, count, per_token))
     return Experts(layers, count, per_token) if is_known and count > 1 else None  # type: ignore
 

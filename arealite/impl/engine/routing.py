@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from arealite.base.errors import InvariantError
+from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import Experts, experts_of
 from arealite.impl.engine.model import layers_of
 
 T = TypeVar("T")
 TOPK, FILL = (torch.topk, Tensor.topk), (torch.masked_fill, Tensor.masked_fill)
+FIX = "Use trainer.ppo.collector.routing=off."
 
 
 class Routing:
@@ -38,6 +39,7 @@ class Routing:
     def __init__(self, model: PreTrainedModel, experts: Experts) -> None:
         """Wrap the forward method of each decoder layer, before it is sharded or recomputed."""
         self.experts, self._replaces = experts, True
+        self._has_record = self._is_read = False
         self._chosen: dict[int, Tensor] | None = None
         self._recorded_NDK: Tensor | None = None
         self._counts = torch.zeros(3, dtype=torch.int64)
@@ -92,21 +94,25 @@ class Routing:
             recorded = recorded.to(torch.int16).where(recorded != 255, -1)
         else:
             recorded = recorded.view(torch.int16)
+        self._has_record = True
         self._recorded_NDK = recorded.reshape(-1, self.experts.layers, self.experts.per_token)
 
     def stats(self) -> dict[str, float]:
         """End the replay; return the counts of recorded choices since the last call.
 
         Raises:
+            UserError: There is a record, but no router was found.
             InvariantError: A recorded choice names an expert twice, or an expert that is not there.
         """
         self._recorded_NDK = None
         matched, compared, invalid = self._counts.tolist()
         self._counts = torch.zeros_like(self._counts)
+        if self._has_record and not self._is_read:
+            what = "Servers report the experts of this model, but its routers call no topk"
+            raise UserError(f"{what}, so they cannot be replayed. {FIX}")
         if invalid:
             what = f"{invalid} of {compared} recorded choices of experts are invalid"
-            fix = "The server's record is wrong: use trainer.ppo.collector.routing=off."
-            raise InvariantError(f"{what}. {fix}")
+            raise InvariantError(f"{what}: a server's record is wrong. {FIX}")
         return {"routing_matched": matched, "routing_compared": compared} if compared else {}
 
     def _run(self, layer: int, forward: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -115,27 +121,27 @@ class Routing:
         with _Topk(partial(self._choose, layer), self.experts):
             return forward(*args, **options)
 
-    def _choose(self, layer: int, scores: Tensor, free: Tensor) -> Tensor:
-        """Return the experts to use, int64 like `free`, the router's own choice."""
+    def _choose(self, layer: int, free: Tensor) -> Tensor:
+        """Return the experts to use, int64 [N, K] like `free`, the router's own choice."""
         if self._chosen is not None:
-            self._chosen[layer] = free.flatten(0, -2)
+            self._chosen[layer] = free
         if self._recorded_NDK is None:
             return free
-        recorded = self._recorded_NDK[:, layer].to(torch.int64).view_as(free)
-        known = recorded[..., 0] >= 0
-        ordered = recorded.sort(-1).values
-        valid = (ordered[..., 1:] != ordered[..., :-1]).all(-1) & (ordered[..., 0] >= 0)
-        valid &= ordered[..., -1] < scores.shape[-1]
-        same = (ordered == free.sort(-1).values).all(-1)
+        recorded = self._recorded_NDK[:, layer].to(torch.int64)
+        known, ordered = recorded[:, 0] >= 0, recorded.sort().values
+        valid = (ordered[:, 1:] != ordered[:, :-1]).all(1) & (ordered[:, 0] >= 0)
+        valid &= ordered[:, -1] < self.experts.count
+        same = (ordered == free.sort().values).all(1)
+        self._is_read = True
         counts = torch.stack([(known & same).sum(), known.sum(), (known & ~valid).sum()])
         self._counts = self._counts.to(counts.device) + counts
-        return recorded.where((known & valid)[..., None], free) if self._replaces else free
+        return recorded.where((known & valid)[:, None], free) if self._replaces else free
 
 
 class _Topk(TorchFunctionMode):
     """Replaces the result of topk over the scores of all experts."""
 
-    def __init__(self, choose: Callable[[Tensor, Tensor], Tensor], experts: Experts) -> None:
+    def __init__(self, choose: Callable[[Tensor], Tensor], experts: Experts) -> None:
         super().__init__()
         self._choose, self._sizes = choose, (experts.count, experts.per_token)
         self._filled: tuple[Any, Any] = (None, None)
@@ -147,9 +153,11 @@ class _Topk(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in FILL:
             self._filled = result, args[0]
-        if func not in TOPK or (args[0].shape[-1], result[1].shape[-1]) != self._sizes:
+        if func not in TOPK or args[0].dim() != 2:  # a call with 3 dimensions chooses groups
             return result
-        chosen = self._choose(args[0], result[1])
+        if (args[0].shape[1], result[1].shape[1]) != self._sizes:
+            return result
+        chosen = self._choose(result[1])
         if chosen is result[1]:
             return result
         filled, scores = self._filled
