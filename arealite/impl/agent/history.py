@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 from arealite.base import log
+from arealite.base.errors import UserError
 from arealite.system.data.chats import common_prefix_length, decode, encode, render
 
 logger = log.get(__name__)
@@ -79,8 +80,11 @@ class History:
         """
         self.messages += messages
         self.tools = tools or self.tools
-        text = render(self.tokenizer, self.messages, tools=self.tools)
         past = "".join([piece.text for piece in self.pieces])
+        if past and self.has_channels:
+            text = past + self._text_after(messages)
+        else:
+            text = render(self.tokenizer, self.messages, tools=self.tools)
         if not past:
             ids = first(self.tokenizer, text)
         elif text.startswith(past):
@@ -90,6 +94,36 @@ class History:
             self.pieces, past, ids = [], "", encode(self.tokenizer, text)
         self.pieces.append(Piece(ids, text[len(past) :]))
         return [token for piece in self.pieces for token in piece.ids]
+
+    @cached_property
+    def has_channels(self) -> bool:
+        """Whether the template writes each message of an answer into a channel, as GPT-OSS'."""
+        from arealite.impl.gateway.families import family_of  # agents start without it
+
+        return family_of(self.tokenizer).has_channels
+
+    def _text_after(self, new: Sequence[ChatMessage]) -> str:
+        """Return the text of `new` after the latest answer.
+
+        GPT-OSS' template refuses answers with the channels that the model sampled, so a short
+        answer of the same kind takes the place of the latest one.
+
+        Raises:
+            UserError: The template refuses the new messages, too.
+        """
+        from arealite.impl.gateway import exchange, families, rendering  # imports this module
+
+        results = [each for each in new if each["role"] == "tool"]
+        calls = [exchange.function_call(e.get("tool_call_id"), e.get("name"), {}) for e in results]
+        answer = {"role": "assistant", "content": "" if calls else "c", "tool_calls": calls}
+        renderer = rendering.Renderer(self.tokenizer, families.family_of(self.tokenizer))
+        kinds = rendering.TOOLS if self.tools else 0
+        text = renderer.render_after(kinds, answer, [renderer.prepare(each) for each in new])
+        if text is None:
+            raise UserError("the model's chat template refuses the messages after an answer")
+        last = self.pieces[-1].ids
+        stop, turn = ending(self.tokenizer, last[-1]), renderer.ending(kinds, answer).turn
+        return renderer.remaining(text, stop, turn)
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
         """Add an answer.

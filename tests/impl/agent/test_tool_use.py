@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from structlog.testing import capture_logs
 
+from arealite.api.llm import LLMResponse
 from arealite.api.observation import Observation, ToolCall
 from arealite.impl.agent import tool_use
+from arealite.system.data.chats import encode
+from tests.fakes.chat_families import tokenizer_of
 from tests.impl.agent.conversations import chat_tokenizer, extends, make, prompts, said
 
 TOOLS = tuple(
@@ -109,3 +114,29 @@ async def test_answer_is_text_if_no_tools_are_offered() -> None:
     tokenizer = chat_tokenizer("chatml")
     agent = make("tool_use", tokenizer, [said(tokenizer, "[TOOL_CALLS] [{}]")])
     assert (await agent.act("a")).calls == ()
+
+
+async def test_conversation_in_channels_continues_after_a_call_and_is_one_segment() -> None:
+    tokenizer = tokenizer_of("gpt_oss")
+    refusal = "{{ raise_exception('tags in content') if '<|channel|>' in (m.content or '') }}"
+    loop = "{% for m in messages if m.role == 'assistant' %}" + refusal + "{% endfor %}"
+    tokenizer.chat_template = loop + tokenizer.chat_template
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>"
+    call = thought + "commentary to=functions.add <|constrain|>json<|message|>{}<|call|>"
+    said_last = thought + "final<|message|>12<|return|>"
+    turns = [answered(tokenizer, text) for text in (call, said_last, said_last)]
+    agent = make("tool_use", tokenizer, turns, format="auto")
+    action = await agent.act(Observation("a", tools=TOOLS))
+    assert [(each.name, each.error) for each in action.calls] == [("add", "")]
+    action = await agent.act(answers(action.calls))
+    assert action.text.strip() == "12"
+    await agent.act("and now?")
+    assert extends(agent) == [True, True]
+    third = prompts(agent)[2]
+    assert call + "<|start|>functions.add to=assistant<|channel|>commentary" in third
+    assert said_last + "<|start|>user<|message|>and now?<|end|><|start|>assistant" in third
+
+
+def answered(tokenizer: Any, text: str) -> LLMResponse:
+    ids = encode(tokenizer, text)
+    return LLMResponse(ids, [0.0] * len(ids), [0] * len(ids), "stop")
