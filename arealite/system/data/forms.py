@@ -175,6 +175,10 @@ def check_prompt(prompt: object, where: str, column: str = "prompt") -> str | li
         return prompt
     if isinstance(prompt, list) and prompt and all(map(is_message, cast(list[object], prompt))):
         return cast(list[dict[str, Any]], prompt)
+    for each in cast(list[Any], prompt) if isinstance(prompt, list) else ():
+        if isinstance(each, dict) and isinstance(cast(Any, each).get("content"), list):
+            what = f"{where}: a message of `{column}` has a list as its content, as with images"
+            raise UserError(f"{what}. Images are not supported: write the content as one text.")
     what = f"{where}: `{column}` must be a text that is not empty, or a list of messages"
     fix = 'Write "…" or [{"role": "user", "content": "…"}].'
     raise UserError(f"{what}. {fix}")

@@ -66,6 +66,10 @@ def test_blank_lines_and_crlf_are_skipped(tmp_path):
     ("row", "says"),
     [
         ({"prompt": ""}, "`prompt` must be a text that is not empty"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "Images are not supported: write the content as one text",
+        ),
         ({"prompt": []}, "`prompt` must be"),
         ({"prompt": 3}, "`prompt` must be"),
         ({"prompt": [{"role": "user"}]}, "`prompt` must be"),
