@@ -19,16 +19,16 @@ from arealite.base.places import check_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model of servers and trainer."""
+class ServedModelConfig:
+    """The model of a server."""
 
     path: str = opt("", "Hugging Face folder with config, tokenizer and safetensors; required")
     dtype: str = opt("float32", "data type of a server's weights")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedModelConfig(ModelConfig):
-    """The model of a run."""
+class ModelConfig(ServedModelConfig):
+    """The model of servers and trainer."""
 
     adapter: str | None = opt(
         None, "LoRA adapter that peft wrote, to start from; its rank, alpha and targets apply"
@@ -116,7 +116,7 @@ class ExperimentConfig(TrialConfig):
 class ServerConfig(TrialConfig):
     """Root of `launch_llm_server`. The names are those of the experiment that uses the server."""
 
-    model: ModelConfig = sub(ModelConfig, "the model")
+    model: ServedModelConfig = sub(ServedModelConfig, "the model")
     llm_server: LLMServerConfig = sub(LLMServerConfig, "the server")
 
     @property
