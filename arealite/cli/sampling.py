@@ -165,6 +165,9 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     if not tasks:
         raise UserError(f"no environment of collector.envs has tasks: set envs.NAME.{split}.")
     NameRegistry.of(config).check()
+    if config.model.adapter:
+        fix = "Sample from an export: model.path=EXPORT model.adapter=null."
+        raise UserError(f"model.adapter={config.model.adapter}: servers do not load it. {fix}")
     configs.check_names(config)
     check_name("name", config.name)
     preflight.check_envs(config)

@@ -104,6 +104,7 @@ def test_source_names_are_not_parsed_as_markup(evaluate: Command) -> None:
             "no environment of collector.envs has tasks",
         ),
         (["n=0"], "n=0 must be at least 1"),
+        (["model.adapter=some"], "model.adapter=some: servers do not load it"),
         (
             ["trainer.ppo.eval.sampling.max_new_tokens=600"],
             "(for `eval`: trainer.ppo.eval.sampling)",
