@@ -73,7 +73,7 @@ class ExperimentConfig(TrialConfig):
         "folder is renamed; step-000040: that checkpoint",
     )
     server_wait_s: float = opt(60.0, "longest wait for the first LLM server", at_least=0)
-    model: TrainedModelConfig = sub(TrainedModelConfig, "the model")
+    model: ModelConfig = sub(ModelConfig, "the model")
     dataset: DatasetConfig = sub(DatasetConfig, "the tasks")
     llm_server: ExternalServersConfig = sub(ExternalServersConfig, "external servers")
     trainer: TrainerConfig = sub(TrainerConfig, "the trainer")
