@@ -205,6 +205,8 @@ def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> 
     if size > 1 and other:
         what = f"the model has layers of {', '.join(sorted(other))}"
         raise UserError(f"{key}: {what}, whose tokens depend on each other. Use 1.")
+    if size > 1 and text.get("output_router_logits"):
+        raise UserError(f"{key}: output_router_logits balances whole rows of experts. Use 1.")
     heads = text.get("num_attention_heads") or size
     for number, what in (ranks, "trainer ranks"), (heads, "attention heads of the model"):
         if number % size:

@@ -33,7 +33,7 @@ from arealite.impl.engine.context_parallel import ContextGroup
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
 from arealite.impl.engine.optimizer import Optimizer
-from arealite.impl.engine.routing import Routing
+from arealite.impl.engine.routing import Balance, Routing
 from arealite.impl.weights.names import TensorNames
 
 log = get(__name__)
@@ -83,6 +83,7 @@ class FSDPEngine(TrainEngine):
         self._context = ContextGroup(config.context_parallel, self.module, self.device)
         trains = training is not None and head == "lm"
         self.routing = Routing.of(self.module) if trains else None
+        self._balance = Balance.of(self.module) if trains else None
         if config.gradient_checkpointing:
             models.recompute(self.module)
         mesh = models.make_mesh(self.device, config.shard_size)
@@ -163,8 +164,10 @@ class FSDPEngine(TrainEngine):
             if not part:  # other ranks have rows, and their collectives need this rank
                 torch.cat([*self._model(batch).values()]).sum().backward()
                 continue
-            scale = optimizer.scale.value
-            stats, recorded = backward(self._compute, batch, loss_fn, record_outputs, scale=scale)
+            scale, loss_of = optimizer.scale.value, loss_fn
+            if self._balance is not None:
+                loss_of = self._balance.added_to(loss_fn, part, all_lengths, self.layout)
+            stats, recorded = backward(self._compute, batch, loss_of, record_outputs, scale=scale)
             for name, value in stats.items():
                 totals[name] = totals.get(name, 0.0) + value
             for field, values_N in recorded.items():

@@ -10,9 +10,11 @@ for the same token. Replay removes this difference.
 Shape letters: N = tokens of a forward pass, D = decoder layers, K = experts per token.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,12 +23,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from arealite.api.engine import Lengths, LossFn, LossInput, Sequence
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import Experts, experts_of
 from arealite.impl.engine.model import layers_of
 
 T = TypeVar("T")
 TOPK, FILL = (torch.topk, Tensor.topk), (torch.masked_fill, Tensor.masked_fill)
+NAME = "_arealite_routing"
+"""Attribute of a model."""
+BALANCE = "load_balancing_loss_func"
+"""A function in the module of a family, the same in all."""
 FIX = "Use trainer.ppo.collector.routing=off."
 
 
@@ -50,9 +57,10 @@ class Routing:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Routing | None":
-        """Return the routing of a mixture of experts; None for another model."""
-        experts = experts_of(model.config.to_dict())
-        return cls(model, experts) if experts else None
+        """Return the only routing of a mixture of experts; None for another model."""
+        if (experts := experts_of(model.config.to_dict())) and NAME not in vars(model):
+            setattr(model, NAME, cls(model, experts))
+        return vars(model).get(NAME)
 
     @contextmanager
     def capture(self) -> Iterator[list[np.ndarray]]:
@@ -163,3 +171,55 @@ class _Topk(TorchFunctionMode):
         filled, scores = self._filled
         scores = scores if args[0] is filled else args[0]
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+class Balance:
+    """The load-balancing loss of a mixture of experts, whose config.json asks for it.
+
+    It is the model's own loss of each row, weighted by the row's share of all tokens of the update.
+    Rows are balanced one by one, so the loss does not depend on micro-batches and ranks.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: Any) -> None:
+        self._function: Any = vars(sys.modules[type(model).__module__])[BALANCE]
+        self._coefficient: float = config.router_aux_loss_coef
+        _, *self._sizes = experts_of(config.to_dict()) or ()
+        self._logits: tuple[Tensor, ...] = ()
+        model.get_decoder().register_forward_hook(self._keep)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Balance | None":
+        """Return the loss that the config asks for; None if it asks for none."""
+        config = model.config.get_text_config()
+        wants = getattr(config, "output_router_logits", False) and config.router_aux_loss_coef
+        has_loss = BALANCE in vars(sys.modules[type(model).__module__])
+        return cls(model, config) if wants and has_loss else None
+
+    def added_to(
+        self, loss_fn: LossFn, rows: list[Sequence], all_lengths: Lengths, layout: str
+    ) -> LossFn:
+        """Return `loss_fn` with this loss for a micro-batch of `rows`, and its stat `router_loss`.
+
+        Args:
+            loss_fn: A loss function.
+            rows: The rows of the micro-batch.
+            all_lengths: The row lengths of the update on each rank.
+            layout: `packed` or `padded`.
+        """
+        widths = [max(1, len(row.tokens) - 1) for row in rows]
+        tokens = sum(max(1, length - 1) for each in all_lengths for length in each)
+        packed = [0, *accumulate(widths)]
+        starts = packed if layout == "packed" else [i * max(widths) for i in range(len(rows))]
+
+        def with_balance(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, stats = loss_fn(batch)
+            total = loss.new_zeros(())
+            for start, width in zip(starts, widths, strict=False):
+                logits = tuple(each[start : start + width] for each in self._logits)
+                total = total + width / tokens * self._function(logits, *self._sizes)
+            return loss + self._coefficient * total, stats | {"router_loss": total.detach()}
+
+        return with_balance
+
+    def _keep(self, module: object, args: object, output: Any) -> None:
+        self._logits = output.router_logits

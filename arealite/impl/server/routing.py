@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,6 +15,8 @@ class RoutingRecorder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._routing = Routing.of(model)
+        if getattr(model.config, "output_router_logits", False):  # a loss that no server needs
+            model.register_forward_pre_hook(_without_balance, with_kwargs=True)
 
     @contextmanager
     def __call__(
@@ -27,7 +30,7 @@ class RoutingRecorder:
         Args:
             generations: The requests of the pass.
             sources: Prompts: the row of each request, which replaces its record. None: each request
-                has a row of one token, which extends its record.
+                has a row, whose last token extends its record.
             lengths: The number of tokens of each row without its padding on the right.
         """
         wanted = [each.routing is not None for each in generations]
@@ -45,4 +48,10 @@ class RoutingRecorder:
                 continue
             if lengths:
                 generation.routing.clear()
-            generation.routing.append(experts[row, : lengths[row] if lengths else 1].copy())
+            generation.routing.append(
+                experts[row, : lengths[row]] if lengths else experts[row, -1:]
+            )
+
+
+def _without_balance(model: object, args: object, options: dict[str, Any]) -> tuple[Any, Any]:
+    return args, options | {"output_router_logits": False}

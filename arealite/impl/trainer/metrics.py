@@ -29,7 +29,7 @@ PLAIN = ("loss", "weight")
 """Stats of a loss function that are not sums over tokens."""
 ENGINE = (
     *("grad_norm", "lr", "skipped_update", "loss_scale"),
-    *("microbatches", "tokens", "padded_tokens"),
+    *("microbatches", "tokens", "padded_tokens", "router_loss"),
 )
 """Stats that the engine adds."""
 

@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from arealite.api.engine import Sequence
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import experts_of, read_json
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.engine.routing import Routing
+from arealite.impl.server.cache_decoder import make_decoder
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.generation import Generation, SamplingParams
-from arealite.impl.server.weights import load_model
 from tests.families.configs import CONFIGS
 from tests.families.folders import build
 from tests.impl.engine.helpers import LOSS, assert_close, gradients, lengths, make_engine, make_rows
-from tests.models import tiny_mixture
+from tests.models import tiny_mixture, tiny_model
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -116,8 +117,8 @@ def test_deepseek_v2_weights_ignore_the_mask_of_the_trainers_own_groups() -> Non
 
 def rows_of_server(path: Path, dtype: str) -> list[Sequence]:
     """Sample rows with their experts; two requests are retracted and prefilled again."""
-    model, _ = load_model(str(path), dtype=dtype, device="cpu")
-    decoder, draw = Decoder(model, max_rows=8, seed=0), np.random.default_rng(0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    decoder, draw = make_decoder(model, max_rows=8, seed=0), np.random.default_rng(0)
     prompts = [draw.integers(3, 64, 5 + i).tolist() for i in range(6)]
     requests = [
         Generation(str(i), ids, SamplingParams(), 20 + i, frozenset(), routing=[])
@@ -125,12 +126,14 @@ def rows_of_server(path: Path, dtype: str) -> list[Sequence]:
     ]
     with torch.inference_mode():
         waiting = deque(requests)
-        decoder.prefill(waiting)
+        while waiting:
+            decoder.prefill(waiting)
         for _ in range(4):
             decoder.decode()
         waiting.extend(decoder.clear())
-        decoder.prefill(waiting)
-        while decoder.running:
+        while waiting or decoder.running:
+            if waiting:
+                decoder.prefill(waiting)
             decoder.decode()
             decoder.remove_ended()
     rows = []
@@ -160,6 +163,14 @@ def mismatch(engine: FSDPEngine, rows: list[Sequence]) -> float:
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"n_routed_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4}
     return tiny_mixture(tmp_path_factory.mktemp("mixture"), "deepseek_v3", **sizes)
+
+
+def test_server_without_slots_records_the_experts_of_a_hybrid(tmp_path: Path) -> None:
+    tiny_mixture(tmp_path, "qwen3_next", num_experts=16)
+    rows, engine = rows_of_server(tmp_path, "float32"), make_engine(tmp_path)
+    assert mismatch(engine, rows) < 1e-5
+    stats = gradients(engine, rows, lengths([rows]))[1]
+    assert stats["routing_matched"] == stats["routing_compared"] > 0
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -244,3 +255,59 @@ def test_invalid_record_is_refused_before_the_update(mixture: Path, choice: list
     what = "4 bytes of routing" if len(choice) == 1 else "choices of experts are invalid"
     with pytest.raises(InvariantError, match=what):
         engine.train_batch(rows, lengths([rows]), LOSS)
+
+
+def balanced_gradients(path: Path, rows: list[Sequence]) -> tuple[dict[str, torch.Tensor], float]:
+    """Return gradients of the balancing loss alone, row by row by transformers, and the loss."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens, loss = sum(len(row.tokens) - 1 for row in rows), torch.zeros(())
+    for row in rows:
+        ids = torch.from_numpy(row.tokens[:-1].astype(np.int64))[None]
+        own = model(input_ids=ids).aux_loss
+        loss = loss + own * (len(row.tokens) - 1) / tokens
+    (model.config.router_aux_loss_coef * loss).backward()
+    grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return grads, float(loss.detach())
+
+
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose config asks for a strong balancing loss."""
+    path = tmp_path_factory.mktemp("balanced")
+    asks = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return tiny_model(
+        path, family="mixtral", num_local_experts=4, tie_word_embeddings=False, **asks
+    )
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_balancing_loss_of_the_config_is_added_once_per_update(
+    balanced: Path, layout: str, recomputes: bool
+) -> None:
+    rows = make_rows()
+    options = {"layout": layout, "gradient_checkpointing": recomputes}
+    engine = make_engine(balanced, max_tokens_per_microbatch=100, **options)
+    found, stats = gradients(engine, rows, lengths([rows]))
+    engine._balance = None
+    plain, _ = gradients(engine, rows, lengths([rows]))
+    expected, loss = balanced_gradients(balanced, rows)
+    assert stats["router_loss"] == pytest.approx(loss, rel=1e-5)
+    names = [name for name in expected if name.endswith("gate.weight")]
+    assert len(names) == 2
+    for name in names:
+        torch.testing.assert_close(found[name] - plain[name], expected[name], rtol=1e-3, atol=1e-6)
+
+
+def test_server_answers_for_a_model_whose_config_asks_for_a_balancing_loss(balanced: Path) -> None:
+    rows = rows_of_server(balanced, "float32")
+    assert mismatch(make_engine(balanced), rows) < 1e-5
+    model = AutoModelForCausalLM.from_pretrained(balanced).eval()
+    assert type(make_decoder(model, max_rows=1, seed=0)) is Decoder
+
+
+def test_no_balancing_loss_is_added_unless_the_config_asks(mixture: Path, tmp_path: Path) -> None:
+    silent = tiny_model(tmp_path, family="mixtral", num_local_experts=4)
+    for path in (silent, mixture):
+        rows = make_rows(3)
+        assert "router_loss" not in gradients(make_engine(path), rows, lengths([rows]))[1]
