@@ -14,6 +14,7 @@ from arealite.algo.losses import make_policy_loss
 from arealite.api.algorithm import LossConfig
 from arealite.api.engine import Head, LossFn, LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, LoRAConfig, OptimizerConfig
+from arealite.base.model_folder import experts_of, read_json
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.trainer.base import read_engines, write_engines
 from arealite.impl.trainer.world import World
@@ -74,6 +75,19 @@ def make_rows(count: int = 12, seed: int = 0, temperature: float | None = None) 
     total = sum(int(row.loss_mask.sum()) for row in rows)
     for row in rows:
         row.fields["loss_weight"] = np.full(len(row.tokens), 1.0 / total, np.float32)
+    return rows
+
+
+def random_record(rows: list[Sequence], path: Path, seed: int = 1) -> list[Sequence]:
+    """Give each token random experts; every third token has no record."""
+    experts, draw = experts_of(read_json(path)), np.random.default_rng(seed)
+    assert experts is not None
+    for row in rows:
+        count = len(row.tokens) * experts.layers
+        drawn = [draw.permutation(experts.count)[: experts.per_token] for _ in range(count)]
+        row.routing = np.stack(drawn).astype(np.uint8).reshape(len(row.tokens), -1)
+        row.routing[::3] = 255
+    rows[0].routing = None
     return rows
 
 

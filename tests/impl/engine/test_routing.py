@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from arealite.api.engine import Sequence
 from arealite.base.errors import InvariantError, UserError
-from arealite.base.model_folder import experts_of, read_json
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.engine.routing import Routing
 from arealite.impl.server.cache_decoder import make_decoder
@@ -23,8 +22,20 @@ from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.generation import Generation, SamplingParams
 from tests.families.configs import CONFIGS
 from tests.families.folders import build
-from tests.impl.engine.helpers import LOSS, assert_close, gradients, lengths, make_engine, make_rows
+from tests.impl.engine import worker
+from tests.impl.engine.helpers import (
+    LOSS,
+    assert_close,
+    gradients,
+    lengths,
+    make_engine,
+    make_rows,
+    random_record,
+    weights,
+)
+from tests.impl.engine.worker import EXPERTS
 from tests.models import tiny_mixture, tiny_model
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -195,19 +206,6 @@ def test_replay_makes_the_mismatch_of_a_low_precision_server_smaller(tmp_path: P
     assert stats["routing_matched"] < stats["routing_compared"]
 
 
-def random_record(rows: list[Sequence], path: Path, seed: int = 1) -> list[Sequence]:
-    """Give each token random experts; every third token has no record."""
-    experts, draw = experts_of(read_json(path)), np.random.default_rng(seed)
-    assert experts is not None
-    for row in rows:
-        count = len(row.tokens) * experts.layers
-        drawn = [draw.permutation(experts.count)[: experts.per_token] for _ in range(count)]
-        row.routing = np.stack(drawn).astype(np.uint8).reshape(len(row.tokens), -1)
-        row.routing[::3] = 255
-    rows[0].routing = None
-    return rows
-
-
 def test_layout_micro_batches_and_recomputation_do_not_change_replayed_gradients(
     mixture: Path,
 ) -> None:
@@ -311,3 +309,30 @@ def test_no_balancing_loss_is_added_unless_the_config_asks(mixture: Path, tmp_pa
     for path in (silent, mixture):
         rows = make_rows(3)
         assert "router_loss" not in gradients(make_engine(path), rows, lengths([rows]))[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("family", ["mixture", "balanced"])
+def test_two_ranks_update_a_mixture_as_one_rank(
+    request: pytest.FixtureRequest, tmp_path: Path, family: str
+) -> None:
+    model: Path = request.getfixturevalue(family)
+    ranks = [{"WORLD_SIZE": "2", "RANK": str(rank)} for rank in range(2)]
+    assert run_ranks(worker.main, ("experts", tmp_path, str(model)), ranks) == [0, 0]
+    of_ranks = [torch.load(tmp_path / f"out-{rank}.pt", weights_only=False) for rank in range(2)]
+    for name, options in EXPERTS.items():
+        if family == "balanced" and "context_parallel" in options:
+            continue
+        rows = random_record(make_rows(), model)
+        engine = make_engine(model, optimizer={"type": "sgd"})
+        found, stats = gradients(engine, rows, lengths([rows]))
+        engine.train_batch(rows, lengths([rows]), LOSS)
+        for out in of_ranks:
+            assert_close(out[name]["gradients"], found)
+        assert_close(of_ranks[0][name]["weights"], weights(engine))
+        told = of_ranks[0][name]["stats"]
+        if "context_parallel" not in options:
+            times = 2 if "gradient_checkpointing" in options else 1  # recomputation counts again
+            assert told["routing_matched"] == times * stats["routing_matched"]
+            assert told["routing_compared"] == times * stats["routing_compared"]
+        assert told.get("router_loss") == pytest.approx(stats.get("router_loss"))

@@ -11,11 +11,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from arealite.api.engine_config import FSDPConfig
+from arealite.base.model_folder import read_json
 from arealite.impl.engine import hf_folder
 from arealite.impl.engine.fsdp import FSDPEngine
 from tests.impl.engine.helpers import (
@@ -29,12 +31,20 @@ from tests.impl.engine.helpers import (
     loss_of,
     make_engine,
     make_rows,
+    random_record,
     save,
     weights,
 )
 
 UNEVEN = [list(range(9)), [9, 10, 11]]
 ONE_EMPTY = [[], list(range(12))]
+EXPERTS: dict[str, dict[str, Any]] = {
+    "shards": {"max_tokens_per_microbatch": 64},
+    "copies": {"shard_size": 1, "layout": "packed"},
+    "recomputed": {"gradient_checkpointing": True, "layout": "packed"},
+    "context": {"context_parallel": 2},
+}
+"""Options of engines of a mixture of experts that must agree with one rank."""
 
 
 def ranks(folder: Path, model: str, shard_size: int = 0) -> None:
@@ -113,6 +123,22 @@ def contexts(folder: Path, model: str) -> None:
             )
             found["recorded"] = [row.fields["prox_logprobs"] for row in parts[rank]]
             found["weights"] = weights(engine)
+    torch.save(out, folder / f"out-{rank}.pt")
+
+
+def experts(folder: Path, model: str) -> None:
+    """For each variant of EXPERTS: gradients with replayed experts, and weights after an update."""
+    rank, out = dist.get_rank(), dict[str, dict[str, object]]()
+    has_balance = read_json(model).get("output_router_logits", False)
+    for name, options in EXPERTS.items():
+        if has_balance and "context_parallel" in options:
+            continue
+        rows = random_record(make_rows(), Path(model))
+        parts = [[rows[i] for i in indices] for indices in UNEVEN]
+        engine = make_engine(model, optimizer={"type": "sgd"}, **options)
+        found, stats = gradients(engine, parts[rank], lengths(parts))
+        engine.train_batch(parts[rank], lengths(parts), LOSS)
+        out[name] = {"gradients": found, "stats": stats, "weights": weights(engine)}
     torch.save(out, folder / f"out-{rank}.pt")
 
 
@@ -206,6 +232,7 @@ def main(scenario: str, folder: Path, model: str) -> None:
         "copies": copies,
         "variants": variants,
         "contexts": contexts,
+        "experts": experts,
         "buffers": buffers,
         "memory": memory,
         "kill_in_save": kill_in_save,
