@@ -31,9 +31,9 @@ class GenerateBody(msgspec.Struct, frozen=True):
     logprob_start_len: Int32 | None = None
     top_logprobs_num: Int32 = 0
     stream: bool = False
-    image_data: object = None
-    video_data: object = None
-    audio_data: object = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
     return_routed_experts: bool = False
     routed_experts_start_len: Count = 0
 
