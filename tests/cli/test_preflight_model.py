@@ -175,7 +175,9 @@ def test_model_with_a_tensor_for_each_expert_is_accepted(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention"),
+        ({"model_type": "qwen2_5_vl"}, "of type 'qwen2_5_vl', which this version of transformers"),
+        ({"is_encoder_decoder": True}, "cannot continue a text"),
+        ({"architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM, which cannot continue"),
     ],
 )
 def test_unsupported_model_family_is_refused(

@@ -150,7 +150,7 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
         try:
             off = _difference(kind, model)
         except Exception as error:  # noqa: BLE001  (each model fails in its own way)
-            reason = one_line(error)
+            reason = f"{type(error).__name__}: {one_line(error)}"
             continue
         if off <= bound:
             if kind is not Decoder:
