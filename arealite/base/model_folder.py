@@ -174,6 +174,8 @@ def check_layers(config: dict[str, Any], path: Path | str) -> None:
         what = f"a {names[0] or kind}, which cannot continue a text"
     elif known and kind not in known:
         what = f"of type '{kind}', which this version of transformers has not as a text model"
+    elif kind in WITH_IMAGES and "vision_config" in config:
+        what = f"of type '{kind}' with tensors for images, which are not supported"
     else:
         return
     raise UserError(f"model.path={path} is {what}. Use a model for causal language modelling.")
@@ -181,6 +183,8 @@ def check_layers(config: dict[str, Any], path: Path | str) -> None:
 
 ENCODERS = "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering"
 """Ends of the names of architectures without a head for causal language modelling."""
+WITH_IMAGES = "llama4", "mllama"
+"""Model types of which transformers cannot load the text part alone."""
 CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = "
 
 
