@@ -6,6 +6,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.base.errors import UserError
 from arealite.impl.self_check.check import SelfCheck
 from arealite.impl.server.embedded import EmbeddedServer
 from arealite.impl.trainer.components import make_engine
@@ -45,15 +46,13 @@ async def _compare(check: SelfCheck, served: ServerConfig | None) -> list[tuple[
     if served is None:
         return await asyncio.to_thread(compare)
     server = EmbeddedServer(served)
-    serving, ready = (asyncio.ensure_future(each) for each in (server.serve(), server.ready.wait()))
-    await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
-    ready.cancel()
     try:
-        if not serving.done():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve())
+            await server.ready.wait()
             await asyncio.wrap_future(server.resume("0"))
-            return await asyncio.to_thread(compare)
-    finally:
-        if not serving.done():
+            found = await asyncio.to_thread(compare)
             server.stop(None)
-        await serving
-    return []
+    except* UserError as group:
+        raise group.exceptions[0] from None
+    return found

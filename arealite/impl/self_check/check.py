@@ -23,16 +23,15 @@ from arealite.base.model_folder import read_json, read_shapes, text_part
 from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.self_check import plain
 from arealite.impl.self_check.comparison import BOUNDS, Comparison, masked
-from arealite.impl.self_check.plain import PlainModel
 from arealite.impl.self_check.reasons import Evidence, likely_reason
-from arealite.impl.self_check.servers import Generated, Question
+from arealite.impl.self_check.servers import NEW, Generated, Question
 from arealite.impl.trainer.world import World
 from arealite.impl.weights.sums import constants, sums
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 
-OFF = "trainer.ppo.publisher.self_check"
+OPTION = "trainer.ppo.publisher.self_check"
 
 
 def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, version: int) -> None:
@@ -45,7 +44,7 @@ def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, vers
             reason.
     """
     if not config.trainer.ppo.publisher.self_check:
-        logger.warning(f"self-check is off: {OFF}=false")
+        logger.warning(f"self-check is off: {OPTION}=false")
         return
     begin, check = time.perf_counter(), SelfCheck(config, engine, world, version)
     for comparison in check.compare():
@@ -65,34 +64,30 @@ class SelfCheck:
 
     def __post_init__(self) -> None:
         self.folder, ppo = Path(self.config.model.path).expanduser(), self.config.trainer.ppo
-        self.model = read_json(self.folder)
-        self.dtype = ppo.engine.fsdp.dtype
+        self.dtype, self.model = ppo.engine.fsdp.dtype, read_json(self.folder)
         temperature, limit = ppo.collector.sampling.temperature or 1.0, ppo.publisher.timeout_s
         self.question = Question(self.model, self.version, temperature, limit)
-        self.plain: PlainModel | None = None
+        self.plain: plain.PlainModel | None = None
         """The reference, on rank 0, if it fits beside the trainer."""
+        self.module: Any = getattr(self.engine, "module", None)
+        """The trainer's model, if the engine shows it."""
+        self.is_initial = self.version == 0 and not getattr(self.config.model, "adapter", None)
+        """Whether the trainer's weights are those of the model folder."""
         self.found: dict[str, str] = {}
         """The result of each comparison, for the log."""
 
-    @property
-    def is_initial(self) -> bool:
-        """Whether the trainer's weights are those of the model folder."""
-        return self.version == 0 and not getattr(self.config.model, "adapter", None)
-
     def compare(self) -> list[Comparison]:
         """Return the comparison with plain transformers, if it fits, and with each server."""
-        servers = self.ask(self.question)
+        servers, question = self.ask(self.question), self.question
         if not servers:
             logger.warning("self-check: no server to compare with", version=self.version)
-        rows = [row for server in servers for row in server.rows] or self.question.rows()
-        ours_BT, made, at = self.score(rows), list[Comparison](), 0
-        for server in servers:
-            made.append(self.with_server(server, ours_BT[at : at + len(server.rows)]))
-            at += len(server.rows)
+        made = [self.with_server(server) for server in servers]
         if why := self.load_plain():
             self.found["plain transformers"] = f"not compared: {why}"
         else:
-            rows, ours_BT = (made[0].rows, made[0].ours_BT) if made else (rows, ours_BT)
+            random = [question.row(prompt, prompt[:1] * NEW) for prompt in question.prompts()]
+            rows = servers[0].rows if servers else random
+            ours_BT = made[0].ours_BT if made else self.score(rows)
             theirs_BT = self.world.broadcast(self.plain.score(rows) if self.plain else ours_BT)
             made.insert(0, Comparison("plain transformers", rows, ours_BT, theirs_BT, self.dtype))
         self.found |= {each.other: each.text for each in made}
@@ -113,19 +108,19 @@ class SelfCheck:
             line[: len(values_T)] = values_T
         return self.world.add(ours_BT) + masked(rows)
 
-    def with_server(self, server: Generated, ours_BT: np.ndarray) -> Comparison:
-        """Return the comparison with one server; `ours_BT` are the trainer's logprobs."""
-        theirs_BT = np.full_like(ours_BT, np.nan)
+    def with_server(self, server: Generated) -> Comparison:
+        """Return the comparison with one server."""
+        theirs_BT = np.full_like(masked(server.rows), np.nan)
         for line, row, logprobs in zip(theirs_BT, server.rows, server.logprobs, strict=True):
             line[len(row.tokens) - len(logprobs) : len(row.tokens)] = logprobs
-        coarsest = max(self.dtype, self.dtype_of(server), key=BOUNDS.__getitem__)
-        other = f"server {server.address}"
-        return Comparison(other, server.rows, ours_BT, theirs_BT, coarsest, server.info)
+        coarsest = max(self.dtype, self.dtype_of(server.info), key=BOUNDS.__getitem__)
+        name, ours_BT = f"server {server.address}", self.score(server.rows)
+        return Comparison(name, server.rows, ours_BT, theirs_BT, coarsest, server.info)
 
-    def dtype_of(self, server: Generated) -> str:
+    def dtype_of(self, info: dict[str, Any]) -> str:
         """Return the dtype that a server should have: the option for a server of this run, or else
         the one that it reports."""
-        dtype = server.info.get("dtype")
+        dtype = info.get("dtype")
         if self.config.launcher.llm_servers:
             words = [word.partition("=") for word in server_overrides(self.config)]
             dtype = [value.strip('"') for key, _, value in words if key == "model.dtype"][-1]
@@ -139,7 +134,7 @@ class SelfCheck:
         numel = sum(map(prod, read_shapes(self.folder).values()))
         if why := self.world.broadcast(plain.obstacle(numel)):
             return why
-        self.plain = PlainModel(self.folder) if self.world.is_rank0 else None
+        self.plain = plain.PlainModel(self.folder) if self.world.is_rank0 else None
         weights = iter(()) if self.is_initial else self.engine.stream_weights()
         self.plain.update(weights) if self.plain else deque(weights, maxlen=0)
         return ""
@@ -148,57 +143,44 @@ class SelfCheck:
 
     def refusal(self, wrong: Comparison) -> str:
         """Return on all ranks the error for a comparison, with its likely reason."""
-        evidence, rows, module = self.evidence(wrong), wrong.rows, self._module
-        if not wrong.info:
-            evidence.place = self.place(rows[int(wrong.means_B.argmax())])
-        elif module is not None:
-            evidence.right |= sums(constants(module))
-        mean, most = BOUNDS[wrong.dtype]
+        evidence, (mean, most) = self.evidence(wrong), BOUNDS[wrong.dtype]
         what = f"The trainer and {wrong.other} give the same tokens different log-probabilities"
         size = f"{wrong.text}; {mean:g} and {most:g} are allowed in {wrong.dtype}"
-        where = f" It begins in {evidence.place}." if evidence.place else ""
-        reason = likely_reason(wrong, evidence)
-        off = f"{OFF}=false starts the run anyway"
-        text = f"{what} ({size}).{where} Likely reason: {reason}. ({off}.)"
-        return self.world.broadcast(text)
+        place = "" if wrong.info else self.place(wrong.rows[int(wrong.means_B.argmax())])
+        where = f" It begins in {place}." if place else ""
+        reason = f"Likely reason: {likely_reason(wrong, evidence)}."
+        return self.world.broadcast(f"{what} ({size}).{where} {reason} ({OPTION}=false skips this)")
 
     def evidence(self, wrong: Comparison) -> Evidence:
         """Collect facts about a difference, on all ranks."""
-        rows, alone_BT = wrong.rows, masked(wrong.rows)
+        rows, run, alone_BT = wrong.rows, self.question.temperature, masked(wrong.rows)
         for line, row in zip(alone_BT, rows, strict=True):
             line[: len(row.tokens)] = self.score([row])[0]
-        alone = replace(wrong, theirs_BT=alone_BT, dtype=self.dtype)
-        run = self.question.temperature
-        by_temperature = {
-            each: replace(wrong, ours_BT=self.score([replace(r, temperature=each) for r in rows]))
-            for each in {1.0, run**2, 1 / run} - {run}
-        }
-        weights, module = sums(self.engine.stream_weights()), self._module
-        folder = sums(plain.stored(self.folder))
-        made = Evidence(alone, by_temperature, weights, {}, self.dtype, folder=folder)
-        made.window = text_part(self.model).get("sliding_window")
-        if module is not None:
-            made.buffers = frozenset(name for name, _ in module.named_buffers())
-        for server in self.ask(replace(self.question, alone=True)) if wrong.info else ():
-            if wrong.other.endswith(server.address):
-                made.wrong, made.dtype = server.sums, self.dtype_of(server)
-                made.server_alone = self.with_server(server, self.score(server.rows))
-        if not wrong.info and self.is_initial:
-            made.right, made.wrong = folder, weights
-        if not wrong.info and self.plain and module is not None:
-            made.right |= sums(constants(self.plain.model))
-            made.wrong |= sums(constants(module))
+        others = {1.0, run**2, 1 / run} - {run}
+        warmer = {each: [replace(row, temperature=each) for row in rows] for each in others}
+        made = Evidence(
+            trainer_alone=replace(wrong, theirs_BT=alone_BT, dtype=self.dtype),
+            by_temperature={t: replace(wrong, ours_BT=self.score(warmer[t])) for t in others},
+            right=sums(self.engine.stream_weights()),
+            folder=sums(plain.stored(self.folder)),
+            dtype=self.dtype_of(wrong.info) if wrong.info else self.dtype,
+            window=text_part(self.model).get("sliding_window"),
+        )
+        if self.module is not None:
+            made.buffers = frozenset(name for name, _ in self.module.named_buffers())
+            made.right |= sums(constants(self.module))
+        if not wrong.info and self.plain and self.is_initial:
+            made.wrong = made.right
+            made.right = made.folder | sums(constants(self.plain.model))
+        if wrong.info:
+            servers = self.ask(replace(self.question, wants_sums=True))
+            made.wrong = {server.address: server.sums for server in servers}.get(wrong.address, {})
         return made
 
     def place(self, row: Sequence) -> str:
         """Return the module in which the trainer begins to differ from plain transformers."""
-        with plain.watched(self._module) if self._module else nullcontext() as ours:
+        with plain.watched(self.module) if self.module else nullcontext() as ours:
             self.score([row])
         if self.plain is None or ours is None:
             return ""
         return plain.first_difference(ours, self.plain.outputs(row), self.dtype)
-
-    @property
-    def _module(self) -> Any:
-        """The trainer's model, if the engine shows it."""
-        return getattr(self.engine, "module", None)

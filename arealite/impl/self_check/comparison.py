@@ -5,6 +5,7 @@ Shape letters: B = rows, T = tokens of the longest row.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +36,13 @@ class Comparison:
     theirs_BT: np.ndarray
     dtype: str
     """The coarsest dtype of both programs, which gives the bound."""
-    info: dict[str, str | None] = field(default_factory=dict[str, str | None])
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
     """The server's description of itself; {} of plain transformers."""
+
+    @property
+    def address(self) -> str:
+        """The server's address."""
+        return self.other.rpartition(" ")[2]
 
     @property
     def errors_BT(self) -> np.ndarray:

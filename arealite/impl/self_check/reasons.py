@@ -30,21 +30,17 @@ class Evidence:
     """The comparison again, with the trainer at other temperatures."""
     right: Sums
     """Checksums of the tensors that should be there."""
-    wrong: Sums
-    """Checksums of the program that the reason is looked for in: the server, or the trainer where
-    it differs from plain transformers; {}: unknown."""
+    folder: Sums
+    """Checksums of the tensors in the model folder."""
     dtype: str
     """The dtype that the program should have."""
-    server_alone: Comparison | None = None
-    """A server that got one prompt at a time."""
-    folder: Sums = field(default_factory=dict)
-    """Checksums of the tensors in the model folder."""
+    window: int | None
+    """The model's sliding window."""
+    wrong: Sums = field(default_factory=Sums)
+    """Checksums of the program that the reason is looked for in: the server, or the trainer where
+    it differs from plain transformers; {}: unknown."""
     buffers: frozenset[str] = frozenset()
     """Names of the model's buffers."""
-    window: int | None = None
-    """The model's sliding window."""
-    place: str = ""
-    """The first module whose output differs from plain transformers'; "": unknown."""
 
 
 def likely_reason(comparison: Comparison, evidence: Evidence) -> str:
@@ -75,8 +71,6 @@ def _observed(comparison: Comparison, evidence: Evidence) -> str:
     if not evidence.trainer_alone.is_equal:
         what = "padding side: the trainer scores rows together differently than alone"
         return f"{what}; try another engine.fsdp.layout"
-    if evidence.server_alone is not None and evidence.server_alone.is_equal:
-        return "padding side: the server is right with one request, but not with rows together"
     begin, window = comparison.begin, evidence.window
     where = f"tokens differ from position {begin} on, and agree before"
     if begin is not None and begin >= ROTARY:

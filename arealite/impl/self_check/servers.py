@@ -1,7 +1,6 @@
 """Lets servers generate rows for the self-check."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +24,14 @@ NEW = 24
 """Tokens that a server generates for each prompt."""
 LONGEST = 8192
 """Longer sliding windows are not tested."""
-REPORTED = "weight_version", "dtype", "quantization"
-FAILURES = aiohttp.ClientError, OSError, TimeoutError, ValueError, msgspec.DecodeError
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What one server generated, and its description of itself."""
+    """The rows that one server generated, and its description of itself."""
 
     address: str
-    info: dict[str, str | None]
+    info: dict[str, Any]
     rows: list[Sequence]
     logprobs: list[list[float]]
     """Of the last tokens of each row."""
@@ -52,8 +49,7 @@ class Question:
     """Servers that report another version are not asked: the publisher gives them no traffic."""
     temperature: float
     timeout_s: float
-    alone: bool = False
-    """Send one prompt at a time, and ask for checksums of the tensors."""
+    wants_sums: bool = False
 
     def prompts(self, context: int | None = None) -> list[list[int]]:
         """Return random prompts that fit into `context` and the model's own context."""
@@ -72,73 +68,49 @@ class Question:
         first = max(1, len(tokens) - LENGTHS[-1] - NEW)
         return Sequence(tokens, np.arange(len(tokens)) >= first, self.temperature)
 
-    def rows(self) -> list[Sequence]:
-        """Return random rows, for a comparison without a server."""
-        return [self.row(prompt, prompt[:1] * NEW) for prompt in self.prompts()]
-
     def ask(self, names: NameRegistry) -> list[Generated]:
         """Let each server that holds the version generate from all prompts."""
 
         async def ask_all() -> list[Generated | None]:
             limit = aiohttp.ClientTimeout(self.timeout_s)
             async with aiohttp.ClientSession(timeout=limit) as session:
-                found = list(_channels(session, names))
-                return await asyncio.gather(*map(self._ask, found))
+                servers = (entry.value for entry in names.list("llm_server"))
+                return await asyncio.gather(*(self._ask(s, session, names) for s in servers))
 
         with Wait("answers to the self-check", owner="trainer-0", on="llm_server"):
             return [each for each in asyncio.run(ask_all()) if each]
 
-    async def _ask(self, server: "Channel") -> Generated | None:
+    async def _ask(
+        self, server: dict[str, Any], session: aiohttp.ClientSession, names: NameRegistry
+    ) -> Generated | None:
         """Return what a server generated; None if it holds another version, or fails."""
-        prompts = self.prompts(server.context)
+        headers = names.headers(str(server.get("type") or ""))
+        prompts, url = self.prompts(server.get("context_length")), str(server["address"])
+
+        async def request(path: str, body: dict[str, object] | None = None) -> bytes:
+            method = "GET" if body is None else "POST"
+            async with session.request(method, url + path, json=body, headers=headers) as answer:
+                if answer.status == 404:  # a server without this route
+                    return b"{}"
+                answer.raise_for_status()
+                return await answer.read()
+
+        async def generate(prompt: list[int]) -> wire.Answer:
+            sampling = {"temperature": self.temperature, "max_new_tokens": NEW, "ignore_eos": True}
+            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+            return wire.decode_answer(await request("/generate", body))
+
         try:
-            info = msgspec.json.decode(await server.request("/model_info"))
+            info = msgspec.json.decode(await request("/model_info"))
             if info.get("weight_version") != str(self.version):
                 return None
-            info |= msgspec.json.decode(await server.request("/server_info"))
-            if self.alone:
-                answers = [await self._generate(server, prompt) for prompt in prompts]
-                sums = msgspec.json.decode(await server.request("/weight_sums", {}), type=Sums)
-            else:
-                jobs = [self._generate(server, prompt) for prompt in prompts]
-                answers, sums = await asyncio.gather(*jobs), Sums()
-        except FAILURES as error:
-            what = "self-check: server not compared"
-            logger.warning(what, address=server.address, error=repr(error))
+            info |= msgspec.json.decode(await request("/server_info"))
+            answers = await asyncio.gather(*map(generate, prompts))
+            found = await request("/weight_sums", {}) if self.wants_sums else b"{}"
+            sums = msgspec.json.decode(found, type=Sums)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            logger.warning("self-check: server not compared", address=url, error=repr(error))
             return None
-        outputs = zip(prompts, (answer.output_ids for answer in answers), strict=True)
-        rows = [self.row(prompt, output) for prompt, output in outputs]
-        logprobs = [wire.token_logprobs(answer) for answer in answers]
-        facts = {name: info.get(name) for name in REPORTED}
-        return Generated(server.address, facts, rows, logprobs, sums)
-
-    async def _generate(self, server: "Channel", prompt: list[int]) -> wire.Answer:
-        sampling = {"temperature": self.temperature, "max_new_tokens": NEW, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-        return wire.decode_answer(await server.request("/generate", body))
-
-
-@dataclass(frozen=True)
-class Channel:
-    """The address of one server, and how requests reach it."""
-
-    address: str
-    context: int | None
-    headers: dict[str, str]
-    session: aiohttp.ClientSession
-
-    async def request(self, path: str, body: dict[str, object] | None = None) -> bytes:
-        """POST `body`, or GET without one; return the answer, or {} if there is no such route."""
-        method, url = "GET" if body is None else "POST", self.address + path
-        async with self.session.request(method, url, json=body, headers=self.headers) as answer:
-            if answer.status == 404:
-                return b"{}"
-            answer.raise_for_status()
-            return await answer.read()
-
-
-def _channels(session: aiohttp.ClientSession, names: NameRegistry) -> Iterator[Channel]:
-    for entry in names.list("llm_server"):
-        context: Any = entry.value.get("context_length")
-        headers = names.headers(str(entry.value.get("type") or ""))
-        yield Channel(str(entry.value["address"]), context, headers, session)
+        rows = [self.row(p, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)]
+        facts = {name: info.get(name) for name in ("dtype", "quantization")}
+        return Generated(url, facts, rows, [wire.token_logprobs(each) for each in answers], sums)
