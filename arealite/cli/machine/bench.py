@@ -50,10 +50,10 @@ class Bench:
         """Fail the row with `failure` unless `holds`."""
         self.failures += [] if holds else [failure]
 
-    def seconds(self, call: Callable[[], object], repeat: int = 3) -> float:
-        """Return the shortest time of `repeat` calls, after one call that is not measured."""
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Return the shorter time of two calls, after one call that is not measured."""
         found = list[float]()
-        for _ in range(repeat + 1):
+        for _ in range(3):
             began = time.perf_counter()
             call()
             if self.device.type == "cuda":

@@ -13,7 +13,7 @@ from arealite.api.llm import LLMRequest, LLMResponse, SamplingConfig, clients
 from arealite.api.publisher import PublishReport, WeightPublisher, publishers
 from arealite.cli import configs
 from arealite.cli.machine.bench import Bench
-from arealite.cli.machine.training import BOUNDS, make_engine, train
+from arealite.cli.machine.checks import BOUNDS, make_engine, train
 from arealite.cli.presets import CONFIG_DIR
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.launcher.processes import own_servers
