@@ -157,7 +157,7 @@ class FSDPEngine(TrainEngine):
         for number, indices in enumerate(plan):
             last = number == len(plan) - 1
             for root in roots:
-                root.set_requires_gradient_sync(last)
+                root.set_requires_all_reduce(last)
                 root.set_is_last_backward(last)
             part = [rows[i] for i in indices]
             batch = self._collate(part)
