@@ -88,7 +88,8 @@ class TensorNames:
             raise UserError(f"'{folder}' has no tensors in safetensors files. {fix}")
         self._of_model: dict[str, Group] = {}
         self._twins: dict[str, Group] = {}
-        for group in self._plan(model):
+        # A head that is tied to the embedding comes second: servers ignore it.
+        for group in sorted(self._plan(model), key=lambda each: self._first[each.key] != each.key):
             self._add(group)
         groups = [*self._twins.values(), *self._of_model.values()]
         self._of_folder = {name: group for group in groups for name in group.sources}
