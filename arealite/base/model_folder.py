@@ -167,7 +167,10 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_layers(config: dict[str, Any], path: Path | str) -> None:
-    """Raise UserError for a model that generates no text from text alone."""
+    """Raise UserError for a model that generates no text from text alone, or is quantized."""
+    if config.get("quantization_config"):
+        fix = "Use weights in bfloat16, and a config.json without quantization_config."
+        raise UserError(f"model.path={path} is quantized, which cannot be trained. {fix}")
     kind, names = config.get("model_type", ""), config.get("architectures") or [""]
     known = causal_types()
     if config.get("is_encoder_decoder") or any(name.endswith(ENCODERS) for name in names):

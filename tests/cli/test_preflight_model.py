@@ -178,6 +178,7 @@ def test_model_with_a_tensor_for_each_expert_is_accepted(tmp_path: Path) -> None
         ({"model_type": "qwen2_5_vl"}, "of type 'qwen2_5_vl', which this version of transformers"),
         ({"model_type": "llama4", "vision_config": {}}, "tensors for images, which are not"),
         ({"is_encoder_decoder": True}, "cannot continue a text"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantized, which cannot be trained"),
         ({"architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM, which cannot continue"),
     ],
 )

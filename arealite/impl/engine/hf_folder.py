@@ -26,11 +26,13 @@ def copy_small_files(source: Path, folder: Path) -> None:
 
 
 def write_config(folder: Path, module: object, *, dtype: str, head: Head) -> None:
-    """Set the dtype and the head of `module` in the copied config.json of `folder`."""
+    """Describe `module` and its weights in the copied config.json of `folder`."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
+    if config.get("num_nextn_predict_layers"):
+        config["num_nextn_predict_layers"] = 0  # no transformers model has these layers
     if head == "value":
         config["architectures"] = [type(module).__name__]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}

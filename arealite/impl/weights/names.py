@@ -256,8 +256,8 @@ class TensorNames:
         unused = [*(model._keys_to_ignore_on_load_unexpected or []), r"\.inv_freq$"]
         if SCORE in self._meta:
             unused.append(r"^lm_head\.")
-        if getattr(self._config, "num_nextn_predict_layers", 0):  # predict further tokens
-            unused.append(rf"\.layers\.{self._config.num_hidden_layers}\.")
+        for number in range(getattr(self._config, "num_nextn_predict_layers", None) or 0):
+            unused.append(rf"\.layers\.{self._config.num_hidden_layers + number}\.")
         left = self.headers.keys() - self._of_folder.keys()
         left = {name for name in left if not any(re.search(rule, name) for rule in unused)}
         missing = {*self._first.values()} - self._of_model.keys() - {SCORE}
