@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,6 +34,7 @@ SHARE = 0.9
 """Share of a GPU's memory that a run may use; the rest is for NCCL, CUDA and fragmentation."""
 NAMES = "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads"
 OPTIONS = "dtype=bfloat16", "gradient_checkpointing=true"
+"""Options of `trainer.ppo.engine.fsdp`."""
 
 
 def config_of(model: tuple[int, ...]) -> dict[str, int]:
@@ -47,13 +50,21 @@ def shapes_of(model: tuple[int, ...]) -> Shapes:
     return {"layers": [layers, layer], "embedding": [2 - tied, vocabulary, hidden]}
 
 
+@cache
+def base() -> ExperimentConfig:
+    """Return the run whose number of ranks and options of the engine change."""
+    words = [f"trainer.ppo.engine.fsdp.{option}" for option in OPTIONS]
+    return configs.load(ExperimentConfig, configs.CONFIG_DIR / "async_ppo.yaml", words)
+
+
 def bytes_of(model: tuple[int, ...], ranks: int, size: int, context: int) -> float:
     """Return the estimate for one of `ranks` whose groups of `size` share rows of `context`."""
-    fsdp = [*OPTIONS, f"context_parallel={size}", f"max_tokens_per_microbatch={context // size}"]
-    words = [f"trainer.ppo.engine.fsdp.{option}" for option in fsdp]
-    words += ["model.path=m", f"launcher.trainer_ranks={ranks}"]
-    file = configs.CONFIG_DIR / "async_ppo.yaml"
-    config = configs.load(ExperimentConfig, file, words)
+    config, tokens = base(), context // size
+    trainer, ppo = config.trainer, config.trainer.ppo
+    fsdp = replace(ppo.engine.fsdp, context_parallel=size, max_tokens_per_microbatch=tokens)
+    ppo = replace(ppo, engine=replace(ppo.engine, fsdp=fsdp))
+    launcher = replace(config.launcher, trainer_ranks=ranks)
+    config = replace(config, trainer=replace(trainer, ppo=ppo), launcher=launcher)
     return next(estimates.memory(config, config_of(model), shapes_of(model))).size
 
 

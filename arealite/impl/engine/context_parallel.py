@@ -31,6 +31,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import check_context_parallel
 from arealite.impl.engine import attention
 from arealite.impl.engine.batch import MicroBatch
+from arealite.impl.engine.head import decoder_of
 
 Attention = Callable[..., tuple[Tensor, Any]]
 MIXERS = re.compile("Indexer|Compressor|Mamba|Delta|Conv1d|ShortConv|LinearAttention|Recurrent")
@@ -54,7 +55,7 @@ class ContextGroup:
         check_context_parallel(config.to_dict(), size=size, ranks=ranks)
         masks: dict[str, Any] = {"sdpa": sdpa_mask, "eager": eager_mask}
         kind = config._attn_implementation
-        kinds = {type(part) for part in model.get_decoder().modules()}
+        kinds = dict.fromkeys(type(part) for part in decoder_of(model).modules())
         mixing = [each for each in kinds if MIXERS.search(each.__name__) or _counts_tokens(each)]
         is_known = model.is_backend_compatible() and kind in {*masks, attention.NAME}
         if mixing or not is_known or getattr(model, "_is_stateful", False):
