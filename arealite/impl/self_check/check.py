@@ -1,37 +1,51 @@
 """Compares the trainer with each server and with plain transformers, before the first episode.
 
-Each server generates a few hundred tokens from random prompts. The trainer scores the same tokens
-in the layout of its training rows; plain transformers scores them row by row, with its reference
-attention, in float32. Shape letters: B = rows, T = tokens of the longest row.
+Each server generates a few hundred tokens from random prompts. Rank 0 scores the same tokens in the
+layout of training; plain transformers scores them row by row, with its reference attention, in
+float32.
 """
 
+import asyncio
 import time
 from collections import deque
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import numpy as np
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import Sequence, TrainEngine
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.base.model_folder import read_json, read_shapes, text_part
+from arealite.base.model_folder import exact_length, read_json, read_shapes, text_part, vocab_size
+from arealite.impl.client import wire
 from arealite.impl.launcher.processes import server_overrides
-from arealite.impl.self_check import plain
-from arealite.impl.self_check.comparison import BOUNDS, Comparison, masked
-from arealite.impl.self_check.reasons import Evidence, likely_reason
-from arealite.impl.self_check.servers import NEW, Generated, Question
+from arealite.impl.self_check.plain import PlainModel, first_difference, obstacle, watched
+from arealite.impl.self_check.reasons import BOUNDS, Comparison, Evidence, likely_reason
 from arealite.impl.trainer.world import World
-from arealite.impl.weights.sums import constants, sums
+from arealite.impl.weights.sums import Sums, constants, sums
+from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
 
 OPTION = "trainer.ppo.publisher.self_check"
+PLAIN = "plain transformers"
+LENGTHS = 1, 2, 3, 7, 12, 20, 33, 48
+"""Lengths of the prompts. A further prompt is longer than the sliding window, if there is one."""
+NEW = 24
+"""Tokens that a server generates for each prompt."""
+LONGEST = 8192
+"""Longer sliding windows are not tested."""
+
+Request = Callable[..., Awaitable[bytes]]
+"""Takes a path and a body; returns the answer of one server."""
 
 
 def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, version: int) -> None:
@@ -65,12 +79,11 @@ class SelfCheck:
     def __post_init__(self) -> None:
         self.folder, ppo = Path(self.config.model.path).expanduser(), self.config.trainer.ppo
         self.dtype, self.model = ppo.engine.fsdp.dtype, read_json(self.folder)
-        temperature, limit = ppo.collector.sampling.temperature or 1.0, ppo.publisher.timeout_s
-        self.question = Question(self.model, self.version, temperature, limit)
-        self.plain: plain.PlainModel | None = None
-        """The reference, on rank 0, if it fits beside the trainer."""
+        self.temperature = ppo.collector.sampling.temperature or 1.0
         self.module: Any = getattr(self.engine, "module", None)
         """The trainer's model, if the engine shows it."""
+        self.plain: PlainModel | None = None
+        """The reference, on rank 0, if it fits beside the trainer."""
         self.is_initial = self.version == 0 and not getattr(self.config.model, "adapter", None)
         """Whether the trainer's weights are those of the model folder."""
         self.found: dict[str, str] = {}
@@ -78,109 +91,162 @@ class SelfCheck:
 
     def compare(self) -> list[Comparison]:
         """Return the comparison with plain transformers, if it fits, and with each server."""
-        servers, question = self.ask(self.question), self.question
-        if not servers:
+        made = self.ask()
+        if not made:
             logger.warning("self-check: no server to compare with", version=self.version)
-        made = [self.with_server(server) for server in servers]
-        if why := self.load_plain():
-            self.found["plain transformers"] = f"not compared: {why}"
+        numel = sum(map(prod, read_shapes(self.folder).values()))
+        if why := self.world.broadcast(obstacle(numel)):
+            self.found[PLAIN] = f"not compared: {why}"
         else:
-            random = [question.row(prompt, prompt[:1] * NEW) for prompt in question.prompts()]
-            rows = servers[0].rows if servers else random
-            ours_BT = made[0].ours_BT if made else self.score(rows)
-            theirs_BT = self.world.broadcast(self.plain.score(rows) if self.plain else ours_BT)
-            made.insert(0, Comparison("plain transformers", rows, ours_BT, theirs_BT, self.dtype))
-        self.found |= {each.other: each.text for each in made}
+            self.plain = PlainModel(self.folder) if self.world.is_rank0 else None
+            weights = iter(()) if self.is_initial else self.engine.stream_weights()
+            self.plain.update(weights) if self.plain else deque(weights, maxlen=0)
+            rows = made[0].rows if made else [self.row(p, p[:1] * NEW) for p in self.prompts()]
+            theirs = [self.plain.score(row) for row in rows] if self.plain else []
+            made.insert(0, Comparison(PLAIN, rows, self.score(rows), theirs, self.dtype))
+        made = self.world.broadcast(made)
+        self.found |= {c.other: "{:.2g} mean, {:.2g} max nats".format(*c.worst) for c in made}
         return made
 
-    def ask(self, question: Question) -> list[Generated]:
-        """Return on all ranks what the servers generated."""
-        names = NameRegistry.of(self.config)
-        return self.world.broadcast(question.ask(names) if self.world.is_rank0 else [])
+    def score(self, rows: list[Sequence]) -> list[np.ndarray]:
+        """Return the trainer's logprobs of each row on rank 0, float32 [T]."""
+        mine, lengths = rows if self.world.is_rank0 else [], [len(row.tokens) for row in rows]
+        others: list[list[int]] = [[] for _ in range(self.world.size - 1)]
+        return self.engine.forward(mine, [lengths, *others])["logprobs"]
 
-    def score(self, rows: list[Sequence]) -> np.ndarray:
-        """Return on all ranks the trainer's logprobs [B, T], NaN outside the loss masks."""
-        size, rank = self.world.size, self.world.rank
-        lengths = [[len(row.tokens) for row in rows[each::size]] for each in range(size)]
-        scored = self.engine.forward(rows[rank::size], lengths)["logprobs"]
-        ours_BT = np.zeros(masked(rows).shape)
-        for line, values_T in zip(ours_BT[rank::size], scored, strict=True):
-            line[: len(values_T)] = values_T
-        return self.world.add(ours_BT) + masked(rows)
+    # ------------------------------------------------------------ servers
 
-    def with_server(self, server: Generated) -> Comparison:
-        """Return the comparison with one server."""
-        theirs_BT = np.full_like(masked(server.rows), np.nan)
-        for line, row, logprobs in zip(theirs_BT, server.rows, server.logprobs, strict=True):
-            line[len(row.tokens) - len(logprobs) : len(row.tokens)] = logprobs
-        coarsest = max(self.dtype, self.dtype_of(server.info), key=BOUNDS.__getitem__)
-        name, ours_BT = f"server {server.address}", self.score(server.rows)
-        return Comparison(name, server.rows, ours_BT, theirs_BT, coarsest, server.info)
+    def prompts(self, context: int | None = None) -> list[list[int]]:
+        """Return random prompts that fit into `context` and the model's own context."""
+        rng, text, size = np.random.default_rng(0), text_part(self.model), vocab_size(self.model)
+        own = exact_length(self.model) or text.get("max_position_embeddings")
+        most, window = min(context or LONGEST, own or LONGEST) - NEW, text.get("sliding_window")
+        long = [window + LENGTHS[-1]] if window and window <= LONGEST else []
+        low, high = (size or 1024) // 8, (size or 1024) * 3 // 4  # special tokens are at the ends
+        fit = [length for length in (*LENGTHS, *long) if length <= most]
+        return [rng.integers(low, high, length).tolist() for length in fit]
+
+    def row(self, prompt: list[int], output: list[int]) -> Sequence:
+        """Return a row whose last tokens are scored."""
+        tokens = np.array([*prompt, *output], np.int32)
+        first = max(1, len(tokens) - LENGTHS[-1] - NEW)
+        return Sequence(tokens, np.arange(len(tokens)) >= first, self.temperature)
+
+    def ask(self, *, wants_sums: bool = False) -> list[Comparison]:
+        """Let each server that holds the version generate from all prompts."""
+        names, limit = NameRegistry.of(self.config), self.config.trainer.ppo.publisher.timeout_s
+
+        async def ask_all() -> list[Comparison | None]:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(limit)) as session:
+                jobs = (
+                    self._ask(
+                        partial(_request, session, entry.value, names), entry.value, wants_sums
+                    )
+                    for entry in names.list("llm_server")
+                )
+                return await asyncio.gather(*jobs)
+
+        found: list[Comparison | None] = []
+        if self.world.is_rank0:
+            with Wait("answers to the self-check", owner="trainer-0", on="llm_server"):
+                found = asyncio.run(ask_all())
+        found = self.world.broadcast(found)
+        return [replace(each, ours=self.score(each.rows)) for each in found if each]
+
+    async def _ask(
+        self, request: Request, server: dict[str, Any], wants_sums: bool
+    ) -> Comparison | None:
+        """Return what a server generated; None if it holds another version, or fails."""
+
+        async def generate(prompt: list[int]) -> wire.Answer:
+            sampling = {"temperature": self.temperature, "max_new_tokens": NEW, "ignore_eos": True}
+            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+            return wire.decode_answer(await request("/generate", body))
+
+        prompts, url = self.prompts(server.get("context_length")), server["address"]
+        try:
+            info = msgspec.json.decode(await request("/model_info"))
+            if info.get("weight_version") != str(self.version):
+                return None  # the publisher gives it no traffic
+            info |= msgspec.json.decode(await request("/server_info"))
+            answers = await asyncio.gather(*map(generate, prompts))
+            found = await request("/weight_sums", {}) if wants_sums else b"{}"
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            logger.warning("self-check: server not compared", address=url, error=repr(error))
+            return None
+        rows = [self.row(p, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)]
+        facts = {name: info.get(name) for name in ("dtype", "quantization")}
+        facts["sums"] = msgspec.json.decode(found, type=Sums)
+        theirs = [np.array(wire.token_logprobs(answer)) for answer in answers]
+        coarsest = max(self.dtype, self.dtype_of(facts), key=BOUNDS.__getitem__)
+        return Comparison(f"server {url}", rows, [], theirs, coarsest, facts)
 
     def dtype_of(self, info: dict[str, Any]) -> str:
         """Return the dtype that a server should have: the option for a server of this run, or else
         the one that it reports."""
         dtype = info.get("dtype")
         if self.config.launcher.llm_servers:
-            words = [word.partition("=") for word in server_overrides(self.config)]
-            dtype = [value.strip('"') for key, _, value in words if key == "model.dtype"][-1]
+            words = dict(word.split("=", 1) for word in server_overrides(self.config))
+            dtype = words["model.dtype"].strip('"')
         return dtype if dtype in BOUNDS else "bfloat16"
-
-    def load_plain(self) -> str:
-        """Load plain transformers on rank 0; return on all ranks why it was not loaded, or "".
-
-        Later versions get the trainer's weights, under the names of the folder.
-        """
-        numel = sum(map(prod, read_shapes(self.folder).values()))
-        if why := self.world.broadcast(plain.obstacle(numel)):
-            return why
-        self.plain = plain.PlainModel(self.folder) if self.world.is_rank0 else None
-        weights = iter(()) if self.is_initial else self.engine.stream_weights()
-        self.plain.update(weights) if self.plain else deque(weights, maxlen=0)
-        return ""
 
     # ------------------------------------------------------------ the reason
 
     def refusal(self, wrong: Comparison) -> str:
         """Return on all ranks the error for a comparison, with its likely reason."""
         evidence, (mean, most) = self.evidence(wrong), BOUNDS[wrong.dtype]
+        row = wrong.rows[int(np.argmax([errors.mean() for errors in wrong.errors]))]
+        with watched(self.module) as ours:
+            self.score([row])
+        place = ""
+        if not wrong.info and self.plain:
+            with watched(self.plain.model) as theirs:
+                self.plain.score(row)
+            place = first_difference(ours, theirs, self.dtype)
         what = f"The trainer and {wrong.other} give the same tokens different log-probabilities"
-        size = f"{wrong.text}; {mean:g} and {most:g} are allowed in {wrong.dtype}"
-        place = "" if wrong.info else self.place(wrong.rows[int(wrong.means_B.argmax())])
+        text = "mean of a row {:.2g}, largest {:.2g} nats".format(*wrong.worst)
+        size = f"{text}; {mean:g} and {most:g} are allowed in {wrong.dtype}"
         where = f" It begins in {place}." if place else ""
-        reason = f"Likely reason: {likely_reason(wrong, evidence)}."
-        return self.world.broadcast(f"{what} ({size}).{where} {reason} ({OPTION}=false skips this)")
+        reason = likely_reason(wrong, evidence) if self.world.is_rank0 else ""
+        text = f"{what} ({size}).{where} Likely reason: {reason}. ({OPTION}=false skips this.)"
+        return self.world.broadcast(text)
 
     def evidence(self, wrong: Comparison) -> Evidence:
         """Collect facts about a difference, on all ranks."""
-        rows, run, alone_BT = wrong.rows, self.question.temperature, masked(wrong.rows)
-        for line, row in zip(alone_BT, rows, strict=True):
-            line[: len(row.tokens)] = self.score([row])[0]
+        rows, run = wrong.rows, self.temperature
+        alone = [scored for row in rows for scored in self.score([row])]
         others = {1.0, run**2, 1 / run} - {run}
-        warmer = {each: [replace(row, temperature=each) for row in rows] for each in others}
-        made = Evidence(
-            trainer_alone=replace(wrong, theirs_BT=alone_BT, dtype=self.dtype),
-            by_temperature={t: replace(wrong, ours_BT=self.score(warmer[t])) for t in others},
-            right=sums(self.engine.stream_weights()),
-            folder=sums(plain.stored(self.folder)),
-            dtype=self.dtype_of(wrong.info) if wrong.info else self.dtype,
+        warmer = {t: self.score([replace(row, temperature=t) for row in rows]) for t in others}
+        right, is_plain, folder = sums(self.engine.stream_weights()), not wrong.info, Sums()
+        if self.module is not None:
+            right |= sums(constants(self.module))
+        if is_plain and self.plain:
+            folder = sums([*self.plain.stored(), *constants(self.plain.model)])
+        again = [] if is_plain else self.ask(wants_sums=True)
+        theirs = next((each.info["sums"] for each in again if each.other == wrong.other), Sums())
+        return Evidence(
+            trainer_alone=replace(wrong, theirs=alone, dtype=self.dtype),
+            by_temperature={t: replace(wrong, ours=warmer[t]) for t in others},
+            right=folder if is_plain and self.is_initial else right,
+            wrong=right if is_plain and self.is_initial else theirs,
+            dtype=self.dtype if is_plain else self.dtype_of(wrong.info),
+            buffers=frozenset(dict(self.module.named_buffers()) if self.module else ()),
             window=text_part(self.model).get("sliding_window"),
         )
-        if self.module is not None:
-            made.buffers = frozenset(name for name, _ in self.module.named_buffers())
-            made.right |= sums(constants(self.module))
-        if not wrong.info and self.plain and self.is_initial:
-            made.wrong = made.right
-            made.right = made.folder | sums(constants(self.plain.model))
-        if wrong.info:
-            servers = self.ask(replace(self.question, wants_sums=True))
-            made.wrong = {server.address: server.sums for server in servers}.get(wrong.address, {})
-        return made
 
-    def place(self, row: Sequence) -> str:
-        """Return the module in which the trainer begins to differ from plain transformers."""
-        with plain.watched(self.module) if self.module else nullcontext() as ours:
-            self.score([row])
-        if self.plain is None or ours is None:
-            return ""
-        return plain.first_difference(ours, self.plain.outputs(row), self.dtype)
+
+async def _request(
+    session: aiohttp.ClientSession,
+    server: dict[str, Any],
+    names: NameRegistry,
+    path: str,
+    body: dict[str, object] | None = None,
+) -> bytes:
+    """POST `body`, or GET without one; return the answer, or {} if there is no such route."""
+    headers, url = names.headers(str(server.get("type") or "")), server["address"] + path
+    method = "GET" if body is None else "POST"
+    async with session.request(method, url, json=body, headers=headers) as answer:
+        if answer.status == 404:
+            return b"{}"
+        answer.raise_for_status()
+        return await answer.read()

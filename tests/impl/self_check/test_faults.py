@@ -134,7 +134,11 @@ def quantise(model: Model) -> None:
 IN_SERVER: dict[str, tuple[str, Plant, str]] = {
     "missing buffer": ("deepseek_v3", zero_bias, r"missing buffer: .*e_score_correction_bias"),
     "one expert zeroed": ("qwen3_moe", zero_expert, r"one expert: .*layers\.1\.mlp\.experts\.2\."),
-    "swapped tensors": ("qwen2", swap, r"swapped tensors: .*(gate|up)_proj.* has the values of"),
+    "swapped tensors": (
+        "qwen2",
+        swap,
+        r"swapped tensors: values of .*(gate|up)_proj.*(gate|up)_proj",
+    ),
     "tied head": ("qwen2", untie, r"tied head: 'lm_head\.weight'"),
     "quantised server": ("qwen2", quantise, r"quantised server: "),
 }
@@ -163,7 +167,7 @@ def test_fault_of_the_trainer_is_named_with_its_place(
     text = run.refusal()
     assert "The trainer and plain transformers" in text
     assert re.search(named, text), text
-    assert re.search(r"It begins in layers\.[01]\.mlp", text), text
+    assert re.search(r"It begins in model\.layers\.[01]\.mlp", text), text
 
 
 EDITS: dict[str, tuple[dict[str, Any], str]] = {
