@@ -5,17 +5,17 @@ layout of training; plain transformers scores them row by row, with its referenc
 float32.
 """
 
-import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from http.client import HTTPException
 from math import prod
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
 
-import aiohttp
 import msgspec
 import numpy as np
 
@@ -27,7 +27,7 @@ from arealite.base.model_folder import exact_length, read_json, read_shapes, tex
 from arealite.impl.client import wire
 from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.self_check.plain import PlainModel, first_difference, obstacle, watched
-from arealite.impl.self_check.reasons import BOUNDS, Comparison, Evidence, likely_reason
+from arealite.impl.self_check.reasons import BOUNDS, Comparison, likely_reason, tensor_reason
 from arealite.impl.trainer.world import World
 from arealite.impl.weights.sums import Sums, constants, sums
 from arealite.system.health.waits import Wait
@@ -36,6 +36,7 @@ from arealite.system.names.registry import NameRegistry
 logger = log.get(__name__)
 
 OPTION = "trainer.ppo.publisher.self_check"
+NAME = "answers to the self-check"
 PLAIN = "plain transformers"
 LENGTHS = 1, 2, 3, 7, 12, 20, 33, 48
 """Lengths of the prompts. A further prompt is longer than the sliding window, if there is one."""
@@ -43,9 +44,6 @@ NEW = 24
 """Tokens that a server generates for each prompt."""
 LONGEST = 8192
 """Longer sliding windows are not tested."""
-
-Request = Callable[..., Awaitable[bytes]]
-"""Takes a path and a body; returns the answer of one server."""
 
 
 def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, version: int) -> None:
@@ -105,7 +103,7 @@ class SelfCheck:
             theirs = [self.plain.score(row) for row in rows] if self.plain else []
             made.insert(0, Comparison(PLAIN, rows, self.score(rows), theirs, self.dtype))
         made = self.world.broadcast(made)
-        self.found |= {c.other: "{:.2g} mean, {:.2g} max nats".format(*c.worst) for c in made}
+        self.found |= {each.other: each.text for each in made}
         return made
 
     def score(self, rows: list[Sequence]) -> list[np.ndarray]:
@@ -134,44 +132,44 @@ class SelfCheck:
 
     def ask(self, *, wants_sums: bool = False) -> list[Comparison]:
         """Let each server that holds the version generate from all prompts."""
-        names, limit = NameRegistry.of(self.config), self.config.trainer.ppo.publisher.timeout_s
-
-        async def ask_all() -> list[Comparison | None]:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(limit)) as session:
-                jobs = (
-                    self._ask(
-                        partial(_request, session, entry.value, names), entry.value, wants_sums
-                    )
-                    for entry in names.list("llm_server")
-                )
-                return await asyncio.gather(*jobs)
-
         found: list[Comparison | None] = []
         if self.world.is_rank0:
-            with Wait("answers to the self-check", owner="trainer-0", on="llm_server"):
-                found = asyncio.run(ask_all())
+            names = NameRegistry.of(self.config)
+            with Wait(NAME, owner="trainer-0", on="llm_server"), ThreadPoolExecutor(32) as pool:
+                ask = partial(self._ask, names=names, wants_sums=wants_sums)
+                found = [*pool.map(ask, [entry.value for entry in names.list("llm_server")])]
         found = self.world.broadcast(found)
         return [replace(each, ours=self.score(each.rows)) for each in found if each]
 
-    async def _ask(
-        self, request: Request, server: dict[str, Any], wants_sums: bool
+    def _ask(
+        self, server: dict[str, Any], *, names: NameRegistry, wants_sums: bool
     ) -> Comparison | None:
         """Return what a server generated; None if it holds another version, or fails."""
+        prompts, kind = self.prompts(server.get("context_length")), str(server.get("type") or "")
+        headers = {"Content-Type": "application/json"} | names.headers(kind)
+        limit = self.config.trainer.ppo.publisher.timeout_s
 
-        async def generate(prompt: list[int]) -> wire.Answer:
+        def request(path: str, body: object = None) -> bytes:
+            data = None if body is None else msgspec.json.encode(body)
+            asked = Request(server["address"] + path, data, headers)
+            with build_opener(ProxyHandler({})).open(asked, timeout=limit) as answer:
+                return answer.read()
+
+        def generate(prompt: list[int]) -> wire.Answer:
             sampling = {"temperature": self.temperature, "max_new_tokens": NEW, "ignore_eos": True}
             body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-            return wire.decode_answer(await request("/generate", body))
+            return wire.decode_answer(request("/generate", body))
 
-        prompts, url = self.prompts(server.get("context_length")), server["address"]
         try:
-            info = msgspec.json.decode(await request("/model_info"))
+            info = msgspec.json.decode(request("/model_info"))
             if info.get("weight_version") != str(self.version):
                 return None  # the publisher gives it no traffic
-            info |= msgspec.json.decode(await request("/server_info"))
-            answers = await asyncio.gather(*map(generate, prompts))
-            found = await request("/weight_sums", {}) if wants_sums else b"{}"
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            info |= msgspec.json.decode(request("/server_info"))
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                answers = [*pool.map(generate, prompts)]
+            found = request("/weight_sums", {}) if wants_sums and kind == "embedded" else b"{}"
+        except (OSError, HTTPException, ValueError) as error:
+            url = server["address"]
             logger.warning("self-check: server not compared", address=url, error=repr(error))
             return None
         rows = [self.row(p, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)]
@@ -179,7 +177,7 @@ class SelfCheck:
         facts["sums"] = msgspec.json.decode(found, type=Sums)
         theirs = [np.array(wire.token_logprobs(answer)) for answer in answers]
         coarsest = max(self.dtype, self.dtype_of(facts), key=BOUNDS.__getitem__)
-        return Comparison(f"server {url}", rows, [], theirs, coarsest, facts)
+        return Comparison(f"server {server['address']}", rows, [], theirs, coarsest, facts)
 
     def dtype_of(self, info: dict[str, Any]) -> str:
         """Return the dtype that a server should have: the option for a server of this run, or else
@@ -194,59 +192,44 @@ class SelfCheck:
 
     def refusal(self, wrong: Comparison) -> str:
         """Return on all ranks the error for a comparison, with its likely reason."""
-        evidence, (mean, most) = self.evidence(wrong), BOUNDS[wrong.dtype]
+        reason, (mean, most) = self.reason(wrong), BOUNDS[wrong.dtype]
         row = wrong.rows[int(np.argmax([errors.mean() for errors in wrong.errors]))]
         with watched(self.module) as ours:
             self.score([row])
-        place = ""
+        where = ""
         if not wrong.info and self.plain:
             with watched(self.plain.model) as theirs:
                 self.plain.score(row)
-            place = first_difference(ours, theirs, self.dtype)
+            if place := first_difference(ours, theirs, self.dtype):
+                where = f" It begins in {place}."
         what = f"The trainer and {wrong.other} give the same tokens different log-probabilities"
-        text = "mean of a row {:.2g}, largest {:.2g} nats".format(*wrong.worst)
-        size = f"{text}; {mean:g} and {most:g} are allowed in {wrong.dtype}"
-        where = f" It begins in {place}." if place else ""
-        reason = likely_reason(wrong, evidence) if self.world.is_rank0 else ""
+        size = f"{wrong.text}; {mean:g} and {most:g} are allowed in {wrong.dtype}"
         text = f"{what} ({size}).{where} Likely reason: {reason}. ({OPTION}=false skips this.)"
         return self.world.broadcast(text)
 
-    def evidence(self, wrong: Comparison) -> Evidence:
-        """Collect facts about a difference, on all ranks."""
-        rows, run = wrong.rows, self.temperature
+    def reason(self, wrong: Comparison) -> str:
+        """Collect facts about a difference on all ranks; return the likely reason on rank 0."""
+        rows, run, is_plain = wrong.rows, self.temperature, not wrong.info
         alone = [scored for row in rows for scored in self.score([row])]
-        others = {1.0, run**2, 1 / run} - {run}
-        warmer = {t: self.score([replace(row, temperature=t) for row in rows]) for t in others}
-        right, is_plain, folder = sums(self.engine.stream_weights()), not wrong.info, Sums()
+        degrees = {1.0, run**2, 1 / run} - {run}
+        warmer = {t: self.score([replace(row, temperature=t) for row in rows]) for t in degrees}
+        ours, buffers = sums(self.engine.stream_weights()), set[str]()
         if self.module is not None:
-            right |= sums(constants(self.module))
-        if is_plain and self.plain:
-            folder = sums([*self.plain.stored(), *constants(self.plain.model)])
+            ours |= sums(constants(self.module))
+            buffers = set(dict(self.module.named_buffers()))
         again = [] if is_plain else self.ask(wants_sums=True)
+        if not self.world.is_rank0:
+            return ""
         theirs = next((each.info["sums"] for each in again if each.other == wrong.other), Sums())
-        return Evidence(
-            trainer_alone=replace(wrong, theirs=alone, dtype=self.dtype),
-            by_temperature={t: replace(wrong, ours=warmer[t]) for t in others},
-            right=folder if is_plain and self.is_initial else right,
-            wrong=right if is_plain and self.is_initial else theirs,
-            dtype=self.dtype if is_plain else self.dtype_of(wrong.info),
-            buffers=frozenset(dict(self.module.named_buffers()) if self.module else ()),
+        tensors = ours, theirs
+        if is_plain and self.plain and self.is_initial:
+            tensors = sums([*self.plain.stored(), *constants(self.plain.model)]), ours
+        dtype = self.dtype if is_plain else self.dtype_of(wrong.info)
+        return likely_reason(
+            wrong,
+            alone=replace(wrong, theirs=alone, dtype=self.dtype),
+            by_temperature={t: replace(wrong, ours=warmer[t]) for t in degrees},
+            dtype=dtype,
+            tensors=tensor_reason(*tensors, dtype, buffers),
             window=text_part(self.model).get("sliding_window"),
         )
-
-
-async def _request(
-    session: aiohttp.ClientSession,
-    server: dict[str, Any],
-    names: NameRegistry,
-    path: str,
-    body: dict[str, object] | None = None,
-) -> bytes:
-    """POST `body`, or GET without one; return the answer, or {} if there is no such route."""
-    headers, url = names.headers(str(server.get("type") or "")), server["address"] + path
-    method = "GET" if body is None else "POST"
-    async with session.request(method, url, json=body, headers=headers) as answer:
-        if answer.status == 404:
-            return b"{}"
-        answer.raise_for_status()
-        return await answer.read()

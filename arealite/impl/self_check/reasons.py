@@ -1,6 +1,5 @@
 """The comparison of two programs that scored the same tokens, and the reason of a difference."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,68 +58,61 @@ class Comparison:
         return self.fits(self.dtype)
 
     @property
-    def begin(self) -> int | None:
+    def text(self) -> str:
+        """The largest differences in words."""
+        return "mean of a row {:.2g}, largest {:.2g} nats".format(*self.worst)
+
+    @property
+    def begin(self) -> int:
         """The position of the first token that differs, from 0 for a row's second token."""
         found = [
             len(row.tokens) - len(errors) + int(index) - 1
             for row, errors in zip(self.rows, self.errors, strict=True)
             for index in np.flatnonzero(errors > BOUNDS[self.dtype][1])[:1]
         ]
-        return min(found, default=None)
+        return min(found, default=0)
 
 
-@dataclass
-class Evidence:
-    """Facts about a difference."""
+def likely_reason(
+    comparison: Comparison,
+    *,
+    alone: Comparison,
+    by_temperature: dict[float, Comparison],
+    tensors: str,
+    dtype: str,
+    window: int | None,
+) -> str:
+    """Return the likely reason of a difference, with the fix where there is one.
 
-    trainer_alone: Comparison
-    """The trainer, row by row, against the trainer with all rows together."""
-    by_temperature: dict[float, Comparison]
-    """The comparison again, with the trainer at other temperatures."""
-    right: Sums
-    """Checksums of the tensors that should be there."""
-    wrong: Sums
-    """Those of the program in question: the server, or the trainer where it differs from plain
-    transformers; {}: unknown."""
-    dtype: str
-    """The dtype that this program should have."""
-    buffers: frozenset[str]
-    """Names of the model's buffers."""
-    window: int | None
-    """The model's sliding window."""
-
-
-def likely_reason(comparison: Comparison, evidence: Evidence) -> str:
-    """Return the likely reason of a difference, with the fix where there is one."""
-    return next(reason for is_so, reason in _reasons(comparison, evidence) if is_so)
-
-
-def _reasons(comparison: Comparison, evidence: Evidence) -> Iterator[tuple[bool, str]]:
-    """Yield whether a reason applies, and its text; the surest evidence comes first."""
-    info, run, begin = comparison.info, comparison.rows[0].temperature, comparison.begin or 0
-    quantization, dtype = info.get("quantization"), info.get("dtype") or evidence.dtype
-    what = f"quantised server: it reports quantization={quantization}; serve the model without"
-    yield bool(quantization), what
-    what = f"dtype: the server computes in {dtype}, model.dtype is {evidence.dtype}"
-    yield dtype != evidence.dtype, what
-    what = tensor_reason(evidence.right, evidence.wrong, evidence.dtype, evidence.buffers)
-    yield bool(what), what
-    for degree, each in evidence.by_temperature.items():
-        what = f"temperature: {comparison.other} has it at {degree:g}, the run at {run:g}"
-        yield each.is_equal, what
-    what = "padding side: the trainer scores rows together differently than alone"
-    yield not evidence.trainer_alone.is_equal, f"{what}; try another engine.fsdp.layout"
+    Args:
+        comparison: The difference.
+        alone: The trainer, row by row, against the trainer with all rows together.
+        by_temperature: The comparison with the trainer at other temperatures.
+        tensors: The reason that tensors give; "" without one.
+        dtype: The dtype that the other program should have.
+        window: The model's sliding window.
+    """
+    info, run, begin = comparison.info, comparison.rows[0].temperature, comparison.begin
+    quantization, reported = info.get("quantization"), info.get("dtype") or dtype
+    degree = next((each for each, found in by_temperature.items() if found.is_equal), run)
+    is_low = comparison.dtype == "float32" and comparison.fits("bfloat16")
     where = f"tokens differ from position {begin} on, and agree before"
-    yield 0 < begin < ROTARY, f"rope theta: {where}, as with other rotary embeddings"
-    what = f"sliding window: {where}; config.json has sliding_window={evidence.window}"
-    yield begin >= ROTARY, what
-    for dtype in ("float16", "bfloat16"):
-        is_low = comparison.fits(dtype) and comparison.dtype == "float32"
-        yield is_low, f"dtype: the differences are those of {dtype}, not of float32"
-    yield True, "no known one; compare the versions of transformers and of the server"
+    together = "the trainer scores rows together differently than alone"
+    reasons = {  # the surest evidence comes first
+        f"quantised server: it reports quantization={quantization}": quantization,
+        f"dtype: the server computes in {reported}, model.dtype is {dtype}": reported != dtype,
+        tensors: tensors,
+        f"temperature: {comparison.other} has it at {degree:g}, the run at {run:g}": degree != run,
+        f"padding side: {together}; try another engine.fsdp.layout": not alone.is_equal,
+        f"rope theta: {where}, as with other rotary embeddings": 0 < begin < ROTARY,
+        f"sliding window: {where}; sliding_window={window} in config.json": begin >= ROTARY,
+        "dtype: the differences are those of 16 bits, not of float32": is_low,
+        "no known one; compare the versions of transformers and of the server": True,
+    }
+    return next(text for text, is_so in reasons.items() if is_so)
 
 
-def tensor_reason(right: Sums, wrong: Sums, dtype: str, buffers: frozenset[str]) -> str:
+def tensor_reason(right: Sums, wrong: Sums, dtype: str, buffers: set[str]) -> str:
     """Return the reason that tensors give; "" if their checksums are equal or unknown."""
 
     def distance(one: str, other: str) -> float:

@@ -208,7 +208,7 @@ def test_hidden_low_precision_of_the_server_is_named(tmp_path: Path) -> None:
         decoder.forward = lambda x: forward(x).bfloat16().float()
 
     run.in_server = plant
-    assert "dtype: the differences are those of" in run.refusal()
+    assert "dtype: the differences are those of 16 bits" in run.refusal()
 
 
 def test_temperature_that_the_server_ignores_is_named(tmp_path: Path) -> None:
