@@ -59,12 +59,13 @@ def main(argv: Sequence[str]) -> int:
 
         return command.main(argv)
     description = "Check a run without starting it: config, model, data, servers, memory, disk."
-    words = [word for word in argv if word != "--model"]
-    stages = configs.parse_stages(words, command="arealite check", description=description)
+    if "--model" in argv:
+        from arealite.cli import check_model  # imports torch
+
+        return check_model.main([word for word in argv if word != "--model"])
+    stages = configs.parse_stages(argv, command="arealite check", description=description)
     for config in stages:
         check_options(config)
-    if "--model" in argv:
-        return check_model(stages[0])
     for number, config in enumerate(stages, start=1):
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
@@ -76,26 +77,6 @@ def main(argv: Sequence[str]) -> int:
             print(fold(f"{what:<10} {text}"), flush=True)
     print("ok: all checks passed")
     return 0
-
-
-def check_model(config: ExperimentConfig) -> int:
-    """Compare the programs that compute the model of a run; return 1 if two of them differ."""
-    from arealite.impl.self_check.alone import check_model as compare  # imports torch
-
-    path = required(config.model.path, "model.path")
-    model_folder.read_model(path)
-    for fault in template.check_template(config):
-        print(fold(f"{'template':<10} warning: {fault}"))
-    own = configs.own_server(config)
-    served = own if own.llm_server.type == "embedded" else None
-    if served is None:
-        print(f"{'server':<10} {own.llm_server.type} is compared at the start of each run")
-    faults = 0
-    for other, text in compare(config, served):
-        faults += not other
-        print(fold(f"{'compared':<10} {other}: {text}" if other else f"{'fault':<10} {text}"))
-    print("ok: the trainer computes what the others compute" if not faults else "not ok")
-    return min(faults, 1)
 
 
 def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:

@@ -55,45 +55,40 @@ def template_faults(
     renderer, faults = Renderer(tokenizer, family_of(tokenizer, format)), list[str]()
     user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "§"}
     try:
-        tail = renderer.render([user, answer, user], ()).rpartition("§")[2]
-        found = MARKER.match(tail)
+        found = MARKER.match(renderer.render([user, answer, user], ()).rpartition("§")[2])
         if found and not renderer.family.has_channels:  # there it ends a thought, too
-            faults += faults_of_end(found[1], encode(tokenizer, found[1]), stops)
+            ids, what = (
+                encode(tokenizer, found[1]),
+                f"the chat template ends a turn with {found[1]}",
+            )
+            if len(ids) != 1:
+                what = f"template: {what}, but the tokenizer splits it into {len(ids)} tokens"
+                fix = "Use the tokenizer that belongs to the template, or add the token."
+                raise UserError(f"{what}, so no generation ends there. {fix}")
+            fix = f"trainer.ppo.collector.sampling.stop_token_ids=[{ids[0]}]"
+            faults += [f"{what}, which is no stop token; set {fix}"] * (ids[0] not in stops)
         if has_tools and renderer.has_tools:
-            faults += faults_of_calls(renderer)
+            faults += _faults_of_calls(renderer)
     except ApiError as error:
         faults.append(f"the chat template refuses a short conversation: {error}")
     return faults
 
 
-def faults_of_end(marker: str, ids: list[int], stops: Collection[int]) -> list[str]:
-    """Return [] if a generation ends at the marker that ends a turn, or else the fault."""
-    if len(ids) != 1:
-        what = f"the chat template ends a turn with {marker}, but the tokenizer splits it into"
-        fix = "Use the tokenizer that belongs to the template, or add the token."
-        raise UserError(f"template: {what} {len(ids)} tokens, so no generation ends there. {fix}")
-    if ids[0] in stops:
-        return []
-    fix = f"trainer.ppo.collector.sampling.stop_token_ids=[{ids[0]}]"
-    return [f"the chat template ends a turn with {marker}, which is no stop token; set {fix}"]
-
-
-def faults_of_calls(renderer: Renderer) -> list[str]:
+def _faults_of_calls(renderer: Renderer) -> list[str]:
     """Return [] if a call that the template writes is read back, or else the fault."""
-    properties = {"query": {"type": "string"}, "count": {"type": "integer"}}
-    schema = {"name": "search", "description": "d", "parameters": {"properties": properties}}
-    tools: Any = [{"type": "function", "function": {**schema}}]
-    tools[0]["function"]["parameters"] |= {"type": "object", "required": []}
-    user: Any = {"role": "user", "content": "q"}
+    kinds = {"query": {"type": "string"}, "count": {"type": "integer"}}
+    schema: Any = {"type": "object", "properties": kinds, "required": []}
+    tools = [{"type": "function", "function": {"name": "search", "description": "d"}}]
+    tools[0]["function"]["parameters"] = schema
     own = "functions.search:0"
     name = own if re.fullmatch(renderer.family.sampled_id or "(?!)", own) else "c00010000"
     call = {"role": "assistant", "tool_calls": [function_call(name, "search", ARGUMENTS)]}
+    user: Any = {"role": "user", "content": "q"}
     before = renderer.render([user], tools)
     whole = renderer.render([user, renderer.prepare(call)], tools, is_prompt=False)
     written = whole[common_prefix_length(before, whole) :]
     _, calls = read_calls(written, renderer.family, tools)
-    if [(each.name, each.arguments) for each in calls] == [("search", ARGUMENTS)]:
-        return []
     what = f"the chat template writes a call as {written[:80]!r}, which the format"
     fix = "use the format of the model (agent.tool_use.format, gateway.parser)"
-    return [f"{what} {renderer.family.name} does not read; {fix}"]
+    is_read = [(each.name, each.arguments) for each in calls] == [("search", ARGUMENTS)]
+    return [] if is_read else [f"{what} {renderer.family.name} does not read; {fix}"]
