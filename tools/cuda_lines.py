@@ -117,7 +117,7 @@ def executed(folder: Path, rows: list[str], python: str | None) -> dict[str, dic
 
 def main() -> int:
     """Print a table; return 1 if a condition is not reached."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "cuda_lines.json")
     parser.add_argument("--sglang-python", help="also run the rows of SGLang")
     options = parser.parse_args()

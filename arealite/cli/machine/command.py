@@ -21,10 +21,10 @@ LIMIT_S = 600.0
 """Longest time of a row."""
 EXPIRED = 124
 """Exit code of a process whose row took longer."""
-DEFAULTS = {"ranks": 1, "gpus": 0, "server": "", "options": {}, "seconds": 0.0, "device": ""}
 STATUSES = "pass", "FAIL", "n/a"
 Row = dict[str, Any]
 """An entry of rows.toml with `name`; the result adds status, text, seconds, device, numbers."""
+DEFAULTS: Row = {"ranks": 1, "gpus": 0, "server": "", "options": {}, "seconds": 0.0, "device": ""}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
 
 def session(rows: list[Row], plan: Row, folder: Path) -> str:
     """Run rows in the same processes, which print and write results; return why they ended."""
-    from torch.multiprocessing.spawn import ProcessException, start_processes
+    from torch.multiprocessing.spawn import start_processes  # pyright: ignore
 
     from arealite.cli.machine.bench import main
 
@@ -111,7 +111,7 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
         own |= {"LOCAL_RANK": str(max(0, gpus - 1))} if rows[0]["server"] else {}
     try:
         start_processes(main, (environments, rows, plan, folder), count, start_method="spawn")
-    except ProcessException as error:
+    except Exception as error:  # noqa: BLE001  (of a rank, whichever it is)
         is_expired = getattr(error, "exit_code", 0) == EXPIRED
         return (
             f"no result after {plan['limit_s']:g} s"

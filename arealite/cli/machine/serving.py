@@ -1,4 +1,5 @@
 """Checks of servers and publishers: the tokens after an update are those of the new weights."""
+# pyright: basic
 
 import asyncio
 import json
