@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.cli import info
 from arealite.cli.fold import fold
-from arealite.impl.launcher.processes import rank_environments
+from arealite.impl.launcher.processes import PARENT, rank_environments
 from arealite.impl.server.sglang import probe
 
 LIMIT_S = 600.0
@@ -106,7 +107,7 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
     gpus, count = plan["gpus"], rows[0]["ranks"]
     environments = rank_environments(count)
     for own in environments:
-        own |= {"CUDA_VISIBLE_DEVICES": ""} if gpus < count else {}
+        own |= {PARENT: str(os.getpid())} | ({"CUDA_VISIBLE_DEVICES": ""} if gpus < count else {})
         # The server has the first GPU, the trainer the last.
         own |= {"LOCAL_RANK": str(max(0, gpus - 1))} if rows[0]["server"] else {}
     try:
