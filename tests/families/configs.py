@@ -32,10 +32,11 @@ LATENT: Settings = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+# Fewer heads leave many index scores at exactly 0, and topk breaks ties by the width of a batch.
 INDEX: Settings = {
     "index_topk": 8,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "mlp_layer_types": ["dense", "sparse"],
 }
 DELTA: Settings = {
@@ -147,7 +148,6 @@ CONFIGS: dict[str, Settings] = {
     "internlm3": {"head_dim": 8},
     "jais2": {},
     "cwm": {"head_dim": 8, **WINDOW, "layer_types": ALTERNATING},
-    "youtu": {**LATENT},
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
     "biogpt": {},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
