@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
         from arealite.cli import check_model  # imports torch
 
         return check_model.main([word for word in argv if word != "--model"])
+    description += "\n`arealite check --machine --help`: test all paths that this machine offers."
     stages = configs.parse_stages(argv, command="arealite check", description=description)
     for config in stages:
         check_options(config)

@@ -125,7 +125,9 @@ def check_config(name: str, words: list[str], command: Command) -> None:
         played = play.parse(words)
         words = [play.full_key(word, played.env) for word in played.words]
         name, words = "train", [f"trainer.ppo.collector.env.type={played.env}", *words]
-    if name not in SCHEMAS:
+    if "--machine" in words:
+        check_script("arealite/cli/machine/command.py", words)
+    if name not in SCHEMAS or "--machine" in words:
         return
     if name == "launch":
         assert words.pop(0) in ("slurm", "ray")

@@ -4,6 +4,7 @@
 import asyncio
 import json
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,8 @@ class Site:
     def publish(self, engine: FSDPEngine, **options: str) -> PublishReport:
         """Publish an engine's weights as the next version."""
         config = self.config(**options)
-        publisher = publishers.get(config.trainer.ppo.publisher.type)(config, engine)
-        try:
-            return self.send(publisher, engine)
-        finally:
-            publisher.close()
+        with closing(publishers.get(config.trainer.ppo.publisher.type)(config, engine)) as made:
+            return self.send(made, engine)
 
     def send(self, publisher: WeightPublisher, engine: FSDPEngine) -> PublishReport:
         """Publish an engine's weights as the next version, through `publisher`."""
