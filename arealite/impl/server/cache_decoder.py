@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel as Model
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from arealite.base import log
@@ -31,7 +30,6 @@ CACHES = "past_key_values", "cache_params"
 WINDOWS = "sliding_window", "attention_chunk_size"
 """Config fields that limit how far attention reaches, in tokens."""
 PROBE_WINDOW = 4
-PROBE_TOKENS = 8
 BOUND = 1e-3
 """Largest difference of a log-probability in float32, in nats."""
 LOW_BOUND = 0.2
@@ -50,24 +48,21 @@ class CacheDecoder(BaseDecoder):
     """Runs any model with a cache, with one forward pass for each batch of equal lengths."""
 
     mixes_lengths = False
-    has_cache = True
 
     def __init__(self, model: Model, *, max_rows: int, seed: int) -> None:
         super().__init__(model, max_rows=max_rows, seed=seed)
         self._batches: list[Batch] = []
-        known = inspect.signature(model.forward).parameters
-        self._name = next((name for name in CACHES if name in known), CACHES[0])
-        self._takes = known.keys() & {"position_ids", "logits_to_keep"}
+        self._known = inspect.signature(model.forward).parameters
+        self._name = next((name for name in CACHES if name in self._known), CACHES[0])
 
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
         self.running += generations
         with self._recorder(generations, sources, [*map(len, prompts)]):
             logits_BV, cache = self._forward(torch.tensor(prompts), 0, None)
-        batch = Batch(generations, cache)
-        if sources != list(range(len(prompts))):
-            batch.cache = self._select(cache, torch.tensor(sources))
-        self._batches.append(batch)
+        if len(sources) > len(prompts):
+            cache = self._select(cache, torch.tensor(sources))
+        self._batches.append(Batch(generations, cache))
         self._sample(generations, logits_BV[sources], self._settings_of(generations))
 
     def decode(self) -> None:
@@ -75,8 +70,7 @@ class CacheDecoder(BaseDecoder):
             rows = batch.rows
             tokens_B1 = torch.tensor([[each.output[-1]] for each in rows])
             start = len(rows[0].prompt) + len(rows[0].output) - 1
-            recorded = () if self.has_cache else [start + 1] * len(rows)
-            with self._recorder(rows, None, recorded):
+            with self._recorder(rows):
                 logits_BV, batch.cache = self._forward(tokens_B1, start, batch.cache)
             self._sample(rows, logits_BV, self._settings_of(rows))
 
@@ -100,16 +94,12 @@ class CacheDecoder(BaseDecoder):
 
     def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
         """Return the last logits [B, V] of tokens from position `start`, and the cache."""
-        inputs: dict[str, Any] = {self._name: cache} if cache is not None else {}
-        positions_BL = torch.arange(start, start + tokens_BL.shape[1]).expand_as(tokens_BL)
-        if "position_ids" in self._takes:
-            inputs["position_ids"] = positions_BL.to(self._device)
-        if "logits_to_keep" in self._takes:
-            inputs["logits_to_keep"] = 1
-        out = self.model(input_ids=tokens_BL.to(self._device), use_cache=True, **inputs)
-        if (cache := out.get(self._name)) is None:
-            raise ValueError("it returns no cache")
-        return out.logits[:, -1], cache
+        end, ids_BL = start + tokens_BL.shape[1], tokens_BL.to(self._device)
+        positions_BL = torch.arange(start, end, device=self._device).expand_as(ids_BL)
+        inputs = {self._name: cache, "position_ids": positions_BL, "logits_to_keep": 1}
+        inputs = {name: inputs[name] for name in inputs if name in self._known}
+        out = self.model(input_ids=ids_BL, use_cache=True, **inputs)
+        return out.logits[:, -1], out[self._name]
 
     def _select(self, cache: Any, index: Tensor) -> Any:
         """Return a cache of the rows `index`, which may repeat a row."""
@@ -121,8 +111,6 @@ class CacheDecoder(BaseDecoder):
 
 class PlainDecoder(CacheDecoder):
     """Runs any causal model without a cache: each token costs a forward pass over its whole row."""
-
-    has_cache = False
 
     def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
         whole = tokens_BL if cache is None else torch.cat([cache, tokens_BL], 1)
@@ -141,43 +129,24 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
     Raises:
         UserError: There is none.
     """
-    bound, reason = BOUND if model.dtype == torch.float32 else LOW_BOUND, ""
-    kinds = _kinds(model)
     if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-        reason = "with engine.fsdp.layout=packed, which needs another layout (padded)"
-        kinds = [kind for kind in kinds if kind is Decoder]  # it makes all masks itself
+        return Decoder(model, max_rows=max_rows, seed=seed)  # a trainer packs only models it runs
+    kinds, reason = [Decoder, CacheDecoder, PlainDecoder], ""
+    limits = (getattr(module, "time_step_limit", (0,)) for module in model.modules())
+    if any(limit[0] > 0 for limit in limits):  # ignored by transformers in passes of one token
+        kinds = [PlainDecoder]
     for kind in kinds:
         try:
             off = _difference(kind, model)
         except Exception as error:  # noqa: BLE001  (each model fails in its own way)
             reason = f"{type(error).__name__}: {one_line(error)}"
             continue
-        if off <= bound:
-            if kind is not Decoder:
-                logger.info("slow decoder", type=kind.__name__, why=reason or "kinds of layers")
+        if off <= (BOUND if model.dtype == torch.float32 else LOW_BOUND):
+            logger.info("decoder", type=kind.__name__, off=off, why=reason)
             return kind(model, max_rows=max_rows, seed=seed)
         reason = f"log-probabilities differ by {off:.2g} from those of plain forward passes"
     what = f"The embedded server cannot run {type(model).__name__}: {reason:.200}"
     raise UserError(f"{what.rstrip('.')}. Use llm_server.type=sglang, or another model.")
-
-
-def _kinds(model: Model) -> list[type[BaseDecoder]]:
-    """Return the decoders that may run a model, the fastest first."""
-    limits = (getattr(module, "time_step_limit", (0,)) for module in model.modules())
-    if any(limit[0] > 0 for limit in limits):  # ignored by transformers in passes of one token
-        return [PlainDecoder]
-    return [Decoder, CacheDecoder, PlainDecoder][not _has_plain_attention(model) :]
-
-
-def _has_plain_attention(model: Model) -> bool:
-    """Return whether all layers of a model have full or sliding attention."""
-    plain = {DynamicLayer, DynamicSlidingWindowLayer}
-    try:
-        layers = DynamicCache(config=model.config).layers
-    except (KeyError, AttributeError, ValueError):
-        return False
-    # Layers without a cache of their own read that of an earlier layer.
-    return {type(layer) for layer in layers if type(layer).__name__ != "DummyLayer"} <= plain
 
 
 @torch.inference_mode()
@@ -186,46 +155,35 @@ def _difference(kind: type[BaseDecoder], model: Model) -> float:
 
     In nats: the maximum in float32, the median in 16 bits.
     """
-    vocab_size = min(model.config.get_text_config().vocab_size, 1000)
-    draws = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, (16,), generator=draws).tolist()
-    with _probing(model):
+    tokens = torch.randint(64, (9,), generator=torch.Generator().manual_seed(0)).tolist()
+    wanted = (tokens[:3], 8), (tokens[:3], 6), (tokens, 8)
+    rows = [Generation("", ids, SamplingParams(), most, frozenset()) for ids, most in wanted]
+    waiting, off = deque(rows), list[Tensor]()
+    with _short_windows(model):
         decoder = kind(model, max_rows=3, seed=0)
-        rows = [
-            Generation("", tokens[:length], SamplingParams(), limit, frozenset())
-            for length, limit in ((3, PROBE_TOKENS), (3, PROBE_TOKENS - 2), (9, PROBE_TOKENS))
-        ]
-        waiting = deque(rows)
         while waiting or decoder.running:
             if waiting:
                 decoder.prefill(waiting)
             decoder.decode()
             decoder.remove_ended()
-        off = list[Tensor]()
         for row in rows:
             ids = torch.tensor([row.prompt + row.output], device=model.device)
-            plain = model(input_ids=ids, use_cache=False).logits[0, len(row.prompt) - 1 : -1]
-            plain = plain.float().log_softmax(-1).gather(1, ids[0, len(row.prompt) :, None])[:, 0]
-            off.append((plain.cpu() - torch.tensor(row.logprobs)).abs())
-    return (
-        torch.cat(off).max() if model.dtype == torch.float32 else torch.cat(off).median()
-    ).item()
+            plain = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            plain = plain.gather(1, ids[0, 1:, None])[-len(row.output) :, 0].cpu()
+            off.append((plain - torch.tensor(row.logprobs)).abs())
+    every = torch.cat(off)
+    return (every.max() if model.dtype == torch.float32 else every.median()).item()
 
 
 @contextmanager
-def _probing(model: Model) -> Iterator[None]:
-    """Let attention have masks, and windows shorter than the probe's rows."""
-    config, attention = model.config.get_text_config(), model.config._attn_implementation
-    saved = {name: getattr(config, name, None) for name in WINDOWS}
-    saved = {name: value for name, value in saved.items() if isinstance(value, int)}
+def _short_windows(model: Model) -> Iterator[None]:
+    """Let the windows of attention be shorter than the probe's rows."""
+    config = model.config.get_text_config()
+    saved = {name: value for name in WINDOWS if (value := getattr(config, name, None))}
     try:
-        for name, value in saved.items():
-            setattr(config, name, min(value, PROBE_WINDOW))
-        if attention not in ALL_MASK_ATTENTION_FUNCTIONS:
-            model.set_attn_implementation("sdpa")
+        for name in saved:
+            setattr(config, name, PROBE_WINDOW)
         yield
     finally:
         for name, value in saved.items():
             setattr(config, name, value)
-        if attention not in ALL_MASK_ATTENTION_FUNCTIONS:
-            model.set_attn_implementation(attention)

@@ -176,11 +176,10 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         Refusal: The request is wrong.
     """
     prompt, sampling = body.input_ids, body.sampling_params or SamplingParams()
-    if body.image_data or body.video_data or body.audio_data:
-        raise Refusal("The embedded server takes text only: send no images, videos or audio.")
-    if not prompt:
+    if not prompt or body.image_data or body.video_data or body.audio_data:
         what = "Either text, input_ids or input_embeds should be provided"
-        raise Refusal(f"{what}. The embedded server takes input_ids only.")
+        fix = "The embedded server takes input_ids only: no images, videos or audio"
+        raise Refusal(f"{what}. {fix}.")
     if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
         raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
     least, most = sampling.min_new_tokens, sampling.max_new_tokens

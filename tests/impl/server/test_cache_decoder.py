@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arealite.base.errors import UserError
-from arealite.impl.server import cache_decoder
 from arealite.impl.server.cache_decoder import CacheDecoder, PlainDecoder, make_decoder
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.generation import Generation, SamplingParams
@@ -226,16 +225,4 @@ def test_decoder_that_ignores_the_window_is_not_used(tmp_path: Path, monkeypatch
 def test_model_that_reads_later_tokens_is_refused(tmp_path: Path) -> None:
     model = family_model(tmp_path, "bert", {"num_key_value_heads": 4})
     with pytest.raises(UserError, match=r"BertLMHeadModel: .*differ by .*sglang"):
-        make_decoder(model, max_rows=1, seed=0)
-
-
-def test_attention_without_masks_is_refused_for_layers_that_need_them(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    """The packed attention of a trainer makes no masks; only the fast decoder brings its own."""
-    known = {"sdpa": None, "eager": None}
-    monkeypatch.setattr(cache_decoder, "ALL_MASK_ATTENTION_FUNCTIONS", known)
-    model = family_model(tmp_path, "lfm2", CACHED["lfm2"])
-    monkeypatch.setattr(model.config, "_attn_implementation", "arealite_packed")
-    with pytest.raises(UserError, match=r"layout=packed.*padded"):
         make_decoder(model, max_rows=1, seed=0)

@@ -190,6 +190,7 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
         ({"top_logprobs_num": 3}, "logprobs of the sampled tokens only"),
         ({"return_logprob": True, "logprob_start_len": 0}, "logprobs of the sampled tokens only"),
         ({"input_ids": None, "text": "1"}, "takes input_ids only"),
+        ({"image_data": ["x.png"]}, "no images, videos or audio"),
     ],
 )
 async def test_invalid_generate_body_is_refused_with_the_reason(
