@@ -31,6 +31,7 @@ logger = log.get(__name__)
 MAX_SERVER_ERRORS = 8
 """Server errors (status 5xx, malformed answers) after which a request fails."""
 MAX_BACKOFF_S = 2.0
+NO_ROUTING = "start SGLang with --enable-return-routed-experts, or use collector.routing=off"
 RETRIED_STATUSES = frozenset((408, 425, 429))
 OWN_SERVER_S = 600.0
 """How long a server that the run starts may load its model; its supervisor reports a failure."""
@@ -88,6 +89,7 @@ class SGLangClient(LLMClient):
     def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
         self.config = config.sglang
         self._model_path = args.model.path
+        self._warned_of_routing = False
         self._records_routing = args.trainer.ppo.collector.routing != "off"
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
@@ -272,6 +274,9 @@ class SGLangClient(LLMClient):
             generation.failures = 0
         finish = meta.finish_reason or wire.FinishReason("abort")
         if finish.type in ("stop", "length"):
+            if self._experts is not None and not (generation.routing or self._warned_of_routing):
+                self._warned_of_routing = True
+                logger.warning("server reports no experts", id=server.id, fix=NO_ROUTING)
             return finish.type
         if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:
             raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")

@@ -29,7 +29,8 @@ PLAIN = ("loss", "weight")
 """Stats of a loss function that are not sums over tokens."""
 ENGINE = (
     *("grad_norm", "lr", "skipped_update", "loss_scale"),
-    *("microbatches", "tokens", "padded_tokens", "router_loss"),
+    *("microbatches", "tokens", "padded_tokens"),
+    *("router_loss", "routing_matched", "routing_compared"),
 )
 """Stats that the engine adds."""
 
@@ -254,9 +255,8 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
             critic = {name.removeprefix("critic/"): value for name, value in update.items()}
             columns["critic/explained_variance"].append(explained_variance(critic))
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
-    if compared := sum(update.get("routing_compared", 0.0) for update in stats):
-        matched = sum(update.get("routing_matched", 0.0) for update in stats)
-        metrics["routing/agreement"] = matched / compared
+    if compared := metrics.pop("update/routing_compared", 0.0):
+        metrics["routing/agreement"] = metrics.pop("update/routing_matched") / compared
     if padded := metrics.get("update/padded_tokens"):
         metrics["update/pad_frac"] = 1.0 - metrics["update/tokens"] / padded
     return {"update/count": float(len(stats)), **metrics}

@@ -177,7 +177,9 @@ async def test_engine_crash_raises_an_error_in_the_trainer(pair: Pair) -> None:
 def test_unsupported_model_is_a_user_error(pair: Pair, monkeypatch: Any) -> None:
     monkeypatch.setattr(pair.engine.module.config, "layer_types", ["linear_attention"])
     config = replace(pair.config, trial_name="other")
-    with pytest.raises(UserError, match="cannot run Qwen2ForCausalLM: KeyError: 'linear_attention'"):
+    with pytest.raises(
+        UserError, match="cannot run Qwen2ForCausalLM: KeyError: 'linear_attention'"
+    ):
         SharedPublisher(config, pair.engine)
     assert not NameRegistry.of(config).list("llm_server")
 

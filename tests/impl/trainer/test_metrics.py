@@ -175,3 +175,15 @@ def test_parts_of_a_lap_sum_to_the_step_time() -> None:
     parts = sum(v for k, v in lap.items() if k != "time/step_s")
     assert parts == pytest.approx(lap["time/step_s"])
     assert "wait/batch_s" not in clock.lap()
+
+
+def test_agreement_of_routing_is_a_share_of_the_recorded_choices() -> None:
+    updates = [
+        {"loss": 1.0, "weight": 0.5, "routing_matched": 9.0, "routing_compared": 10.0},
+        {"loss": 1.0, "weight": 0.5, "routing_matched": 20.0, "routing_compared": 20.0},
+        {"skipped_update": 1.0},
+    ]
+    found = metrics.update_metrics(updates)
+    assert found["routing/agreement"] == pytest.approx(29 / 30)
+    assert not [name for name in found if "routing_" in name]
+    assert "routing/agreement" not in metrics.update_metrics([{"loss": 1.0}])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch.distributed as dist
 
 from arealite.api.agent import Agent
@@ -22,6 +23,7 @@ from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import TrajectoryHeader, decode_segments
 from arealite.api.turns import decode_turn, encode_turn
 from arealite.impl.client.sglang import SGLangClient
+from arealite.impl.engine.routing import Routing
 from arealite.impl.rollout.collector import make_trajectory
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
 from arealite.system.ledger.payloads import find_mismatch
@@ -109,6 +111,19 @@ async def test_trainer_replays_every_token_of_a_branched_episode(
     stats = gradients(engine, batch.rows, batch.all_lengths)[1]
     tokens = sum(len(row.tokens) - 1 for row in batch.rows)
     assert stats["routing_matched"] == stats["routing_compared"] == 2 * tokens
+
+
+async def test_missing_record_is_reported_once_and_routes_freely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_mixture(tmp_path / "model", "qwen3_moe")
+    config = settings(model, tmp_path / "names", "replay")
+    monkeypatch.setattr(Routing, "of", lambda model: None)  # as SGLang without its flag
+    with structlog.testing.capture_logs() as logs:
+        _, (header, payload) = await play(config, is_paused=False)
+    told = [each for each in logs if each["event"] == "server reports no experts"]
+    assert len(told) == 1 and "--enable-return-routed-experts" in told[0]["fix"]
+    assert all(row.routing is None for row in rows_of(header, payload, config).rows)
 
 
 @pytest.mark.usefixtures("group")
