@@ -61,9 +61,10 @@ class Generation:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight version, start, end) over `output`; all of it at the end. A stream has the tokens
     that the spans cover."""
-    routing: list[np.ndarray] | None = None
+    wants_routing: bool = False
+    routing: list[np.ndarray] = field(default_factory=lambda: list[np.ndarray]())
     """The experts of each input so far, int32 [tokens, layers, experts per token] for each forward
-    pass; None: not requested."""
+    pass; [] unless it is requested."""
     routing_start: int = 0
     """First token whose experts the answer has."""
     retractions: int = 0

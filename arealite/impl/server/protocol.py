@@ -214,7 +214,7 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
         stop_strings=tuple(filter(None, stop)),
         decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
         interval=(sampling.stream_interval or 1) if body.stream else 0,
-        routing=[] if body.return_routed_experts else None,
+        wants_routing=body.return_routed_experts,
         routing_start=body.routed_experts_start_len,
     )
 

@@ -33,8 +33,7 @@ class RoutingRecorder:
                 has a row, whose last token extends its record.
             lengths: The number of tokens of each row without its padding on the right.
         """
-        wanted = [each.routing is not None for each in generations]
-        if self._routing is None or not any(wanted):
+        if self._routing is None or not any(each.wants_routing for each in generations):
             yield
             return
         with self._routing.capture() as captured:
@@ -44,7 +43,7 @@ class RoutingRecorder:
         rows = sources or range(len(generations))
         experts = captured[0].reshape(len(lengths) or len(generations), -1, *captured[0].shape[1:])
         for generation, row in zip(generations, rows, strict=True):
-            if generation.routing is None:
+            if not generation.wants_routing:
                 continue
             if lengths:
                 generation.routing.clear()

@@ -132,7 +132,7 @@ def rows_of_server(path: Path, dtype: str) -> list[Sequence]:
     decoder, draw = make_decoder(model, max_rows=8, seed=0), np.random.default_rng(0)
     prompts = [draw.integers(3, 64, 5 + i).tolist() for i in range(6)]
     requests = [
-        Generation(str(i), ids, SamplingParams(), 20 + i, frozenset(), routing=[])
+        Generation(str(i), ids, SamplingParams(), 20 + i, frozenset(), wants_routing=True)
         for i, ids in enumerate([*prompts, prompts[0]])
     ]
     with torch.inference_mode():
@@ -153,7 +153,6 @@ def rows_of_server(path: Path, dtype: str) -> list[Sequence]:
         mask = np.arange(len(tokens)) >= len(each.prompt)
         behaviour = np.zeros(len(tokens), np.float32)
         behaviour[mask] = each.logprobs
-        assert each.routing is not None
         record = np.concatenate(each.routing).astype(np.uint8).reshape(len(tokens) - 1, -1)
         record = np.pad(record, ((0, 1), (0, 0)), constant_values=255)
         fields = {name: behaviour for name in ("behav_logprobs", "prox_logprobs", "advantages")}
