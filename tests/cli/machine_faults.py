@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 import torch.distributed as dist
 
+from arealite.base.errors import RoleError
 from arealite.cli.machine.bench import Bench
 
 
@@ -24,6 +26,8 @@ def not_a_number(bench: Bench) -> None:
 
 
 def killed(bench: Bench) -> None:
+    sys.stderr.write("last words")
+    sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -35,3 +39,7 @@ def raising_on_rank_1(bench: Bench) -> None:
     if bench.world.rank == 1:
         raise ValueError("planted")
     dist.barrier()
+
+
+async def server_that_exits(bench: Bench) -> None:
+    raise ExceptionGroup("servers", [RoleError("the server exited")])

@@ -49,15 +49,18 @@ def test_every_row_passes_or_says_why_it_cannot_run(tmp_path: Path) -> None:
 def test_row_that_crashes_fails_alone_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [planted(name) for name in ("killed", "above_its_bound", "not_a_number", "good")]
+    names = ("killed", "above_its_bound", "not_a_number", "server_that_exits", "good")
+    rows = [planted(name) for name in names]
     rows.append(planted("raising_on_rank_1", ranks=2))
     found = {each["name"]: each for each in command.run(rows, PLAN, tmp_path)}
     statuses = {name: each["status"] for name, each in found.items()}
     assert statuses == dict.fromkeys(statuses, "FAIL") | {"good": "pass"}
     assert found["killed"]["text"] == "process 0 terminated with signal SIGKILL"
+    assert found["killed"]["logs"]["0.log"] == "last words"
     assert "number is 3, the bound is 2" in found["above_its_bound"]["text"]
     assert "number is nan, the bound is 2" in found["not_a_number"]["text"]
     assert found["raising_on_rank_1"]["text"] == "ValueError: planted"
+    assert found["server_that_exits"]["text"].endswith("RoleError: the server exited")
     assert "SIGKILL" in capsys.readouterr().out
 
 

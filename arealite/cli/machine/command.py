@@ -15,6 +15,7 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.cli import info
 from arealite.cli.fold import fold
+from arealite.impl.launcher.exit_reason import exit_reason
 from arealite.impl.launcher.processes import PARENT, rank_environments
 from arealite.impl.server.sglang import probe
 
@@ -91,7 +92,8 @@ def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
             reason = session(left, plan, folder) if left else ""
             found = [*map(json.loads, path.read_text().splitlines())]
             if left := left[len(found) :]:
-                missing.append(left.pop(0) | {"status": "FAIL", "text": reason})
+                logs = {file.name: _tail(file) for file in folder.glob("*.log")}
+                missing.append(left.pop(0) | {"status": "FAIL", "text": reason, "logs": logs})
             for row in missing:
                 print(fold(line(row)), flush=True)
             results += found + missing
@@ -113,12 +115,9 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
     try:
         start_processes(main, (environments, rows, plan, folder), count, start_method="spawn")
     except Exception as error:  # noqa: BLE001  (of a rank, whichever it is)
-        is_expired = getattr(error, "exit_code", 0) == EXPIRED
-        return (
-            f"no result after {plan['limit_s']:g} s"
-            if is_expired
-            else str(error).strip().split("\n")[-1]
-        )
+        if getattr(error, "exit_code", 0) == EXPIRED:
+            return f"no result after {plan['limit_s']:g} s"
+        return exit_reason(str(error), 1)
     return "its processes exited without a result"
 
 
@@ -126,3 +125,7 @@ def line(row: Row) -> str:
     """Return a result as one line of the table."""
     head = f"{row['status']:<4} {row['name']:<48} {row['ranks']} × {row['device']:<4}"
     return f"{head} {row['seconds']:>6.1f} s  {row['text']}"
+
+
+def _tail(file: Path) -> str:
+    return file.read_text(errors="replace")[-4000:]
