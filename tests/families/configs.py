@@ -10,6 +10,19 @@ from typing import Any
 
 Settings = dict[str, Any]
 
+COMMON: Settings = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 WINDOW: Settings = {"sliding_window": 8}
 ALTERNATING = ["sliding_attention", "full_attention"]
 EXPERTS: Settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -62,6 +75,23 @@ GRANITE: Settings = {
 }
 UNTIED: Settings = {"tie_word_embeddings": False}
 TIED: Settings = {"tie_word_embeddings": True}
+
+SEES: Settings = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TOWER: Settings = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+"""Configs of the part that reads images."""
 
 CONFIGS: dict[str, Settings] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
@@ -289,3 +319,17 @@ CONFIGS: dict[str, Settings] = {
     },
 }
 """Fields of config.json by name; the text before a comma is the family."""
+
+
+def with_images(family: str, vision: Settings, **others: Any) -> Settings:
+    """Return the config of a model that reads images, whose text part is `family`."""
+    return {"text_config": COMMON | CONFIGS[family], "vision_config": vision, **others}
+
+
+CONFIGS |= {
+    "gemma3, images": with_images("gemma3_text", SEES, mm_tokens_per_image=4),
+    "gemma4, images": with_images("gemma4_text", SEES),
+    "qwen3_5, images": with_images("qwen3_5_text", TOWER),
+    "qwen3_5_moe, images": with_images("qwen3_5_moe_text", TOWER),
+    "llama4, images": with_images("llama4_text", SEES),
+}

@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
+from tests.families.configs import COMMON
 from tests.models import tiny_tokenizer
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 STEP = "dt_bias", "A_log", "dt_proj.bias"
 """Ends of the names of tensors that set the step of a state-space layer."""
 TABLES = "slope_rate", "query_decay", "key_decay", "diagonal_decay"
@@ -32,13 +20,17 @@ TABLES = "slope_rate", "query_decay", "key_decay", "diagonal_decay"
 
 
 def build(name: str, settings: dict[str, Any], *, seed: int = 0) -> Any:
-    """Return a random float32 model of the family before the comma in `name`."""
+    """Return a random float32 model of the family before the comma in `name`.
+
+    `settings` that have a `text_config` are of a model that also reads images, as on the hub.
+    """
     logging.disable_progress_bar()
     config = CONFIG_MAPPING[name.partition(",")[0]](**COMMON | settings)
+    kind = AutoModelForImageTextToText if "text_config" in settings else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = kind.from_config(config, dtype=torch.float32).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for key, tensor in model.state_dict().items():
