@@ -100,7 +100,8 @@ def attend(
     if starts is None:
         if softcap is None and sinks is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return _row(query, key, value, attention_mask, **changes).transpose(1, 2), None
+        attended = _row(query, key, value, attention_mask, **changes)
+        return attended.transpose(1, 2).contiguous(), None
     if query.is_meta:
         return query.new_empty((*query.shape[:-1], value.shape[-1])).transpose(1, 2), None
     window = options.get("sliding_window") or 0
@@ -109,7 +110,7 @@ def attend(
         flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         longest, capped = int(options["max_length_q"]), {"softcap": softcap} if softcap else {}
         return _flash(flat, starts, longest, scale=scale, window=window, **capped)[None], None
-    lengths, attended = starts.diff().tolist(), list[Tensor]()
+    lengths, rows = starts.diff().tolist(), list[Tensor]()
     for row in zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True):
         length = row[0].shape[2]
         mask = None
@@ -117,8 +118,8 @@ def attend(
             mask = (
                 query.new_ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
             )
-        attended.append(_row(*row, mask, **changes))
-    return torch.cat(attended, 2).transpose(1, 2), None
+        rows.append(_row(*row, mask, **changes))
+    return torch.cat(rows, 2).transpose(1, 2).contiguous(), None
 
 
 def _flash(

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.adapter_folder import PREFIX
-from arealite.base.errors import UserError
+from arealite.base.errors import UserError, one_line
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.base.log import get
 from arealite.base.model_folder import weight_files
@@ -59,7 +59,7 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
         ):  # GPT-2's layers have weights [inputs, outputs]
             peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise UserError(f"{key}: {error}") from error
+        raise UserError(f"{key}: {one_line(error):.300}") from error
     for name, layer in _adapted(module):
         base = layer.get_base_layer()
         if not hasattr(base, "weight"):
@@ -94,14 +94,18 @@ def _stacks(module: Any) -> list[str]:
 
 
 def _all_linear(module: Any) -> list[str]:
-    """Return the targets of all linear layers: whole names beside experts in one parameter, which
-    peft would adapt for a target like gate_proj."""
-    names = [name for name, _ in _linear(module)]
-    return names if _stacks(module) else sorted({_leaf(name) for name in names})
+    """Return the targets of the linear layers that peft can adapt."""
+    known = _linear(module)
+    without = {_leaf(name) for name, part in known if type(part) not in LINEAR}  # routers
+    if _stacks(module):  # peft takes these names for experts in one parameter
+        without |= {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+    return sorted({_leaf(name) for name, _ in known} - without)
 
 
 def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
+    """Return the last part of a name, with its list where that part is a number."""
+    *_, owner, leaf = ["", *name.split(".")]
+    return f"{owner}.{leaf}" if leaf.isdigit() else leaf
 
 
 def coverage(module: Any) -> tuple[str, str]:
