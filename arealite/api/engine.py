@@ -73,10 +73,8 @@ class TrainEngine(ABC):
     def __init__(
         self, config: object, *, model_path: str, seed: int, training: Training | None, head: Head
     ) -> None:
-        """Load a Hugging Face folder; `config` has the options of this type of engine.
-
-        With model.adapter, the trained engine also gets `adapter`, the adapter's folder.
-        """
+        """Load a Hugging Face folder; `config` has the options of this type of engine, `adapter=`
+        the folder of model.adapter where it is set."""
 
     @abstractmethod
     def without_adapter(self) -> TrainEngine:

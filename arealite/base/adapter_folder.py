@@ -22,6 +22,8 @@ adapter. Any other field must be off."""
 
 NOT_ADAPTED = re.compile(r"embed|lm_head|wte|wpe|score|\.experts\.")
 """Matches matrices that all-linear leaves out: embeddings, heads and experts."""
+EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names of linear layers that peft takes for experts, in a model that has experts."""
 UNCHANGED_BASE = True, False, "gaussian", "orthogonal", "eva"
 """Values of init_lora_weights under which the base model kept its weights."""
 
@@ -30,8 +32,11 @@ def adapted(model: Shapes, targets: Sequence[str]) -> dict[str, bool]:
     """Return the linear layers of a model folder, and whether they get an adapter."""
     matrices = [name.removesuffix(".weight") for name, shape in model.items() if len(shape) == 2]
     linear = [name for name in matrices if not NOT_ADAPTED.search(name)]
-    is_all = [*targets] == ["all-linear"]
-    return {name: is_all or name.rpartition(".")[2] in targets for name in linear}
+    leaves = {name: name.rpartition(".")[2] for name in linear}
+    if [*targets] == ["all-linear"]:
+        has_experts = any(".experts." in name for name in model)
+        targets = [*{*leaves.values()} - (EXPERTS if has_experts else set[str]())]
+    return {name: leaf in targets for name, leaf in leaves.items()}
 
 
 def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[str, Any]:

@@ -72,7 +72,7 @@ class FSDPEngine(TrainEngine):
         has_adapter = training is not None and (config.lora.rank > 0 or folder is not None)
         self.adapter = lora.inject(self.module, config.lora, head, folder) if has_adapter else None
         if has_adapter and dist.get_rank() == 0:
-            lora.report(self.module, config.lora)
+            lora.report(self.module, [] if folder else config.lora.targets)
         is_uniform, offload = loading.set_dtypes(self.module, self.dtype), config.cpu_offload
         plain = is_uniform and dist.get_world_size() == 1 and not offload
         if head == "value":

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
-from arealite.base.adapter_folder import PREFIX
+from arealite.base.adapter_folder import EXPERTS, PREFIX
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.base.log import get
@@ -54,9 +54,7 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
         made = peft.LoraConfig(**size, target_modules=targets, task_type=task)
         key = f"engine.fsdp.lora.targets {config.targets}"
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # GPT-2's layers have weights [inputs, outputs]
+        with warnings.catch_warnings(action="ignore"):  # GPT-2 has weights [inputs, outputs]
             peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise UserError(f"{key}: {one_line(error):.300}") from error
@@ -98,7 +96,7 @@ def _all_linear(module: Any) -> list[str]:
     known = _linear(module)
     without = {_leaf(name) for name, part in known if type(part) not in LINEAR}  # routers
     if _stacks(module):  # peft takes these names for experts in one parameter
-        without |= {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+        without |= EXPERTS
     return sorted({_leaf(name) for name, _ in known} - without)
 
 
@@ -118,15 +116,14 @@ def coverage(module: Any) -> tuple[str, str]:
     return on, off
 
 
-def report(module: Any, config: LoRAConfig) -> None:
+def report(module: Any, targets: list[str]) -> None:
     """Log which layers have adapters; a warning if layers without one may be unintended."""
-    adapted, without = coverage(module)
+    on, off = coverage(module)
+    log.info("adapters", layers=on)
     found = {_leaf(name) for name, _ in _adapted(module)}
-    is_chosen = config.targets != LoRAConfig().targets and found >= {*config.targets}
-    log.info("adapters", layers=adapted)
-    if without and not is_chosen:
-        fix = f"engine.fsdp.lora.targets=[{ALL}] adapts all linear layers"
-        log.warning("layers without adapter", layers=without, fix=fix)
+    if off and (targets == LoRAConfig().targets or not found >= {*targets}):
+        fix = f"engine.fsdp.lora.targets=[{ALL}] adapts all layers that peft can adapt"
+        log.warning("layers without adapter", layers=off, fix=fix)
 
 
 def load_adapter(module: nn.Module, folder: Path) -> None:

@@ -51,6 +51,8 @@ class ValueModel(nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
+        if not isinstance(getattr(module, "score", None), nn.Linear):
+            raise UserError(f"{type(module).__name__} has no linear head `score`: not supported.")
 
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return values, float32 [N]."""
