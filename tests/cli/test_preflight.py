@@ -121,6 +121,28 @@ def test_memory_estimate_matches_sums_by_hand() -> None:
     assert held("bfloat16", kl=KLConfig(coef=0.1)) == pytest.approx(20 * numel, rel=1e-3)
 
 
+def test_ranks_that_share_rows_divide_the_longest_row() -> None:
+    from arealite.api.config import ExperimentConfig
+
+    model = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model |= {"max_position_embeddings": 10**6}
+
+    def held(size: int) -> float:
+        words = [f"trainer.ppo.engine.fsdp.context_parallel={size}", "launcher.trainer_ranks=4"]
+        config = configs.load(ExperimentConfig, configs.CONFIG_DIR / "async_ppo.yaml", words)
+        return next(estimates.memory(config, model, {"weight": [1000]}, 400_000)).size
+
+    row = 400_000 * 2 * (8 * 8 + 4 * 4 * 8) * 4
+    assert held(1) - held(4) == pytest.approx(row * 3 / 4)
+
+
+def test_sizes_that_cannot_share_rows_are_refused(words: list[str], capsys: Any) -> None:
+    key = "trainer.ppo.engine.fsdp.context_parallel=2"
+    assert main([*words, key]) == 2
+    assert "context_parallel=2 does not divide the 1 trainer ranks" in capsys.readouterr().err
+    assert main([*words, key, "launcher.trainer_ranks=2"]) == 0
+
+
 def test_server_memory_uses_the_servers_dtype() -> None:
     """The trainer's model has its compute dtype; a server's dtype may be set separately."""
     from arealite.api.config import ExperimentConfig
