@@ -335,3 +335,13 @@ def test_two_ranks_update_a_mixture_as_one_rank(
             assert told["routing_matched"] == times * stats["routing_matched"]
             assert told["routing_compared"] == times * stats["routing_compared"]
         assert told.get("router_loss") == pytest.approx(stats.get("router_loss"))
+
+
+def test_experts_run_as_a_grouped_product_that_equals_a_loop_over_experts(mixture: Path) -> None:
+    rows, found = random_record(make_rows(), mixture), {}
+    for kind in ("grouped_mm", "eager"):
+        engine = make_engine(mixture)
+        assert engine.module.config._experts_implementation == "grouped_mm"
+        engine.module.set_experts_implementation(kind)
+        found[kind] = gradients(engine, rows, lengths([rows]))[0]
+    assert_close(found["grouped_mm"], found["eager"])
