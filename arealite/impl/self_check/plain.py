@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from arealite.api.engine import Sequence
+from arealite.base.model_folder import read_json
 from arealite.impl.weights.buckets import Named
 from arealite.impl.weights.names import TensorNames
 
@@ -40,7 +41,9 @@ class PlainModel:
     def __init__(self, folder: Path) -> None:
         logging.disable_progress_bar()
         load: Any = AutoModelForCausalLM.from_pretrained
-        model = load(folder, dtype=torch.float32, attn_implementation="eager")
+        # The eager code of Falcon adds alibi twice.
+        attention = "sdpa" if read_json(folder).get("alibi") else "eager"
+        model = load(folder, dtype=torch.float32, attn_implementation=attention)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self.names = TensorNames(self.model, folder)
 
