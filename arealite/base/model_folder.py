@@ -262,14 +262,14 @@ class Experts(NamedTuple):
 
     layers: int
     """Decoder layers, including those without experts."""
-    count: int
+    number: int
     """Experts of a layer."""
     per_token: int
 
     @property
     def width(self) -> int:
         """Bytes of an expert's number: 1 below 256 experts, as 255 means that none is recorded."""
-        return 1 if self.count < 256 else 2
+        return 1 if self.number < 256 else 2
 
     @property
     def token_bytes(self) -> int:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -181,7 +182,7 @@ class SGLangClient(LLMClient):
         out = generation.output_ids
         is_known = request.json and not out
         ids = msgspec.Raw(request.json) if is_known else request.input_ids + out
-        routing = (True, request.routing_start) if self._experts else ()
+        routing: Any = (True, request.routing_start) if self._experts else ()
         body = wire.encode_body(wire.Body(rid, ids, params, True, stream is not None, *routing))
         generation.sent += 1
         try:

@@ -185,9 +185,9 @@ def routing(answer: Answer, experts: Experts | None, tokens: int) -> bytes:
     finish = answer.meta_info.finish_reason
     if len(found) != size and (finish is None or finish.type == "abort"):
         return b""  # the next answer has the record of all tokens
-    if len(found) != size or top >= experts.count:
+    if len(found) != size or top >= experts.number:
         what = f"a server returned {len(found)} numbers of experts up to {top}"
-        raise InvariantError(f"{what}; {size} numbers below {experts.count} were expected.")
+        raise InvariantError(f"{what}; {size} numbers below {experts.number} were expected.")
     return found.astype(f"<u{experts.width}").tobytes()
 
 

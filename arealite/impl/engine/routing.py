@@ -138,7 +138,7 @@ class Routing:
         recorded = self._recorded_NDK[:, layer].to(torch.int64)
         known, ordered = recorded[:, 0] >= 0, recorded.sort().values
         valid = (ordered[:, 1:] != ordered[:, :-1]).all(1) & (ordered[:, 0] >= 0)
-        valid &= ordered[:, -1] < self.experts.count
+        valid &= ordered[:, -1] < self.experts.number
         same = (ordered == free.sort().values).all(1)
         self._is_read = True
         counts = torch.stack([(known & same).sum(), known.sum(), (known & ~valid).sum()])
@@ -151,7 +151,7 @@ class _Topk(TorchFunctionMode):
 
     def __init__(self, choose: Callable[[Tensor], Tensor], experts: Experts) -> None:
         super().__init__()
-        self._choose, self._sizes = choose, (experts.count, experts.per_token)
+        self._choose, self._sizes = choose, (experts.number, experts.per_token)
         self._filled: tuple[Any, Any] = (None, None)
         """(scores with the experts of other groups masked, the same scores without the mask)."""
 
@@ -183,7 +183,7 @@ class Balance:
     def __init__(self, model: PreTrainedModel, config: Any) -> None:
         self._function: Any = vars(sys.modules[type(model).__module__])[BALANCE]
         self._coefficient: float = config.router_aux_loss_coef
-        _, *self._sizes = experts_of(config.to_dict()) or ()
+        self._sizes: Any = experts_of(config.to_dict())[1:]  # type: ignore[index]
         self._logits: tuple[Tensor, ...] = ()
         model.get_decoder().register_forward_hook(self._keep)
 

@@ -84,7 +84,7 @@ def random_record(rows: list[Sequence], path: Path, seed: int = 1) -> list[Seque
     assert experts is not None
     for row in rows:
         count = len(row.tokens) * experts.layers
-        drawn = [draw.permutation(experts.count)[: experts.per_token] for _ in range(count)]
+        drawn = [draw.permutation(experts.number)[: experts.per_token] for _ in range(count)]
         row.routing = np.stack(drawn).astype(np.uint8).reshape(len(row.tokens), -1)
         row.routing[::3] = 255
     rows[0].routing = None
