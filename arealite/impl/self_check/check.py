@@ -131,7 +131,7 @@ class SelfCheck:
         return Sequence(tokens, np.arange(len(tokens)) >= first, self.temperature)
 
     def ask(self, *, wants_sums: bool = False) -> list[Comparison]:
-        """Let each server that holds the version generate from all prompts."""
+        """Return what each server that holds the version generates from all prompts."""
         found: list[Comparison | None] = []
         if self.world.is_rank0:
             names = NameRegistry.of(self.config)

@@ -29,7 +29,8 @@ def check_template(config: ExperimentConfig) -> list[str]:
     collector, path = config.trainer.ppo.collector, config.model.path
     if not has_chat_template(path):
         return []
-    tokenizer, sampling = load_tokenizer(path), collector.sampling
+    tokenizer: Any = load_tokenizer(path)
+    sampling = collector.sampling
     words = tokenizer.convert_tokens_to_ids([*sampling.stop])
     stops = {*eos_tokens(path), *sampling.stop_token_ids, *words, tokenizer.eos_token_id}
     seats = [agent for part in collector.parts.values() for agent in part.seats.values()]
@@ -53,7 +54,8 @@ def template_faults(
         UserError: The tokenizer splits the marker that ends a turn, so no generation ends there.
     """
     renderer, faults = Renderer(tokenizer, family_of(tokenizer, format)), list[str]()
-    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "§"}
+    user: Any = {"role": "user", "content": "q"}
+    answer: Any = {"role": "assistant", "content": "§"}
     try:
         found = MARKER.match(renderer.render([user, answer, user], ()).rpartition("§")[2])
         if found and not renderer.family.has_channels:  # there it ends a thought, too

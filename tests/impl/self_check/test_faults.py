@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace as changed
 
 from arealite.api.collector import CollectorConfig
-from arealite.api.config import ExperimentConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher_config import PublisherConfig
@@ -48,7 +48,7 @@ def edited(folder: Path, **fields: Any) -> Path:
 
 
 def write(folder: Path, family: str = "qwen2", **fields: Any) -> Path:
-    make = tiny_mixture if family in MIXTURES else tiny_model
+    make: Any = tiny_mixture if family in MIXTURES else tiny_model
     return make(folder / "model", family=family, **{"init_std": 0.1} | fields)
 
 
@@ -80,7 +80,7 @@ class Run:
         )
         config = ExperimentConfig(
             cluster=served.cluster,
-            model=replace(served.model, path=str(self.folder), dtype="float32"),
+            model=ModelConfig(path=str(self.folder), dtype="float32"),
             trainer=TrainerConfig(ppo=ppo),
             launcher=LauncherConfig(llm_servers=self.own),
         )

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from arealite.impl.launcher.processes import threads
 from tests.fakes.embedded import running, server_config

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-from arealite.api.config import ExperimentConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.base.errors import UserError
 from arealite.impl.self_check.check import SelfCheck
 from arealite.impl.trainer.world import World
@@ -18,9 +17,7 @@ def main(folder: Path) -> None:
     """Compare the served model, a model of other weights, and a later version of the latter."""
     world = World.init(threads=1, seed=1)
     served = server_config(folder / "model", folder / "names")
-    config = ExperimentConfig(
-        cluster=served.cluster, model=replace(served.model, path=str(folder / "model"))
-    )
+    config = ExperimentConfig(cluster=served.cluster, model=ModelConfig(path=str(folder / "model")))
     found = dict[str, object]()
     for name, model, version in ("same", "model", 0), ("other", "other", 0), ("later", "other", 1):
         engine = make_engine(folder / model)
