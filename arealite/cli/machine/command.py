@@ -70,7 +70,7 @@ def explain_missing(rows: list[Row], plan: Row) -> None:
     for row in rows:
         reason = sglang if row["server"] == "sglang" else ""
         if row["gpus"] > gpus:
-            reason = f"needs {row['gpus']} GPUs, found {gpus}"
+            reason = f"GPUs: needs {row['gpus']}, found {gpus}"
         elif plan["quick"] and row["ranks"] > 2:
             reason = "left out by --quick"
         row |= {"status": "n/a", "text": reason} if reason else {}
@@ -106,18 +106,22 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
 
     from arealite.cli.machine.bench import main
 
-    gpus, count = plan["gpus"], rows[0]["ranks"]
+    gpus, count, saved = plan["gpus"], rows[0]["ranks"], dict(os.environ)
     environments = rank_environments(count)
-    for own in environments:
-        own |= {PARENT: str(os.getpid())} | ({"CUDA_VISIBLE_DEVICES": ""} if gpus < count else {})
-        # The server has the first GPU, the trainer the last.
-        own |= {"LOCAL_RANK": str(max(0, gpus - 1))} if rows[0]["server"] else {}
+    if rows[0]["server"]:  # the server has the first GPU, the trainer the last
+        environments[0]["LOCAL_RANK"] = str(max(0, gpus - 1))
+    os.environ[PARENT] = str(os.getpid())
+    if gpus < count:  # before a process imports torch
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         start_processes(main, (environments, rows, plan, folder), count, start_method="spawn")
     except Exception as error:  # noqa: BLE001  (of a rank, whichever it is)
         if getattr(error, "exit_code", 0) == EXPIRED:
             return f"no result after {plan['limit_s']:g} s"
         return exit_reason(str(error), 1)
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
     return "its processes exited without a result"
 
 

@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+import torch
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.engine import Sequence
@@ -60,6 +61,8 @@ class Site:
     def publish(self, engine: FSDPEngine, **options: str) -> PublishReport:
         """Publish an engine's weights as the next version."""
         config = self.config(**options)
+        if self.bench.device.type == "cuda":  # each thread has its own current device
+            torch.cuda.set_device(self.bench.device)
         with closing(publishers.get(config.trainer.ppo.publisher.type)(config, engine)) as made:
             return self.send(made, engine)
 
