@@ -139,18 +139,10 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
     for each in found:
-        place = f"`{each.file.removeprefix('arealite/')}:{each.line}`"
-        print(f"| {place} | `{each.text}` | {ranges(each.lines)} | {each.row} |")
+        name, count = each.file.removeprefix("arealite/"), len(each.lines) or "–"
+        print(f"| `{name}` | `{each.text}` | {count} | {each.row} |")
     print(*faults, sep="\n", file=sys.stderr)
     return int(bool(faults))
-
-
-def ranges(lines: list[int]) -> str:
-    """Return numbers as ranges: 1, 3-5."""
-    starts = [n for n in lines if n - 1 not in lines]
-    ends = [n for n in lines if n + 1 not in lines]
-    pairs = zip(starts, ends, strict=True)
-    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in pairs) or "this line"
 
 
 if __name__ == "__main__":
