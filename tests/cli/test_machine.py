@@ -112,7 +112,7 @@ def test_rows_without_their_gpus_or_server_name_what_is_missing(gpus: int) -> No
     expected = {name: count for name, count in expected.items() if count > gpus}
     assert {name for name in missing if "sglang" not in name} == expected.keys()
     for name, count in expected.items():
-        assert missing[name] == f"needs {count} GPUs, found {gpus}"
+        assert missing[name] == f"GPUs: needs {count}, found {gpus}"
 
 
 def test_unknown_row_is_refused(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def check_config(name: str, words: list[str], command: Command) -> None:
     if name == "launch":
         assert words.pop(0) in ("slurm", "ray")
     words, _ = translate(words, WORDS.get(name, ()))
-    words = [w for w in words if w not in ("--resume", "--dry-run", "--print", "--help")]
+    words = [w for w in words if w not in ("--resume", "--dry-run", "--print", "--help", "--model")]
     own = [w.removeprefix("imports=").strip("[]") for w in words if w.startswith("imports=")]
     kept = [w for w in words if not PLACEHOLDER.fullmatch(w) and not w.startswith("imports=")]
     kept = [w for w in kept if not any(f".{name}." in w or f"={name}" in w for name in own)]
