@@ -26,6 +26,7 @@ from arealite.impl.weights.buckets import Named
 SCORE = "score.weight"
 """Weight of the value head, which a folder may lack."""
 FIX = "Weights and config.json are of different models: download the folder again."
+IMAGES = "Images are not supported: use a folder with the text part of the model alone."
 FLOATS = ("F16", "BF16", "F32", "F64")
 Tensors = dict[str, torch.Tensor]
 Read = Callable[[str], torch.Tensor]
@@ -170,7 +171,7 @@ class TensorNames:
         """Group the tensors of the folder by the tensor of the model that they become."""
         rules = get_model_conversion_mapping(model)
         joins = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+        renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
         of_pattern = {pattern: rule for rule in joins for pattern in rule.source_patterns}
         prefix, groups = model.base_model_prefix, dict[tuple[str, str], Group]()
         for name in sorted(self.headers, key=dot_natural_key):
@@ -264,7 +265,8 @@ class TensorNames:
         for names, what in (missing, "lacks"), (left, "has tensors that the model lacks:"):
             if names:
                 listed = ", ".join(sorted(names)[:3])
-                raise UserError(f"'{self.folder}' {what} {listed} ({len(names)} in all). {FIX}")
+                fix = IMAGES if any(re.search(r"vision|visual", name) for name in names) else FIX
+                raise UserError(f"'{self.folder}' {what} {listed} ({len(names)} in all). {fix}")
 
 
 def _headers(folder: Path) -> Iterator[tuple[str, Header]]:

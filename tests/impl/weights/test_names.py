@@ -166,6 +166,13 @@ def test_head_that_differs_from_the_tied_embedding_is_refused(tmp_path: Path) ->
         load_all(path)
 
 
+def test_tensors_for_images_are_refused_by_name(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path)
+    change(path, lambda tensors: tensors.update({"model.vision_tower.a": torch.zeros(1)}))
+    with pytest.raises(UserError, match=r"model\.vision_tower\.a .*Images are not supported"):
+        names_of(path)
+
+
 def test_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     set_tied(path, False)
