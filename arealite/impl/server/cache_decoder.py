@@ -32,7 +32,7 @@ WINDOWS = "sliding_window", "attention_chunk_size"
 PROBE_WINDOW = 4
 BOUND = 1e-3
 """Largest difference of a log-probability in float32, in nats."""
-LOW_BOUND = 0.2
+LOW_BOUND = 0.05
 """Median difference in 16 bits, where experts near a tie may change."""
 
 

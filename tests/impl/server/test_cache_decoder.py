@@ -215,9 +215,15 @@ def test_probe_restores_the_window_of_the_model(tmp_path: Path) -> None:
     assert model.config.sliding_window == 8
 
 
-def test_decoder_that_ignores_the_window_is_not_used(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoder_that_ignores_the_window_is_not_used(
+    dtype: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     """The model's window is longer than the rows of the probe."""
-    model = family_model(tmp_path, "mistral", {"sliding_window": 256})
+    options = GEMMA | {"sliding_window": 256}
+    folder = tiny_model(tmp_path, family="gemma3_text", **options)
+    model = load_model(str(folder), dtype=dtype, device="cpu")[0]
+    assert type(make_decoder(model, max_rows=1, seed=0)) is Decoder
     monkeypatch.setattr("arealite.impl.server.decoder.window_of", lambda model: None)
     assert type(make_decoder(model, max_rows=1, seed=0)) is CacheDecoder
 
