@@ -107,7 +107,7 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
 
 
 def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
-    """Say which layers have adapters, and which linear layers have none."""
+    """Describe which linear layers have adapters, and which have none."""
     lora = lora_of(config, shapes)
     parts = dict[bool, Counter[str]]({True: Counter(), False: Counter()})
     for name, has in adapted(shapes, lora.targets).items():

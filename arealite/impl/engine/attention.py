@@ -62,8 +62,8 @@ def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: tor
 
 def _try_packed(model: PreTrainedModel) -> None:
     """Run the decoder of a copy on the meta device, so that `attend` checks its arguments."""
-    trial: Any = copy.deepcopy(model).to("meta")
-    trial.set_attn_implementation(NAME)
+    trial: Any = copy.deepcopy(model)
+    trial.to("meta").set_attn_implementation(NAME)
     batch = collate([], torch.device("meta"), "packed")
     try:
         decoder_of(trial)(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)

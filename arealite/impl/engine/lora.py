@@ -5,6 +5,7 @@ only where adapters are configured.
 """
 
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from arealite.base.model_folder import weight_files
 log = get(__name__)
 BASE, ADAPTER, NAME = ".base_layer.", ".lora_", "default"
 ALL, LINEAR = "all-linear", (nn.Linear, Conv1D)
+OUTSIDE = "no linear layer inside the decoder"
 Full = Callable[[torch.Tensor], torch.Tensor]
 """Gathers a parameter's shards, on all ranks."""
 
@@ -41,7 +43,7 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
 
     Raises:
         UserError: peft is not installed, no module has one of these names, or a module with such a
-            name is no linear layer inside the decoder.
+            name is no linear layer inside the decoder, or its model reads its weight alone.
     """
     peft = import_optional("peft", extra_requirement("lora"))
     if folder:
@@ -65,8 +67,9 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
             what += ", and adapters of such a parameter cannot be merged"
             fix = "Remove gate_proj, up_proj and down_proj from the targets"
             raise UserError(f"{key}: {what}. {fix}, or use targets=[{ALL}].")
-        if layer is module.get_output_embeddings() or not isinstance(base, LINEAR):
-            what = f"'{name}' is no linear layer inside the decoder"
+        is_linear = layer is not module.get_output_embeddings() and isinstance(base, LINEAR)
+        if not is_linear or _ignores(module, name):
+            what = f"'{name}' is {'read past its forward' if is_linear else OUTSIDE}"
             raise UserError(f"{key}: {what}, and gets no adapter. Use targets=[{ALL}].")
     if head == "value":
         module.score.requires_grad_(True)
@@ -93,11 +96,20 @@ def _stacks(module: Any) -> list[str]:
 
 def _all_linear(module: Any) -> list[str]:
     """Return the targets of the linear layers that peft can adapt."""
-    known = _linear(module)
-    without = {_leaf(name) for name, part in known if type(part) not in LINEAR}  # routers
+    names = [name for name, _ in _linear(module)]
+    without = {_leaf(name) for name in names if _ignores(module, name)}
     if _stacks(module):  # peft takes these names for experts in one parameter
         without |= EXPERTS
-    return sorted({_leaf(name) for name, _ in known} - without)
+    return sorted({_leaf(name) for name in names} - without)
+
+
+def _ignores(module: Any, name: str) -> bool:
+    """Return whether a model's code may read the weight of a layer, past an adapter on it."""
+    owner, _, leaf = name.rpartition(".")
+    kinds = type(module.get_submodule(owner)).__name__ + type(module.get_submodule(name)).__name__
+    return "Router" in kinds or (
+        bool(re.search("Mamba|H1Mixer", kinds)) and leaf in ("x_proj", "dt_proj", "out_proj")
+    )
 
 
 def _leaf(name: str) -> str:
