@@ -54,7 +54,7 @@ class ContextGroup:
         config = model.config.get_text_config()
         check_context_parallel(config.to_dict(), size=size, ranks=ranks)
         masks: dict[str, Any] = {"sdpa": sdpa_mask, "eager": eager_mask}
-        kind = config._attn_implementation
+        kind: str = config._attn_implementation or ""
         kinds = dict.fromkeys(type(part) for part in decoder_of(model).modules())
         mixing = [each for each in kinds if MIXERS.search(each.__name__) or _counts_tokens(each)]
         is_known = model.is_backend_compatible() and kind in {*masks, attention.NAME}

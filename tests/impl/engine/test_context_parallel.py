@@ -100,7 +100,8 @@ def test_ranks_that_share_rows_equal_one_rank(
 def test_model_that_cannot_share_rows_is_refused(
     family: str, sizes: dict[str, Any], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = CONFIG_MAPPING[family](**{"num_hidden_layers": 2, "hidden_size": 32} | sizes)
+    settings: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32} | sizes
+    config = CONFIG_MAPPING[family](**settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
