@@ -14,7 +14,7 @@ import structlog
 import torch.distributed as dist
 
 from arealite.api.agent import Agent
-from arealite.api.config import ExperimentConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.episode import Action, Seat
 from arealite.api.llm import LLMClientConfig, SamplingConfig
 from arealite.api.rollout_messages import Lease
@@ -50,12 +50,14 @@ class Talker(Agent):
         for question in ([9, 10, 11], [12, 13]):
             prompt = first + answer.output_ids + question
             await self.generate(prompt, sampling=SAMPLING)
-        return Action("", [], "stop")
+        return Action("")
 
 
 def settings(model: Path, names: Path, routing: Any) -> ExperimentConfig:
     served = server_config(model, names)
-    config = ExperimentConfig(cluster=served.cluster, model=served.model, server_wait_s=60.0)
+    config = ExperimentConfig(
+        cluster=served.cluster, model=ModelConfig(path=str(model)), server_wait_s=60.0
+    )
     ppo = config.trainer.ppo
     ppo = dataclasses.replace(ppo, collector=dataclasses.replace(ppo.collector, routing=routing))
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, ppo=ppo))
