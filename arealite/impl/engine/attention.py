@@ -111,14 +111,13 @@ def attend(
         longest, capped = int(options["max_length_q"]), {"softcap": softcap} if softcap else {}
         return _flash(flat, starts, longest, scale=scale, window=window, **capped)[None], None
     lengths, rows = starts.diff().tolist(), list[Tensor]()
-    for row in zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True):
-        length = row[0].shape[2]
+    for q, k, v in zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True):
+        length = q.shape[2]
         mask = None
         if 0 < window < length or softcap is not None or sinks is not None:
-            mask = (
-                query.new_ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
-            )
-        rows.append(_row(*row, mask, **changes))
+            mask = query.new_ones(length, length, dtype=torch.bool)
+            mask = mask.tril().triu(1 - (window or length))
+        rows.append(_row(q, k, v, mask, **changes))
     return torch.cat(rows, 2).transpose(1, 2).contiguous(), None
 
 
