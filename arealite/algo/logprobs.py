@@ -21,7 +21,7 @@ class LogitChange(NamedTuple):
     """0: no cap."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Change `logits` in place and return them."""
+        """Apply the change to `logits` in place, and return them."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         return logits.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else logits

@@ -53,7 +53,11 @@ def test_changed_logits_and_bias_have_exact_gradients(
 ) -> None:
     hidden, weight, targets, temperature = (each.detach() for each in inputs(33, 16, 50))
     generator = torch.Generator().manual_seed(1)
-    given = [hidden.double(), weight.double(), torch.randn(50, generator=generator).double() if has_bias else None]
+    given = [
+        hidden.double(),
+        weight.double(),
+        torch.randn(50, generator=generator).double() if has_bias else None,
+    ]
     scale, cap = change
 
     def outputs(*given: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -219,7 +220,10 @@ class FSDPEngine(TrainEngine):
         if temp:
             copy_small_files(self.source, temp)
             write_config(temp, self.module, dtype=self.config.dtype, head=self.head)
-            write_weights(temp, weights)
+            # The folder's other tensors, for example those for images, stay as they are.
+            others = self.names.unused if self.head == "lm" else ()
+            kept = ((name, self.names.read(name)) for name in others)
+            write_weights(temp, chain(weights, kept))
         else:
             deque(weights, maxlen=0)
         if self.adapter is not None:

@@ -31,8 +31,6 @@ def write_config(folder: Path, module: object, *, dtype: str, head: Head) -> Non
     config = json.loads(file.read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0  # no transformers model has these layers
     if head == "value":
         config["architectures"] = [type(module).__name__]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -73,18 +72,13 @@ def load_weights(
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
 
-    def read(name: str) -> torch.Tensor:
-        # Opened for each tensor: pages of an open file count as this process's memory.
-        with safe_open(names.headers[name].file, framework="pt") as opened:
-            return opened.get_tensor(name)
-
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in state_tensors(model):
             if ADAPTER in name or not names.sources[file_name(name)]:
                 full = first_value(name, tensor.shape, generator)
             else:
-                full = names.load(file_name(name), read)
+                full = names.load(file_name(name))
             full = full.to(device=device, dtype=tensor.dtype)
             if isinstance(tensor, DTensor):
                 # src_data_rank=None: every rank cuts its own shard, nothing is sent.

@@ -28,7 +28,7 @@ class LossScale:
         self.value = FIRST_SCALE if enabled else 1.0
 
     def update(self, *, finite: bool) -> bool:
-        """Change the scale after an update; return whether it was halved."""
+        """Set the scale after an update; return whether it was halved."""
         if not self.enabled:
             return False
         self.clean = self.clean + 1 if finite else 0

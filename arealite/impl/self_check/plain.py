@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -55,9 +54,7 @@ class PlainModel:
 
     def stored(self) -> Iterator[Named]:
         """Yield the tensors of the folder."""
-        for name, header in self.names.headers.items():
-            with safe_open(header.file, framework="pt") as opened:
-                yield name, opened.get_tensor(name)
+        return ((name, self.names.read(name)) for name in self.names.headers)
 
     @torch.no_grad()
     def score(self, row: Sequence) -> np.ndarray:

@@ -96,7 +96,8 @@ class TensorNames:
         self._of_folder = {name: group for group in groups for name in group.sources}
         self._check_names(model)
         self.unused = frozenset(self.headers.keys() - self._of_folder.keys())
-        """Tensors of the folder that the model ignores."""
+        """Tensors of the folder that the model ignores, for example for images."""
+        self._files = {name: header.file for name, header in self.headers.items()}
         self.headers = {name: self.headers[name] for name in self._of_folder}
         """Describes the tensors of the folder that the model uses."""
         self.sources: dict[str, tuple[str, ...]] = {
@@ -106,17 +107,23 @@ class TensorNames:
         """Maps a tensor of the model to its tensors in the folder; () for a fresh value head."""
         self._rest: Tensors = {}
 
-    def load(self, name: str, read: Read) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor of the folder."""
+        # Opened for each tensor: pages of an open file count as this process's memory.
+        with safe_open(self._files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    def load(self, name: str) -> torch.Tensor:
         """Return a full tensor of the model that has sources.
 
         Raises:
             UserError: config.json ties tensors whose values differ.
         """
         if name not in self._rest:  # a group has one read for all its tensors
-            self._rest = self._convert(self._of_model[name], read)
+            self._rest = self._convert(self._of_model[name], self.read)
         tensor = self._rest.pop(name)
         twin = self._twins.get(name)
-        if twin is not None and not torch.equal(tensor, self._convert(twin, read)[name]):
+        if twin is not None and not torch.equal(tensor, self._convert(twin, self.read)[name]):
             raise self._untied(name, twin.key)
         return tensor
 

@@ -35,7 +35,7 @@ def names_of(path: Path) -> TensorNames:
 def check_both_ways(path: Path) -> Tensors:
     """Load each tensor alone and map it back; return the tensors of the model."""
     names, files = names_of(path), load_file(path / "model.safetensors")
-    state = {name: names.load(name, files.__getitem__) for name in names.sources}
+    state = {name: names.load(name) for name in names.sources}
     back = dict(names.to_folder(state.items()))
     assert back.keys() == files.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in files.items())
@@ -155,8 +155,8 @@ def set_tied(path: Path, value: bool) -> None:
 
 
 def load_all(path: Path) -> Iterable[str]:
-    names, files = names_of(path), load_file(path / "model.safetensors")
-    return [name for name in names.sources if names.load(name, files.__getitem__) is not None]
+    names = names_of(path)
+    return [name for name in names.sources if names.load(name) is not None]
 
 
 def test_head_that_differs_from_the_tied_embedding_is_refused(tmp_path: Path) -> None:
@@ -190,6 +190,6 @@ def test_tied_head_is_read_and_streamed_once(held: tuple[str, ...], tmp_path: Pa
 
     change(path, rename)
     names, files = names_of(path), load_file(path / "model.safetensors")
-    assert torch.equal(names.load(EMBEDDING, files.__getitem__), files[held[0]])
+    assert torch.equal(names.load(EMBEDDING), files[held[0]])
     streamed = dict(names.to_folder([(EMBEDDING, files[held[0]])]))
     assert streamed.keys() == {held[-1]}
