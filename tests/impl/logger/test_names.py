@@ -71,7 +71,9 @@ def of_updates() -> Iterator[str]:
     for how in ("truncate", "mask"):
         config = LossConfig(behav_weight=how, behav_weight_cap=2.0)
         stats = make_policy_loss(config, in_loss)(batch)[1] | engine
-        stats |= {f"critic/{name}": value for name, value in critic.items()}
+        for name, value in critic.items():
+            if not name.startswith("routing_"):  # a critic replays no routing
+                stats[f"critic/{name}"] = value
         yield from metrics.update_metrics([{name: float(v) for name, v in stats.items()}])
     for name in {*SFTTrainer.stats, *PAIR_STATS}:
         yield from (f"train/{name}", f"eval/{name}")
