@@ -3,8 +3,6 @@
 Other agents with several turns derive from ChatAgent and override `read`.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 from arealite.api.agent import Agent

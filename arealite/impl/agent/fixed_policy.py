@@ -3,8 +3,6 @@
 For opponents, partners and judges. Its answers are never trained on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

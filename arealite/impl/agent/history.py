@@ -5,8 +5,6 @@ tokenises only that text. So answers keep their sampled tokens, and a conversati
 segment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

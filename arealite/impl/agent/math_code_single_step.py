@@ -4,8 +4,6 @@ A derived agent overrides `build_prompt` to change the prompt, or `parse` to rea
 differently.
 """
 
-from __future__ import annotations
-
 from arealite.api.agent import Agent
 from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.episode import Action

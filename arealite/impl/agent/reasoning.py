@@ -5,8 +5,6 @@ tokenised again. A prompt without an earlier thought does not extend the prompt 
 starts a new training segment.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 For opponents of known strength, and for tests of environments.
 """
 
-from __future__ import annotations
-
 import random
 
 from arealite.api.agent import Agent

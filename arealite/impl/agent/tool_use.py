@@ -4,8 +4,6 @@ The chat template gets an answer with calls as its sampled text, not as a list o
 would format a list differently, and the prompt would not hold the sampled tokens.
 """
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from arealite.api.episode import Action

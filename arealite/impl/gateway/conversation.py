@@ -5,8 +5,6 @@ latest sampled answer, and all tokens before, are reused unchanged. Only what is
 and tokenised. A message that differs begins a branch.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

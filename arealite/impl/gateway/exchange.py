@@ -4,8 +4,6 @@
 ChatRequest to a prompt. `parser` converts sampled tokens to Deltas and an Answer.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import msgspec

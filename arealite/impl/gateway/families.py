@@ -1,7 +1,5 @@
 """Model families: how their answers contain thoughts and tool calls. Their data: families.toml."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

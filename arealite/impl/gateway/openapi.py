@@ -1,7 +1,5 @@
 """The OpenAPI description of the gateway, and the bodies of its own routes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

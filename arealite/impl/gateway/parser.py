@@ -1,7 +1,5 @@
 """Parse sampled tokens into a thought, a text and tool calls, whole or while they are sampled."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Sequence

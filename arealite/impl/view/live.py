@@ -4,8 +4,6 @@ The page asks for the run's state again and again, and receives the report's dat
 Tokens of trajectories are read when the page shows them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import sqlite3

@@ -3,8 +3,6 @@
 Shapes and numbers carry all information, so the panel is readable without colours and as text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise

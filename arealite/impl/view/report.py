@@ -5,8 +5,6 @@ draws a large report at once. The text of trajectories is untrusted: the file ho
 bytes only, and the page's policy allows no script but its own.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import zlib

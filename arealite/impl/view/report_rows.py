@@ -5,8 +5,6 @@ tokens are looked at. Payloads are read one chunk at a time, so memory does not 
 Shape letter: T = tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache

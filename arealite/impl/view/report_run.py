@@ -4,8 +4,6 @@ The source is the run's files, each of which may be missing: a report can be wri
 has just begun, or that has no ledger.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress

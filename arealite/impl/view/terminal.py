@@ -3,8 +3,6 @@
 The panel itself is a module of its own, because it is drawn into pipes and files, too.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

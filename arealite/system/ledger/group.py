@@ -3,8 +3,6 @@
 A rule that needs only one group is here. Rules over all groups are in `datapipe.group_store`.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter, deque

@@ -13,8 +13,6 @@ group is written once per transaction, and one statement writes many rows, becau
 the GIL at each statement.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -4,8 +4,6 @@ The datapipe calls `find_mismatch` before it stores a payload, a trainer rank be
 and the audit for every stored payload. The arrays are numpy views: no data is copied.
 """
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -6,8 +6,6 @@ are written in the transaction that changes the rows. An audit therefore detects
 changed, deleted, moved or duplicated later.
 """
 
-from __future__ import annotations
-
 from hashlib import sha256
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ need them, so a failed write must not stop the run.
 Shape letter: N = sampled tokens of the listed trajectories, concatenated.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path

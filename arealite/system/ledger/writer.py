@@ -1,7 +1,5 @@
 """Commits the queued writes of a ledger in a thread, so that the event loop is not blocked."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

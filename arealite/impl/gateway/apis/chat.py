@@ -1,7 +1,5 @@
 """OpenAI Chat Completions; and Completions, of a text or tokens instead of messages."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from itertools import accumulate

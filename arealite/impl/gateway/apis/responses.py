@@ -1,7 +1,5 @@
 """OpenAI Responses."""
 
-from __future__ import annotations
-
 import time
 from itertools import count
 from typing import Annotated, Any
