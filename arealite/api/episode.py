@@ -1,7 +1,5 @@
 """The data of an agent in an episode: its seat, its actions, and the record of its turns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import isfinite
 

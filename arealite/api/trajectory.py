@@ -4,8 +4,6 @@ A trajectory has a header and a payload. The datapipe reads only the header; it 
 the payload as bytes. Shapes: T = tokens of one segment.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated

@@ -4,8 +4,6 @@ A prompt is hashed when its request is sent, incrementally: a long session costs
 memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """A command of AReaLite as a child process of a script or a notebook."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

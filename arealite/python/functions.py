@@ -1,7 +1,5 @@
 """The functions of the Python API. Each runs a command of the command line as a child process."""
 
-from __future__ import annotations
-
 import json
 import signal
 import uuid

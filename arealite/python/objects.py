@@ -1,7 +1,5 @@
 """Pass Python objects to the processes of a run: code by import path, rows as a file."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Mapping

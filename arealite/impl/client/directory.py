@@ -4,8 +4,6 @@ One task reads the entries for all requests; a request waits for its `changed` e
 never polls a server: the process that supervises a server writes the server's state to its entry.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress

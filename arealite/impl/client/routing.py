@@ -3,8 +3,6 @@
 No I/O: the directory updates the state of the servers, and the client calls `Router.pick`.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ client sends the prompt again with the tokens so far. Every token keeps the logp
 version that its server returned.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict

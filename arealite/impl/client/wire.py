@@ -3,8 +3,6 @@
 It is separate from the client, so that tests of the protocol need no server.
 """
 
-from __future__ import annotations
-
 from base64 import b64decode
 from collections.abc import Collection
 from functools import lru_cache

@@ -4,8 +4,6 @@ Only episodes of resumable environments are recorded. When their worker crashes,
 the recorded turns with the next lease.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 

@@ -3,8 +3,6 @@
 A finished sample is durable before the next one starts in its place.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
