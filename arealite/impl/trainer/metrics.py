@@ -27,10 +27,11 @@ logger = log.get(__name__)
 
 PLAIN = ("loss", "weight")
 """Stats of a loss function that are not sums over tokens."""
+ROUTING = "routing_matched", "routing_compared"
 ENGINE = (
     *("grad_norm", "lr", "skipped_update", "loss_scale"),
     *("microbatches", "tokens", "padded_tokens"),
-    *("router_loss", "routing_matched", "routing_compared"),
+    *("router_loss", *ROUTING),
 )
 """Stats that the engine adds."""
 
@@ -254,9 +255,10 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
         if "critic/error_sq" in update:
             critic = {name.removeprefix("critic/"): value for name, value in update.items()}
             columns["critic/explained_variance"].append(explained_variance(critic))
+    matched, compared = (sum(columns.pop(f"update/{name}", ())) for name in ROUTING)
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
-    if compared := metrics.pop("update/routing_compared", 0.0):
-        metrics["routing/agreement"] = metrics.pop("update/routing_matched") / compared
+    if compared:
+        metrics["routing/agreement"] = matched / compared
     if padded := metrics.get("update/padded_tokens"):
         metrics["update/pad_frac"] = 1.0 - metrics["update/tokens"] / padded
     return {"update/count": float(len(stats)), **metrics}
