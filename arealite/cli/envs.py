@@ -44,8 +44,7 @@ def rows() -> Iterator[tuple[str, ...]]:
     """Yield the cells of each environment's row."""
     for name in envs.names():
         needed, fix = NEEDS.get(name, ("", ""))
-        is_missing = needed and not package(needed)
-        needs = f"{needed}: pip install {fix}" if is_missing else needed
+        needs = f"{needed}: pip install {fix}" if needed and not package(needed) else needed
         try:
             found = envs.get(name)
         except ImportError as error:

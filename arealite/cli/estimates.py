@@ -113,8 +113,7 @@ def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
     for name, has in adapted(shapes, lora.targets).items():
         parts[has][name.rpartition(".")[2]] += 1
     on, off = (", ".join(f"{n} ×{c}" for n, c in parts[has].items()) for has in (True, False))
-    text = f"rank {lora.rank}, alpha {lora.alpha:g}, on {on}"
-    return text + (f"; none on {off}" if off else "")
+    return f"rank {lora.rank}, alpha {lora.alpha:g}, on {on}" + (f"; none on {off}" if off else "")
 
 
 def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
@@ -194,8 +193,7 @@ def _servers(
         if own.llm_server.type == "embedded":  # SGLang takes what mem_fraction gives it
             rows, each = own.llm_server.embedded.max_running_requests, BYTES.get(own.model.dtype, 2)
             width = min(own.llm_server.context_length or context, longest)
-            size = each * (numel + token * rows * width)
-            yield Need(f"server, each of {servers}", servers, size)
+            yield Need(f"server, each of {servers}", servers, each * (numel + token * rows * width))
 
 
 def _hidden_and_layers(text: dict[str, Any]) -> tuple[int, int]:

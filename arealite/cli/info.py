@@ -97,11 +97,10 @@ def extras() -> Iterator[Line]:
 
 def sandbox() -> Iterator[Line]:
     """Yield the version of bubblewrap, or how to make it work."""
-    version = output_of(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"])
     why = "missing: apt-get install bubblewrap"
     if shutil.which("bwrap"):
         why = "installed, but cannot create namespaces: sysctl -w user.max_user_namespaces=15000"
-    yield "bubblewrap", version or why
+    yield "bubblewrap", output_of(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"]) or why
 
 
 def package(name: str) -> str:

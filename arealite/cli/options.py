@@ -69,17 +69,15 @@ class CommandLine:
         cuts = [i for i, word in enumerate(words) if word == "--then"]
         parts = [words[a:b] for a, b in pairwise([0, *cuts, len(words)])]
         lines = [parts[0], *(["--config", *part[1:]] for part in parts[1:])]
-        stage = replace(self, more=f"{THEN}\n")
-        return [stage.parse(line) for line in lines]
+        return [replace(self, more=f"{THEN}\n").parse(line) for line in lines]
 
 
 def check_flags(argv: Sequence[str], schema: type) -> None:
     """Raise UserError for the first `--key value`, with the override to write instead."""
     for word, after in zip(argv, [*argv[1:], ""], strict=False):
         name, _, value = word.removeprefix("--").replace("-", "_").partition("=")
-        end = f".{SHORT.get(name, name)}"
         keys = [key for key, *_ in base_config.keys(schema) if word.startswith("--")]
-        found = [key for key in keys if f".{key}".endswith(end)]
+        found = [key for key in keys if f".{key}".endswith(f".{SHORT.get(name, name)}")]
         depth = min((key.count(".") for key in found), default=0)
         if near := [key for key in found if key.count(".") == depth][:2]:
             written = [f"{key}={value or after or 'VALUE'}" for key in near]

@@ -105,8 +105,7 @@ class Player(Agent):
             self.lines.show(show(seen, known=self.known), f"{self.seat.name}> ")
             self.known = seen.tools
             text = await self.lines.read()
-        calls = read_calls(text, HERMES)[1] if seen.tools else ()
-        return Action(text, calls=calls)
+        return Action(text, calls=read_calls(text, HERMES)[1] if seen.tools else ())
 
     def reward(self, value: float, /, **parts: float) -> None:
         """Add a reward to the sum that is printed at the end."""
@@ -177,8 +176,7 @@ async def play(config: ExperimentConfig, options: Namespace) -> None:
         await env.setup()
         players = await make_players(env.seats, config, options, stack)
         await env.run(task, **players)
-    lines = next(iter(players.values())).lines
-    lines.show("")
+    next(iter(players.values())).lines.show("")
     for name, player in players.items():
         parts = ", ".join(f"{part}={value:g}" for part, value in player.record.reward_parts.items())
         print(f"{name}: reward {player.total:g}" + (f" ({parts})" if parts else ""))
@@ -235,5 +233,4 @@ def show(seen: Observation, *, known: Sequence[dict[str, object]] = ()) -> str:
     """Format an observation for a person, with the tools that are not in `known`."""
     tools = [f"tool: {t.get('function', t)}" for t in seen.tools if t not in known]
     choices = f"choices: {', '.join(seen.choices)}" if seen.choices else ""
-    lines = [str(seen).rstrip("\n"), *tools, CALL if tools else "", choices]
-    return "\n".join(filter(None, lines))
+    return "\n".join(filter(None, [str(seen).rstrip("\n"), *tools, CALL if tools else "", choices]))

@@ -144,13 +144,11 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         what = f"{len(tasks)} rows, a batch needs {ppo.num_groups} ({size})"
         where = config.dataset.train or "dataset.rows"
         raise UserError(f"{where} has {what}. Use a smaller batch_size or more rows.")
-    shuffle = config.dataset.shuffle
-    Curriculum(config.datapipe.curriculum, tasks, seed=config.seed, shuffle=shuffle)
+    Curriculum(config.datapipe.curriculum, tasks, seed=config.seed, shuffle=config.dataset.shuffle)
     model_folder.check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
     model_folder.check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
     check_resume(config, identity(config, tasks))
-    is_served = has_servers and not is_self_served(config)
-    found = find_servers(config, model) if is_served else []
+    found = find_servers(config, model) if has_servers and not is_self_served(config) else []
     check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
     longest = longest_request(config, [*tasks, *held_out])
     if line := template_line(config, [*tasks, *held_out]):

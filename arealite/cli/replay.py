@@ -56,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
             words = [str(segment.config), str(segment.stop), scratch, leave]
             if code := asyncio.run(run_ranks(segment, [str(paths.root), "--as-rank", *words])):
                 return code
-    seconds = time.monotonic() - began
-    print(f"replayed {parts[-1].stop} steps: bitwise equal ({seconds:.1f} s)")
+    print(f"replayed {parts[-1].stop} steps: bitwise equal ({time.monotonic() - began:.1f} s)")
     return 0
 
 
@@ -76,8 +75,7 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
         raise UserError(f"{paths.root} has no trained step to replay.")
     if dropped:
         what = f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads), but a"
-        fix = "Replay a run with keep_payloads=all."
-        raise UserError(f"{what} replay begins with step 1. {fix}")
+        raise UserError(f"{what} replay begins with step 1. Replay a run with keep_payloads=all.")
     if missing := [step for step, _, fingerprint in rows if not fingerprint]:
         what = f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine computed none"
         raise UserError(f"{what}. Replay a run whose engine does.")

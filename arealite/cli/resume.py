@@ -135,8 +135,7 @@ def step_of(name: str) -> int:
 
 def _go_back(paths: RunPaths, step: int) -> None:
     """Rename checkpoints after `step`; the start of the trainer rolls the ledger back."""
-    every = paths.checkpoints.glob("step-*")
-    if newer := [path for path in every if step_of(path.name) > step]:
+    if newer := [path for path in paths.checkpoints.glob("step-*") if step_of(path.name) > step]:
         aside = _backup_folder(paths)
         for path in newer:
             target = aside / path.relative_to(paths.root)

@@ -90,9 +90,8 @@ class Completions:
             raise UserError(f"{what} or password in it. {fix}")
         key = os.environ.get(config.api_key_env or "", "").strip()
         if config.api_key_env and not key:
-            what = f"fixed_policy.api_key_env={config.api_key_env}"
-            fix = "Export it where train.py is started."
-            raise UserError(f"{what}: this environment variable is not set. {fix}")
+            what = f"fixed_policy.api_key_env={config.api_key_env}: this environment variable is"
+            raise UserError(f"{what} not set. Export it where train.py is started.")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=config.connections)
         jar = aiohttp.DummyCookieJar()

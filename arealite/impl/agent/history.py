@@ -40,8 +40,7 @@ first = lru_cache(maxsize=1024)(encode)
 @lru_cache(maxsize=2**14)
 def ending(tokenizer: Any, token: int) -> str:
     """Return the text of a special token, which may end a turn; "" for an ordinary token."""
-    is_text = tokenizer.decode([token], skip_special_tokens=True)
-    return "" if is_text else tokenizer.decode([token])
+    return "" if tokenizer.decode([token], skip_special_tokens=True) else tokenizer.decode([token])
 
 
 def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:

@@ -17,8 +17,7 @@ class MathCodeSingleStepAgent(Agent):
 
     async def act(self, observation: object) -> Action:
         """Generate one completion for an observation, a text or a list of chat messages."""
-        prompt = self.build_prompt(observation)
-        response = await self.generate(tokenize(self.tokenizer, prompt))
+        response = await self.generate(tokenize(self.tokenizer, self.build_prompt(observation)))
         return Action(self.parse(response), response)
 
     def build_prompt(self, observation: object) -> str | list[ChatMessage]:

@@ -40,8 +40,7 @@ def check_docker(config: RuntimeConfig) -> None:
     """
     if not config.image or config.image.startswith("-"):
         what = "runtime.type=docker needs the name of an image that serves OpenEnv"
-        where = f"env.runtime.image='{config.image}'"
-        raise UserError(f"{where}: {what}. Set env.runtime.image=NAME.")
+        raise UserError(f"env.runtime.image='{config.image}': {what}. Set env.runtime.image=NAME.")
     try:
         docker(config, "image", "inspect", config.image)
     except (OSError, subprocess.SubprocessError) as error:

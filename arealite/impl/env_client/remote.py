@@ -148,8 +148,7 @@ class _Episode:
         try:
             for given in view.rewards:
                 self._reward(given)
-            waits = [*view.waiting, *([view] if view.turn else [])]
-            for wait in [] if reply.done else waits:
+            for wait in [] if reply.done else [*view.waiting, *([view] if view.turn else [])]:
                 self._start(wait)
         except KeyError as error:
             raise EnvServerGarbage(f"{self.channel.server.name}: no seat {error}") from error
@@ -163,8 +162,7 @@ class _Episode:
         self._latest[wait.seat] = wait.turn
         extra = wait.choices or wait.tools
         seen = Observation(wait.content, wait.choices, wait.tools) if extra else wait.content
-        task = asyncio.ensure_future(self.agents[wait.seat].act(seen))
-        self._acting[task] = wait
+        self._acting[asyncio.ensure_future(self.agents[wait.seat].act(seen))] = wait
 
     async def _next_step(self) -> Step:
         """Wait until an agent has acted; return its step."""

@@ -224,8 +224,7 @@ def parse(address: str) -> URL:
     """
     try:
         url = URL(address if "://" in address else f"http://{address}")
-        is_complete = url.host and ("://" in address or url.explicit_port)
-        if url.scheme in ("http", "https") and is_complete:
+        if url.scheme in ("http", "https") and url.host and ("://" in address or url.explicit_port):
             return url
     except ValueError:
         pass

@@ -255,8 +255,7 @@ class EnvServer:
                 self._close(session)
         except (msgspec.MsgspecError, wire.Refused) as error:
             kind, data = "error", wire.refusal(error)
-        status = STATUS.get(data.code, 422) if kind == "error" else 200
-        return _json(data, status)
+        return _json(data, STATUS.get(data.code, 422) if kind == "error" else 200)
 
     def _get(self, describe: Callable[[str], object]) -> Handler:
         async def answer(request: web.Request) -> web.Response:

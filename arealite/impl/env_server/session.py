@@ -55,8 +55,7 @@ class RemoteSeat(Agent):
 
     def reward(self, value: float, /, **parts: float) -> None:
         """Keep the reward for the next answer."""
-        given = finite(value, parts)
-        self._session.rewards.append(SeatReward(self.seat.name, self._turn, *given))
+        self._session.rewards.append(SeatReward(self.seat.name, self._turn, *finite(value, parts)))
 
 
 class Session:

@@ -107,9 +107,8 @@ def refusal(error: BaseException) -> Refusal:
     if isinstance(error, msgspec.MsgspecError):
         is_json = isinstance(error, msgspec.ValidationError)
         return Refusal(text, INVALID if is_json else "INVALID_JSON")
-    kind = errors.failure_class(error)
     message = text if isinstance(error, ArealiteError) else f"{type(error).__name__}: {text}"
-    return Refusal(message, failure_class=kind)
+    return Refusal(message, failure_class=errors.failure_class(error))
 
 
 def failure(refused: Refusal, server: str) -> ArealiteError:

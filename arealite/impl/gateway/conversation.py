@@ -251,8 +251,7 @@ class Conversation:
         ids, reused = start.reused, len(start.reused)
         new = renderer.encode(rest, ids) if reused else first(renderer.tokenizer, rest)
         end, count = renderer.encode(opening, ()), len(new)
-        is_split = new[count - len(end) :] == end
-        header = reused + count - len(end) if is_split else None
+        header = reused + count - len(end) if new[count - len(end) :] == end else None
         ids += new
         origin, text = Origin(reused, count, reason), start.text.removesuffix(opener)
         return Prompt(ids, origin, opening, node, start.base, text, header)
@@ -318,8 +317,7 @@ class Conversation:
 
     def _after(self, base: Sample, text: str) -> Start:
         turn = self.renderer.ending(base.node.kinds & TOOLS, base.message).turn
-        rest = self.renderer.remaining(text, base.stop, turn)
-        return Start(base, base.ids, rest, text)
+        return Start(base, base.ids, self.renderer.remaining(text, base.stop, turn), text)
 
     def _whole(self, node: Node, answers: Sequence[Sample], tools: Sequence[Any]) -> str:
         """Render a conversation with stand-ins for some answers."""
@@ -345,8 +343,7 @@ class Conversation:
         elif not best.ids:
             text, ids = prompt, tokenize(tokenizer, prompt)
         else:
-            new = self.renderer.encode(prompt[len(best.text) :], best.ids)
-            text, ids = prompt, best.ids + new
+            text, ids = prompt, best.ids + self.renderer.encode(prompt[len(best.text) :], best.ids)
         origin = Origin(len(best.ids), len(ids) - len(best.ids), best.reason)
         best.reason = "edited"
         return Prompt(ids, origin, text=text)

@@ -207,8 +207,7 @@ def family_of(tokenizer: Any, name: str = "auto") -> Family:
         raise UserError(f"gateway.parser={name}: {unknown('family', name, ['auto', *FAMILIES])}")
     template = str(getattr(tokenizer, "chat_template", None) or "")
     family = next(each for each in FAMILIES.values() if all(m in template for m in each.markers))
-    is_whole = any(family.think) or THINK[0] not in template
-    return family if is_whole else replace(family, think=THINK)
+    return family if any(family.think) or THINK[0] not in template else replace(family, think=THINK)
 
 
 def foreign(text: str, known: Sequence[str]) -> str:

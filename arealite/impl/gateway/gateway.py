@@ -250,8 +250,7 @@ class Gateway:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         seat, api = self._own_seat(request), APIS[COUNT_TOKENS]
-        asked = api.decode(await request.read())
-        prompt = await seat.conversation.ask(asked, is_count_only=True)
+        prompt = await seat.conversation.ask(api.decode(await request.read()), is_count_only=True)
         return _json({"input_tokens": len(prompt.ids)})
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -39,8 +39,7 @@ def describe(routes: Mapping[str, object]) -> dict[str, Any]:
     kinds |= {f"POST {SESSIONS}": LeaseBody, f"POST {SESSIONS}/{{id}}/reward": RewardBody}
     template = "#/components/schemas/{name}"
     refs, schemas = msgspec.json.schema_components(kinds.values(), ref_template=template)
-    contents = [{"application/json": {"schema": ref}} for ref in refs]
-    bodies = dict(zip(kinds, contents, strict=True))
+    bodies = dict(zip(kinds, [{"application/json": {"schema": ref}} for ref in refs], strict=True))
     responses = {str(status): {"description": ""} for status in STATUSES}
     key = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
     paths: dict[str, Any] = {}

@@ -27,8 +27,7 @@ Piece = tuple[str, str, Call | None]
 
 def unfinished(text: str, words: Iterable[str], at: int = 0) -> int:
     """Return the length of the longest end of `text[at:]` that may be the start of a word."""
-    size = len(text) - at + 1
-    starts = (word[:end] for word in words for end in range(1, min(size, len(word))))
+    starts = (word[:end] for word in words for end in range(1, min(len(text) - at + 1, len(word))))
     return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
@@ -175,8 +174,7 @@ class Parser:
         """
         deltas = self.feed(response.output_ids[self.count :])
         is_stop = response.stop_reason == "stop"
-        rest = self._decode([] if is_stop else self.last, is_end=True)
-        deltas += self._read(rest, is_end=True)
+        deltas += self._read(self._decode([] if is_stop else self.last, is_end=True), is_end=True)
         reason = "calls" if self.calls else "stop_string" if self.stop_string else "stop"
         reason = reason if is_stop or self.stop_string else "length"
         ids = response.output_ids if self.request.logprobs else ()

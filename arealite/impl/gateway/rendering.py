@@ -6,25 +6,21 @@ differs from the texts of its turns. In both, a stand-in with a unique mark take
 sampled answer, because a template formats an answer differently than it was sampled.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from arealite.api.observation import ChatMessage
 from arealite.impl.agent.history import encode_after
 from arealite.impl.gateway.exchange import ApiError, function_call
+from arealite.impl.gateway.families import Family
+from arealite.impl.gateway.tree import Sample
 from arealite.system.data.forms import tool_calls
-
-if TYPE_CHECKING:
-    from arealite.impl.gateway.families import Family
-    from arealite.impl.gateway.tree import Sample
 
 SYSTEM, CALLS, THOUGHTS, TOOLS = 1, 2, 4, 8
 """Kinds of conversations, as bits: with a system message, with answers that have calls, with those
@@ -280,8 +276,7 @@ def _alternating(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         is_late = each["role"] == "system" and made and made[-1]["role"] != "system"
         message = {**each, "role": "user"} if is_late else each
         if made and message["role"] == made[-1]["role"] in ("system", "user"):
-            text = f"{made[-1]['content']}\n\n{message['content']}"
-            made[-1] = {**made[-1], "content": text}
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
         else:
             made.append(message)
     return made

@@ -66,8 +66,7 @@ class Reply:
         """
         session, model = self.seat.session, request.options.model or self.seat.gateway.config.model
         if not self.is_stream:
-            answers = await self._answers(request)
-            self.chunks.append(api.encode(request, answers, model))
+            self.chunks.append(api.encode(request, await self._answers(request), model))
             self.finish()
             return
         answering = session.spawn(self._answers(request))
@@ -169,6 +168,5 @@ def choose_sampling(seat: "SessionSeat", request: ChatRequest, prompt: int) -> S
         fix = "Shorten the history that the agent sends, or raise llm_server.context_length."
         raise ApiError(400, f"{what}: no room for an answer. {fix}", "context_length_exceeded")
     if room < run.max_new_tokens:
-        least = min(room, run.min_new_tokens)
-        changes |= {"max_new_tokens": room, "min_new_tokens": least}
+        changes |= {"max_new_tokens": room, "min_new_tokens": min(room, run.min_new_tokens)}
     return replace(run, **changes) if changes else run

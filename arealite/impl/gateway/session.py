@@ -194,8 +194,7 @@ class Session:
             logger.error("request failed", task=self.task.task_id, exc_info=error)
         if status >= 500:
             self.fail(error)
-        text = internal(error) if status == 500 else str(error)
-        return ApiError(status, text, code)
+        return ApiError(status, internal(error) if status == 500 else str(error), code)
 
     async def close(self) -> None:
         """Cancel running generations, and drop the turns that no client received."""
@@ -213,8 +212,7 @@ class Session:
 
 def session_ended() -> ApiError:
     """Return the answer to a request of an ended session."""
-    text = "the session has ended; use the key of a running session"
-    return ApiError(410, text, "session_ended")
+    return ApiError(410, "the session has ended; use the key of a running session", "session_ended")
 
 
 def internal(error: BaseException) -> str:

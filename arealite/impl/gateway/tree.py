@@ -139,8 +139,7 @@ class Completion:
 def choose(samples: Sequence[Sample], message: ChatMessage) -> Sample:
     """Return the answer with the call ids of a message; without one, the newest."""
     ids = call_ids(message) if len(samples) > 1 else []
-    found = (each for each in samples[::-1] if call_ids(each.message) == ids)
-    return next(found, samples[-1])
+    return next((each for each in samples[::-1] if call_ids(each.message) == ids), samples[-1])
 
 
 def call_ids(message: ChatMessage) -> list[object]:

@@ -76,8 +76,7 @@ class ServerSupervisor(supervisor.Supervisor):
             asyncio.get_running_loop().call_later(TERMINATE_S, child.kill)
 
     async def start(self, role: Role) -> None:
-        own = {IS_KEPT: "1"}
-        role.children = [await spawn(KIND, self.command, log=None, environment=own)]
+        role.children = [await spawn(KIND, self.command, log=None, environment={IS_KEPT: "1"})]
 
     def mark(self) -> float:
         return len(self._served)

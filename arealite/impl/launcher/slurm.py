@@ -49,9 +49,8 @@ class Nodes:
             what = f"launcher.type=slurm outside of a Slurm job ({error} is not set). Submit a job"
             raise UserError(f"{what}: arealite launch slurm CONFIG [key=value …]") from error
         hosts = output(["scontrol", "show", "hostnames", names]).split()
-        group = [] if is_alone else [f"--het-group={number}"]
         fewest = min(int(each.partition("(")[0]) for each in cpus.split(","))  # 8(x2),16
-        return cls(group, job, hosts, fewest)
+        return cls([] if is_alone else [f"--het-group={number}"], job, hosts, fewest)
 
     def srun(self, *words: str) -> list[str]:
         """Return the first words of a step's command line."""

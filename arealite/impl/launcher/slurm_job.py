@@ -36,10 +36,9 @@ def script(config: ExperimentConfig, command: Sequence[str]) -> str:
         config: Experiment of the run.
         command: Command line of the supervisor.
     """
-    paths = run_paths(config)
     first = [
         f"--job-name={config.experiment_name}-{config.trial_name}",
-        f"--output={paths.logs}/slurm.log",
+        f"--output={run_paths(config).logs}/slurm.log",
         "--open-mode=append",
         "--requeue",
         "--signal=B:TERM@120",
@@ -70,9 +69,8 @@ def check_partitions(config: ExperimentConfig) -> None:
         why = getattr(error, "stderr", None) or f"{error}"
         raise UserError(f"Slurm does not respond: {why.strip()}. Is slurmctld up?") from error
     if not (rows := [line.split() for line in done.stdout.splitlines()]):
-        what = "this Slurm has no partition (`sinfo` shows none)"
-        fix = "slurm.conf: PartitionName=main Nodes=ALL Default=YES State=UP"
-        raise UserError(f"{what}. Its administrator can add one to {fix}")
+        what = "this Slurm has no partition (`sinfo` shows none). Its administrator can add one to"
+        raise UserError(f"{what} slurm.conf: PartitionName=main Nodes=ALL Default=YES State=UP")
     up = {name: int(nodes) for name, state, nodes, _ in rows if state == "up"}
     default = next((name for name, *_, starred in rows if starred.endswith("*")), None)
     wanted = Counter[str]()

@@ -76,8 +76,7 @@ def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
     for number, chunk in enumerate(report_rows.cut(rows)):
         for name, packed in zip("txr", chunks.pack(chunk), strict=True):
             file.write(block(f"{name}{number}", packed))
-    vocabulary = Vocabulary.find(model_folders(paths))
-    file.write(block("end", words(chunks, vocabulary)))
+    file.write(block("end", words(chunks, Vocabulary.find(model_folders(paths)))))
     file.write("</body></html>\n")
     return {name: about[name] for name in ("shown", "trajectories")}
 

@@ -128,8 +128,7 @@ class Chunks:
         """
         names = [row.header.trajectory_id for row in rows]
         ids, known, trees = list[np.ndarray](), list[np.ndarray](), list[Tree]()
-        payloads = read_payloads(self._ledger, names, dropped=b"")
-        for row, payload in zip(rows, payloads, strict=True):
+        for row, payload in zip(rows, read_payloads(self._ledger, names, dropped=b""), strict=True):
             arrays, turns = self._arrays(row.header, payload)
             trees.append(turns)
             ids.append(arrays["tokens"])

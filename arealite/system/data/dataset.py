@@ -48,10 +48,8 @@ def load_tasks(
 
 def read_tasks(path: str, split: str, columns: Columns, *, keep: bool) -> Iterator[PlacedTask]:
     """Yield the place and the task of each row; see load_tasks."""
-    needed = () if keep or columns else TASK
-    for index, (where, row) in enumerate(read_rows(path, split, needed)):
-        own = renamed(row, task_form(row)[1], columns, where)
-        task = make_task(own, f"{split}-{index}", where)
+    for index, (where, row) in enumerate(read_rows(path, split, () if keep or columns else TASK)):
+        task = make_task(renamed(row, task_form(row)[1], columns, where), f"{split}-{index}", where)
         if keep:
             others = {name: value for name, value in row.items() if name not in TASK}
             task = structs.replace(task, columns=others)

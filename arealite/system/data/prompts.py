@@ -42,8 +42,7 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
         raise UserError(f"{what} of {context} tokens. Lower {ANSWER}.")
     if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
         raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
-    parts = ppo.collector.parts.values()
-    if {envs.base_of(part.env.type) for part in parts} <= SHOWN:
+    if {envs.base_of(part.env.type) for part in ppo.collector.parts.values()} <= SHOWN:
         check_tokens(config.model.path, tasks)
     # Loading a tokenizer takes seconds, so short prompts are skipped: at most 2 tokens per byte.
     long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]

@@ -131,8 +131,7 @@ def describe(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 def describe_rows(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """Yield (heading, text) about the rows of an offline trainer: numbers, and the first's form."""
     train, held_out = read_dataset(config)
-    text = f"{len(train)} rows to train, {len(held_out)} held out; {chat_form(train[0][1])}"
-    yield "data", text
+    yield "data", f"{len(train)} rows to train, {len(held_out)} held out; {chat_form(train[0][1])}"
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
@@ -165,5 +164,4 @@ def _own(config: ExperimentConfig, name: str, part: PartConfig, split: str) -> I
         found = load_tasks(path or "", split, part.columns, keep=reads_columns(part.env))
         tasks = cycle(found) if name and split == "train" else iter(found)
     for task in tasks:
-        extra_info = task.extra_info | ({"env": name} if name else {})
-        yield structs.replace(task, extra_info=extra_info)
+        yield structs.replace(task, extra_info=task.extra_info | ({"env": name} if name else {}))

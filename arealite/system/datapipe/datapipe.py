@@ -303,8 +303,7 @@ class Datapipe:
         if request.step in self.store.batches:
             batch = self.requests.shard(request)
             ids = [batch.headers[index].trajectory_id for index in batch.mine]
-            payloads = await asyncio.to_thread(read_payloads, self.ledger.path, ids)
-            self._send(route, batch, payloads)
+            self._send(route, batch, await asyncio.to_thread(read_payloads, self.ledger.path, ids))
 
     def _release(self, leases: Sequence[Lease], *, is_lost: bool) -> None:
         """End leases that workers will not finish; if `is_lost`, count a failed attempt."""

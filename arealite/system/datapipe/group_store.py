@@ -72,8 +72,7 @@ class GroupStore:
         members = group.leasable(self.ppo.max_attempts, time.monotonic())[:credit]
         turns = self._resumable_turns(group, members)
         version = min([self.version, *(turn.oldest_version for turn in turns)])
-        ids_and_task = (group.group_id, "train", group.task)
-        lease = Lease(lease_id, *ids_and_task, members, version, turns)
+        lease = Lease(lease_id, group.group_id, "train", group.task, members, version, turns)
         group.leases[lease.lease_id] = lease
         group.owners[lease.lease_id] = worker_id
         self._set_state(group, "leased")
@@ -247,8 +246,7 @@ class GroupStore:
         return None if chosen is None else [self.groups[f"g{c.seq}"] for c in chosen]
 
     def _drop_stale(self, found: list[staleness.Candidate], step: int) -> list[staleness.Candidate]:
-        oldest = step - self.ppo.max_staleness
-        stale = [c for c in found if c.is_complete and c.start < oldest]
+        stale = [c for c in found if c.is_complete and c.start < step - self.ppo.max_staleness]
         for candidate in stale:
             group = self.groups[f"g{candidate.seq}"]
             for header in group.headers:
@@ -318,8 +316,7 @@ class GroupStore:
         return group
 
     def _new_group(self, seq: int, epoch: int, row: int) -> Group:
-        size = self.ppo.collector.group_size
-        return Group(seq, f"g{seq}", self.train[row], size, epoch, row)
+        return Group(seq, f"g{seq}", self.train[row], self.ppo.collector.group_size, epoch, row)
 
     def _filter(self, group: Group, reason: str) -> None:
         for lease in list(group.leases.values()):

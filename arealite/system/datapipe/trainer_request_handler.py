@@ -201,8 +201,7 @@ class TrainerRequestHandler:
 
     def shard(self, request: BatchRequest) -> messages.Batch:
         """Return one rank's shard of a composed batch; equal for equal batch and world size."""
-        groups = self.store.batches[request.step]
-        headers = [header for group in groups for header in group.headers]
+        headers = [header for group in self.store.batches[request.step] for header in group.headers]
         updates, seed = self.store.ppo.updates, self.config.seed
         waits = self._waits.get(request.step, {})
         return batch_for_rank(request, headers, updates=updates, seed=seed, waits=waits)

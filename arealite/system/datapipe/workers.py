@@ -61,8 +61,7 @@ class Worker:
     @property
     def credit(self) -> int:
         """Number of further episodes that the worker may get."""
-        most = min(self.capacity, self.limit)
-        return most - self.in_flight if self.route is not None else 0
+        return min(self.capacity, self.limit) - self.in_flight if self.route is not None else 0
 
 
 class Workers:

@@ -181,8 +181,7 @@ def examine(
     graph = WaitGraph(roles, unhealthy=found)
     crashing = {each.blocker: each for each in graph.restarted()}
     found |= {n: each for n, each in crashing.items() if n not in found or found[n].cause == "dead"}
-    late_findings = graph.paused(), graph.absent(), graph.overdue(overdue_s), graph.slow()
-    for late in chain(*late_findings):
+    for late in chain(graph.paused(), graph.absent(), graph.overdue(overdue_s), graph.slow()):
         found.setdefault(late.blocker, late)
     whole = [replace(each, waiters=tuple(graph.waiters(name))) for name, each in found.items()]
     kept = [f for f in whole if f.cause != "dead" or f.waiters or f.since_s < FORGET_DEAD_S]

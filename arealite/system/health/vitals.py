@@ -295,8 +295,7 @@ def stacks() -> str:
     for ident, frame in _frames().items():
         if ident == threading.get_ident():
             continue
-        places = [_location(each, line) for each, line in traceback.walk_stack(frame)]
-        path = " < ".join(places)
+        path = " < ".join([_location(each, line) for each, line in traceback.walk_stack(frame)])
         groups.setdefault(("thread", path), []).append(names.get(ident, "?"))
     for each in _loops:
         for task in asyncio.all_tasks(each.loop):

@@ -119,8 +119,7 @@ class Wait:
             task.uncancel()
         # As in asyncio.timeout, another cancellation of the task meanwhile has precedence.
         if self.expired and task.uncancel() <= self._base and kind is asyncio.CancelledError:
-            waited = time.monotonic() - self.since
-            raise DeadlineError(self.what, owner=self.owner, seconds=waited)
+            raise DeadlineError(self.what, owner=self.owner, seconds=time.monotonic() - self.since)
 
     def expire(self) -> None:
         """End the body now, as at the deadline. Has no effect outside an asyncio task."""

@@ -99,9 +99,8 @@ class Ledger:
         stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
         for key, value in expected.items():
             if stored.get(key) != value:
-                what = f"was started with {key}={stored.get(key)}, now it is {value}"
-                fix = "Restore the value, or choose another trial_name."
-                raise UserError(f"The ledger {self.path} {what}. {fix}")
+                what = f"The ledger {self.path} was started with {key}={stored.get(key)}, now it is"
+                raise UserError(f"{what} {value}. Restore the value, or choose another trial_name.")
         db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")
         self.boot = int(stored.get("boot", "0")) + 1
         self.set_meta("boot", str(self.boot))
@@ -154,9 +153,8 @@ class Ledger:
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
         """Write a turn of an unfinished episode; replace a stored turn of the same index."""
-        key = (group_id, turn.member, turn.seat, turn.index)
         sql = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)"
-        self._put(sql, *key, _encode(turn), payload)
+        self._put(sql, group_id, turn.member, turn.seat, turn.index, _encode(turn), payload)
 
     def delete_turns(self, group_id: str, member: int) -> None:
         """Delete the stored turns of an episode."""

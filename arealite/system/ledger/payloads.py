@@ -89,8 +89,7 @@ def _wrong_receipt(s: Segment) -> str:
         if s.loss_mask.count(1, begin, end) != turn.length:
             return "receipt: mask"
         at, last = begin, end
-    trained = sum([turn.length for turn in s.turns])
-    return "" if trained == s.loss_mask.count(1) else "receipt: mask"
+    return "" if sum([turn.length for turn in s.turns]) == s.loss_mask.count(1) else "receipt: mask"
 
 
 def _first_flaw(header: TrajectoryHeader, segments: list[Segment], vocab_size: int) -> str:
@@ -102,8 +101,7 @@ def _first_flaw(header: TrajectoryHeader, segments: list[Segment], vocab_size: i
     tokens = np.frombuffer(b"".join([s.tokens for s in segments]), "<u4")
     if np.maximum.reduce(tokens) >= vocab_size:  # as uint32, negative ids are large too
         return "tokens"
-    logprobs = np.frombuffer(b"".join([s.logprobs for s in segments]), "<f4")
-    if not _is_finite(logprobs):
+    if not _is_finite(np.frombuffer(b"".join([s.logprobs for s in segments]), "<f4")):
         return "logprobs"
     sampled = np.count_nonzero(is_sampled)
     if sampled != header.trained_tokens or not sampled:

@@ -52,8 +52,7 @@ def read(folder: Path, step: int, *, ranks: int) -> dict[str, tuple[np.ndarray, 
     found = dict[str, tuple[np.ndarray, np.ndarray]]()
     for rank in range(ranks):
         with suppress(OSError, msgspec.MsgspecError, ValueError):
-            raw = _file(folder, step, rank).read_bytes()
-            stats = msgspec.msgpack.decode(raw, type=TokenStats)
+            stats = msgspec.msgpack.decode(_file(folder, step, rank).read_bytes(), type=TokenStats)
             advantages_N = np.frombuffer(stats.advantages, "<f2")
             differences_N = np.frombuffer(stats.differences, "<f2")
             ends = pairwise(np.cumsum([0, *stats.counts]).tolist())

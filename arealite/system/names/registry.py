@@ -236,8 +236,7 @@ class NameRegistry:
         Raises:
             DeadlineError: they did not appear in time.
         """
-        what = f"{count} live '{role}' in {self.root}"
-        with Wait(what, owner=owner, on=role, seconds=seconds):
+        with Wait(f"{count} live '{role}' in {self.root}", owner=owner, on=role, seconds=seconds):
             while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
                 await asyncio.sleep(POLL_S)
         return found

@@ -45,9 +45,8 @@ class Threads:
             EnvStuck: All threads are busy with calls of cancelled episodes.
         """
         if self._abandoned >= self.count:
-            what = f"all {self.count} threads hang in the environment's code"
-            fix = "Set env.runtime.type=subprocess: a child process can be killed."
-            raise EnvStuck(f"{what}. {fix}")
+            what = f"all {self.count} threads hang in the environment's code. Set"
+            raise EnvStuck(f"{what} env.runtime.type=subprocess: a child process can be killed.")
         await self._free.acquire()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()

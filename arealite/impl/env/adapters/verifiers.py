@@ -127,8 +127,7 @@ async def connect(acquire: Callable[[Any], Any], session: Any) -> AsyncGenerator
         endpoint = ENDPOINT.get()
         if session.ctx.client.base_url == endpoint.base_url:
             session.client = copy(session.client)
-            seat = endpoint.seats.get(session.trace.agent.name, endpoint)
-            session.client.api_key = seat.api_key
+            session.client.api_key = endpoint.seats.get(session.trace.agent.name, endpoint).api_key
         yield slot
 
 

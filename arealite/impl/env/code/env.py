@@ -65,8 +65,7 @@ class CodeEnv(Env):
     @classmethod
     def rows(cls, config: CodeEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield functions to complete, of the configured levels (none: 1), without end."""
-        rng = random.Random(f"code/{seed}/{split}")
-        yield from generate(rng, [*config.levels] or [1], split)
+        yield from generate(random.Random(f"code/{seed}/{split}"), [*config.levels] or [1], split)
 
     @staticmethod
     def check_row(task: Task, /) -> None:
@@ -193,9 +192,8 @@ def read_cases(task: Task, seconds: float) -> Cases:
     if info.get("test") and entry:
         tests = [f"{info['test']}\ncheck(candidate)\n"]
     if not tests:
-        what = f"{task.task_id}: extra_info has no test cases"
-        known = "cases (with entry_point, or of stdin and stdout), test (with entry_point)"
-        raise BrokenTests(f"{what}. Add {known} or test_list.")
+        what = f"{task.task_id}: extra_info has no test cases. Add cases (with entry_point,"
+        raise BrokenTests(f"{what} or of stdin and stdout), test (with entry_point) or test_list.")
     setup = info.get("setup") or info.get("test_setup_code") or ""
     names = [entry] if entry else names_read([setup, *tests])
     if is_python(given):

@@ -61,8 +61,7 @@ def wait_and_fork(job: dict[str, Any], line: Line, out: int) -> None:
         if pid == 0:
             run_program(job, line, out)
         line.send({"pid": pid})
-        status = os.waitpid(pid, 0)[1]
-        line.send({ENDED: os.waitstatus_to_exitcode(status)})
+        line.send({ENDED: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
 
 
 def run_program(job: dict[str, Any], line: Line, out: int) -> None:

@@ -49,8 +49,7 @@ class MatrixGameEnv(Env):
         history: list[list[str]] = [[], []]
         for number in range(self.rounds):
             async with asyncio.TaskGroup() as tasks:
-                shown = [self.show(i, number, history[i]) for i in (0, 1)]
-                pairs = zip(seats, shown, strict=True)
+                pairs = zip(seats, [self.show(i, number, history[i]) for i in (0, 1)], strict=True)
                 acts = [tasks.create_task(agent.act(seen)) for agent, seen in pairs]
             actions = [act.result() for act in acts]
             made = [chosen(actions[i].text, self.choices[i]) for i in (0, 1)]

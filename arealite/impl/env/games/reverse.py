@@ -81,5 +81,4 @@ def word(rng: random.Random, length: int) -> str:
 
 def similarity(text: str, wanted: str) -> float:
     """Return the number of letters in the right place, divided by the longer text's length."""
-    same = sum(a == b for a, b in zip(text, wanted, strict=False))
-    return same / max(len(text), len(wanted), 1)
+    return sum(a == b for a, b in zip(text, wanted, strict=False)) / max(len(text), len(wanted), 1)

@@ -93,8 +93,7 @@ class HarnessEnv(Env):
             raise UserError(f"{what}. Use `arealite train`, `eval` or `collect`.")
         async with self.gateway.open(task, agents) as session, AsyncExitStack() as stack:
             if self.programs:
-                running = self.programs.run(task, session.endpoint)
-                result = await stack.enter_async_context(running)
+                result = await stack.enter_async_context(self.programs.run(task, session.endpoint))
             elif self.functions:
                 result = await self.functions.run(task, session.endpoint)
             else:

@@ -204,8 +204,7 @@ def make_step(wait: SeatObservation, action: object) -> Step:
         UserError: The action is neither a text nor an Action.
     """
     if isinstance(action, str):
-        calls = read_calls(action, HERMES)[1] if wait.tools else ()
-        action = Action(action, calls=calls)
+        action = Action(action, calls=read_calls(action, HERMES)[1] if wait.tools else ())
     if not isinstance(action, Action):
         raise UserError(f"step: the action of '{wait.seat}' is {action!r:.100}. Give a text.")
     return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, "stop")

@@ -102,8 +102,7 @@ class WebArenaEnv(Env):
             return False
         if "url_match" in kinds and not checks.url_match(page.tab.url, rules["reference_url"]):
             return False
-        targets = rules["program_html"] if "program_html" in kinds else []
-        for target in targets:
+        for target in rules["program_html"] if "program_html" in kinds else []:
             if not checks.content_match(await find(page, target), target["required_contents"]):
                 return False
         return True
@@ -158,9 +157,8 @@ def load_tasks(config: Any) -> list[dict[str, Any]]:
                 text = text.replace(f"__{name.upper()}__", json.dumps(url)[1:-1])
             made.append(json.loads(text))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"{type(error).__name__}: {error}"
         what = f"webarena.tasks={path}: the file must hold a JSON list of tasks"
-        raise UserError(f"{what} ({why}).") from error
+        raise UserError(f"{what} ({type(error).__name__}: {error}).") from error
     if left_out:
         logger.warning("tasks left out", missing_sites_or_checks=dict(left_out), kept=len(made))
     if not made:

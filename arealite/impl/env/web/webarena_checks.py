@@ -30,8 +30,7 @@ def unsupported(task: Mapping[str, Any]) -> str:
     kinds = set(checks["eval_types"]) - {"string_match", "url_match", "program_html"}
     targets = checks.get("program_html") or []
     where = [str(target[key]) for target in targets for key in ("url", "locator")]
-    calls = [text for text in where if text.startswith("func:")]
-    return ", ".join([*sorted(kinds), *calls])
+    return ", ".join([*sorted(kinds), *[text for text in where if text.startswith("func:")]])
 
 
 def clean(text: str) -> str:
