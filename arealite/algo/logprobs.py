@@ -65,16 +65,8 @@ def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: Tensor,
-        options: tuple[LogitChange, int],
-    ) -> tuple[Tensor, Tensor]:
-        change, chunk = options
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        hidden, weight, bias, targets, temperature, (change, chunk) = inputs
         head = Head(weight, bias, change)
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
@@ -84,7 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
             entropy[part] = logp.exp().mul_(logp).sum(-1).neg_()
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy)
-        ctx.options = options
+        ctx.options = change, chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 

@@ -196,9 +196,7 @@ class PPOTrainer(BaseTrainer):
     def publish_first(self, version: int) -> None:
         """Publish `version` and run the self-check; then the datapipe may lease episodes."""
         self.version = version
-        self.stage(version)
-        if self.publisher is not None:
-            self.publisher.push(version)
+        self.republish()
         if (check := self.components.self_check) is not None:
             check(self.config, self.engine, self.world, version)
         if self.world.is_rank0:
@@ -288,16 +286,13 @@ class PPOTrainer(BaseTrainer):
 
     def stage(self, version: int) -> None:
         """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
-        on_device = self.publisher is not None and self.publisher.takes_device_tensors
-        again = True
+        publisher, again = self.publisher, True
+        on_device = publisher is not None and publisher.takes_device_tensors
         while again:
             weights = self.engine.stream_weights(on_device=on_device)
-            if self.publisher is not None:
-                again = self.publisher.stage(version, weights)
-            else:
+            if publisher is None:
                 deque(weights, maxlen=0)  # other ranks only take part in gathering
-                again = False
-            again = self.world.any(again)
+            again = self.world.any(publisher is not None and publisher.stage(version, weights))
 
     def push(self, link: TrainerLink, version: int) -> PublishReport:
         """Send the staged weights to the servers; report it over this thread's `link`."""

@@ -85,19 +85,16 @@ class World:
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Add up each number over the ranks; every rank passes the same names."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return dict(zip(values, self.add(np.array([*values.values()])).tolist(), strict=True))
 
     def max(self, values: dict[str, float]) -> dict[str, float]:
         """Return the largest of each number over the ranks; every rank passes the same names."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        largest = self._reduce(np.array([*values.values()]), dist.ReduceOp.MAX)
+        return dict(zip(values, largest.tolist(), strict=True))
 
     def add(self, numbers: np.ndarray) -> np.ndarray:
         """Add up float64 arrays of one shape; exact where all ranks but one pass 0."""
-        if self.size == 1:
-            return numbers
-        tensor = torch.from_numpy(numbers.astype(np.float64))
-        self._all_reduce(tensor, dist.ReduceOp.SUM)
-        return tensor.numpy()
+        return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def broadcast(self, value: T) -> T:
         """Return the value that rank 0 passed; the values of the other ranks are ignored."""
@@ -113,16 +110,13 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _reduce(self, values: dict[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+    def _reduce(self, numbers: np.ndarray, op: dist.ReduceOp.RedOpType) -> np.ndarray:
         if self.size == 1:
-            return values
-        numbers = torch.tensor([*values.values()], dtype=torch.float64)
-        self._all_reduce(numbers, op)
-        return dict(zip(values, numbers.tolist(), strict=True))
-
-    def _all_reduce(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+            return numbers
+        tensor = torch.from_numpy(numbers.astype(np.float64))
         with self._wait():
-            dist.all_reduce(numbers, op=op)
+            dist.all_reduce(tensor, op=op)
+        return tensor.numpy()
 
     def _wait(self) -> Wait:
         count = counters["collectives"] = counters.get("collectives", 0.0) + 1
