@@ -41,8 +41,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class LossInput:
-    """Input of a loss function: the loss tokens of a micro-batch (loss_mask true), row after row.
-    N is their number."""
+    """Input of a loss function: the N loss tokens (loss_mask true) of a micro-batch, by row."""
 
     outputs: dict[str, torch.Tensor]
     """float32 [N] each, under the current parameters, with gradient. Head lm: `logprobs` at the
@@ -66,15 +65,13 @@ class TrainEngine(ABC):
     unused_tensors: frozenset[str] = frozenset()
     """Tensors of the folder that the model ignores. They are not streamed."""
     replays_routing: bool = True
-    """Whether the experts in `Sequence.routing` replace those that the model's routers choose.
-    False: they are only compared."""
+    """Whether experts in `Sequence.routing` replace the routers' choice; False: compare only."""
 
     @abstractmethod
     def __init__(
         self, config: object, *, model_path: str, seed: int, training: Training | None, head: Head
     ) -> None:
-        """Load a Hugging Face folder; `config` has the options of this type of engine, `adapter=`
-        the folder of model.adapter where it is set."""
+        """Load a folder with the engine's options `config`; `adapter=` is model.adapter, if set."""
 
     @abstractmethod
     def without_adapter(self) -> TrainEngine:
