@@ -302,7 +302,6 @@ class ServersPublisher(WeightPublisher):
                 return
             except FAILURES as error:
                 self._quarantine(server, error)
-                return
             if verify and server.confirmed_version == version:
                 logger.info("server updated", server=server.id, version=version)
 

@@ -124,9 +124,7 @@ class MathVerifyReward(Reward):
         equal = equal_integers(completion, ground_truth)
         if equal is None:
             equal = await self.check(completion, ground_truth)
-        if equal is None:
-            return Score(0.0, unchecked=1.0)
-        return 1.0 if equal else 0.0
+        return Score(0.0, unchecked=1.0) if equal is None else float(equal)
 
     async def check_row(self, task: Task) -> None:
         """Check that the ground truth has an answer.
@@ -185,6 +183,5 @@ class MathVerifyReward(Reward):
 def equal_integers(completion: str, truth: str) -> bool | None:
     """Compare two integers; None if a text is not an integer and needs a checker."""
     mine, theirs = completion.strip(), truth.strip()
-    if not (INTEGER.fullmatch(mine) and INTEGER.fullmatch(theirs)):
-        return None
-    return int(mine) == int(theirs)
+    are_integers = INTEGER.fullmatch(mine) and INTEGER.fullmatch(theirs)
+    return int(mine) == int(theirs) if are_integers else None

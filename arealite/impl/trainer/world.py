@@ -98,12 +98,11 @@ class World:
 
     def broadcast(self, value: T) -> T:
         """Return the value that rank 0 passed; the values of the other ranks are ignored."""
+        box = [value]
         if self.size > 1:
-            box = [value]
             with self._wait():
                 dist.broadcast_object_list(box, src=0)
-            value = box[0]
-        return value
+        return box[0]
 
     def destroy(self) -> None:
         """Destroy the process group."""
