@@ -461,12 +461,17 @@ STREAM = {"input_ids": [5], "stream": True, "return_logprob": True}
 
 
 async def test_stream_has_disjoint_events_and_the_text_at_the_end(
-    session: aiohttp.ClientSession, folders: list[Path]
+    server: EmbeddedServer, session: aiohttp.ClientSession, folders: list[Path]
 ) -> None:
+    brake = Brake(server.engine)
+    brake.block()
     sampling = {"max_new_tokens": 21, "ignore_eos": True, "stream_interval": 8}
     async with session.post("/generate", json=STREAM | {"sampling_params": sampling}) as response:
         assert response.headers["Content-Type"] == "text/event-stream"
-        *raw, done = (await response.read()).removesuffix(b"\n\n").split(b"\n\n")
+        first = await response.content.readuntil(b"\n\n")
+        brake.release()
+        rest = await response.content.read()
+    *raw, done = (first + rest).removesuffix(b"\n\n").split(b"\n\n")
     assert done == b"data: [DONE]"
     events = [msgspec.json.decode(each.removeprefix(b"data: ")) for each in raw]
     metas = [event["meta_info"] for event in events]
