@@ -70,8 +70,7 @@ class Completions:
     def __init__(self, config: FixedPolicyConfig, session: aiohttp.ClientSession, key: str) -> None:
         self.config = config
         self.url = config.base_url.rstrip("/") + "/chat/completions"
-        self._session = session
-        self._key = key
+        self._session, self._key = session, key
         self._slots = asyncio.Semaphore(config.connections)
 
     @classmethod

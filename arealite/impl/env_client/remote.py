@@ -124,8 +124,7 @@ class _Episode:
     """One episode of a session."""
 
     def __init__(self, channel: Channel[Reply], agents: dict[str, Agent]) -> None:
-        self.channel = channel
-        self.agents = agents
+        self.channel, self.agents = channel, agents
         self._acting = dict[asyncio.Future[Action], SeatObservation]()
         self._latest = dict.fromkeys(agents, 0)
         """Number of each seat's latest turn."""

@@ -41,8 +41,7 @@ class RemoteSeat(Agent):
     def __init__(self, name: str, session: "Session", *, trainable: bool) -> None:
         unused, seat = cast(Any, None), Seat(name, episode_id=str(session.episode_id))
         super().__init__(None, client=unused, tokenizer=unused, seat=seat)
-        self.trainable = trainable
-        self._session = session
+        self.trainable, self._session = trainable, session
         self._turn = 0
 
     async def act(self, observation: object) -> Action:

@@ -54,10 +54,9 @@ def sidecar(config: ExperimentConfig) -> Generator[None]:
     root = str(run_paths(config).root)
     command = [sys.executable, "-m", "arealite.cli.main", "role", "sidecar", "0", root]
     own = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
-    environment = own | {PARENT: str(os.getpid())}
     # A separate session: after Ctrl-C, the trainer finishes its step, which needs the datapipe.
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, env=environment, start_new_session=True
+        command, stdin=subprocess.PIPE, env=own | {PARENT: str(os.getpid())}, start_new_session=True
     ) as process:
         try:
             yield

@@ -22,9 +22,7 @@ class EvalScheduler:
     """All running evaluations. The samples of one held-out task are a group."""
 
     def __init__(self, tasks: Sequence[Task], *, samples: int, max_attempts: int) -> None:
-        self.tasks = tasks
-        self.samples = samples
-        self.max_attempts = max_attempts
+        self.tasks, self.samples, self.max_attempts = tasks, samples, max_attempts
         self.runs: dict[int, list[Group]] = {}
         """By evaluation id: its groups. The `seq` of a group is the evaluation id."""
         self.groups: dict[str, Group] = {}

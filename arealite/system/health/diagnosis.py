@@ -269,10 +269,9 @@ class WaitGraph:
         if wait.on != OTHER_RANKS:
             return {wait.on, *ROLE.findall(wait.detail)} - {role.name, ITSELF}
         mine = role.vitals.counters
-        ranks = [f"trainer-{rank}" for rank in range(int(mine.get("ranks", 0)))]
         return {
             name
-            for name in ranks
+            for name in [f"trainer-{rank}" for rank in range(int(mine.get("ranks", 0)))]
             if (rank := self.roles.get(name)) is None
             or rank.vitals.counters.get("collectives", 0) < mine.get("collectives", 0)
         }

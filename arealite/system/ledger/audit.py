@@ -322,7 +322,6 @@ class Audit:
 
     def _report(self, mark: str) -> AuditReport:
         now, (checkpoints,) = self.now, *self.db.execute("SELECT COUNT(*) FROM checkpoints")
-        found = {k: [_line(*each) for each in v.items()] for k, v in self.problems.items()}
         return AuditReport(
             groups=Balance.of(self._named("groups ")),
             tokens=Balance.of(self._named("tokens ")),
@@ -338,7 +337,7 @@ class Audit:
             turns=self._turns(),
             notes=[*self._notes()],
             mark=mark,
-            **found,
+            **{k: [_line(*each) for each in v.items()] for k, v in self.problems.items()},
         )
 
     def _turns(self) -> str:

@@ -101,11 +101,10 @@ class Group(msgspec.Struct, eq=False):
             return "filtered", f"failed:{classes[-1]}"
         if len(self.finished) + len(exhausted) < self.size:
             return None
-        seats = {h.seat for h in self.headers}
         rewards = {(h.seat, h.reward) for h in self.headers}
         if not self.headers:
             return "filtered", "empty"
-        if ppo.filter_zero_variance and len(rewards) == len(seats):
+        if ppo.filter_zero_variance and len(rewards) == len({h.seat for h in self.headers}):
             return "filtered", "zero_variance"
         return "complete", ""
 

@@ -229,11 +229,10 @@ class Ledger:
         queue, self._queue = self._queue, []
         groups, self._groups = self._groups, {}
         trajectories, self._trajectories = self._trajectories, []
-        rows = [_row(group) for group in groups.values()]
         cuts = range(0, len(trajectories), ROWS)
         # `execute` computes these checksums, in the writer's thread: 60 µs for a payload of 64 KB.
         new = [(schema.PUT_TRAJECTORIES, tuple(trajectories[at : at + ROWS])) for at in cuts]
-        return [*_many(schema.PUT_GROUPS, rows), *new, *queue]
+        return [*_many(schema.PUT_GROUPS, [_row(each) for each in groups.values()]), *new, *queue]
 
     def execute(self, statements: Iterable[Statement]) -> None:
         """Commit writes in one transaction.

@@ -17,8 +17,7 @@ class LedgerWriter:
     """
 
     def __init__(self, ledger: Ledger, *, interval_s: float) -> None:
-        self.ledger = ledger
-        self.interval_s = interval_s
+        self.ledger, self.interval_s = ledger, interval_s
         self._callbacks: list[Callable[[], None]] = []
         self._requested = asyncio.Event()
         self._hurry = asyncio.Event()

@@ -104,8 +104,7 @@ class Channel:
     """A socket in the running event loop: a callback receives frames, and sends never block."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
-        self.socket = socket
-        self._on_frames = on_frames
+        self.socket, self._on_frames = socket, on_frames
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled_read: asyncio.Handle | None = None
