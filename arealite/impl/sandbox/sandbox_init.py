@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     def receive(count: int) -> bytes:
         """Return exactly `count` bytes of stdin; exit if stdin closes."""
+        ...
 
 
 libc = CDLL(None, use_errno=True)
