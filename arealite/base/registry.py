@@ -9,7 +9,6 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from inspect import iscoroutinefunction, isfunction, unwrap
 from pathlib import Path
 from traceback import extract_tb
@@ -47,7 +46,7 @@ class Registry(Generic[T]):
     @classmethod
     def built_in(cls, kind: str) -> Self:
         """Return the registry of a kind, with its parts in `parts.toml`."""
-        return cls(kind, **_parts()[kind])
+        return cls(kind, **read_toml(__file__, "parts.toml")[kind])
 
     def register(self, name: str, *, config: type | None = None) -> Callable[[C], C]:
         """Return a class decorator that registers a part under `name`.
@@ -116,11 +115,6 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """List the known names, sorted."""
         return sorted(self._table)
-
-
-@cache
-def _parts() -> dict[str, dict[str, str]]:
-    return read_toml(__file__, "parts.toml")
 
 
 def check_async(cls: type) -> None:
