@@ -4,13 +4,13 @@
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from arealite.base import log
 from arealite.cli.fold import fold
-from arealite.cli.machine.command import EXPIRED, Row, line
+from arealite.cli.machine.command import Row, line
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.trainer.world import World
 
@@ -101,11 +101,9 @@ def main(rank: int, environments: list[Row], rows: list[Row], plan: Row, folder:
         async with AsyncExitStack() as stack:
             bench = Bench(folder, plan, world, device, stack)
             for row in rows:
-                timer = Timer(plan["limit_s"], os._exit, [EXPIRED])
-                timer.daemon = True
-                timer.start()
+                signal.setitimer(signal.ITIMER_REAL, plan["limit_s"])  # SIGALRM ends the process
                 await bench.run(row)
-                timer.cancel()
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
         world.destroy()
 
     asyncio.run(run())

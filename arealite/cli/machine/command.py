@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,8 +22,6 @@ from arealite.impl.server.sglang import probe
 
 LIMIT_S = 600.0
 """Longest time of a row."""
-EXPIRED = 124
-"""Exit code of a process whose row took longer."""
 STATUSES = "pass", "FAIL", "n/a"
 Row = dict[str, Any]
 """An entry of rows.toml with `name`; the result adds status, text, seconds, device, numbers."""
@@ -92,7 +91,8 @@ def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
             reason = session(left, plan, folder) if left else ""
             found = [*map(json.loads, path.read_text().splitlines())]
             if left := left[len(found) :]:
-                logs = {file.name: _tail(file) for file in folder.glob("*.log")}
+                files = folder.glob("*.log")
+                logs = {file.name: file.read_text(errors="replace")[-4000:] for file in files}
                 missing.append(left.pop(0) | {"status": "FAIL", "text": reason, "logs": logs})
             for row in missing:
                 print(fold(line(row)), flush=True)
@@ -116,7 +116,7 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
     try:
         start_processes(main, (environments, rows, plan, folder), count, start_method="spawn")
     except Exception as error:  # noqa: BLE001  (of a rank, whichever it is)
-        if getattr(error, "exit_code", 0) == EXPIRED:
+        if getattr(error, "exit_code", 0) == -signal.SIGALRM:
             return f"no result after {plan['limit_s']:g} s"
         return exit_reason(str(error), 1)
     finally:
@@ -129,7 +129,3 @@ def line(row: Row) -> str:
     """Return a result as one line of the table."""
     head = f"{row['status']:<4} {row['name']:<48} {row['ranks']} × {row['device']:<4}"
     return f"{head} {row['seconds']:>6.1f} s  {row['text']}"
-
-
-def _tail(file: Path) -> str:
-    return file.read_text(errors="replace")[-4000:]
