@@ -59,10 +59,8 @@ def template_faults(
     try:
         found = MARKER.match(renderer.render([user, answer, user], ()).rpartition("§")[2])
         if found and not renderer.family.has_channels:  # there it ends a thought, too
-            ids, what = (
-                encode(tokenizer, found[1]),
-                f"the chat template ends a turn with {found[1]}",
-            )
+            ids = encode(tokenizer, found[1])
+            what = f"the chat template ends a turn with {found[1]}"
             if len(ids) != 1:
                 what = f"template: {what}, but the tokenizer splits it into {len(ids)} tokens"
                 fix = "Use the tokenizer that belongs to the template, or add the token."
