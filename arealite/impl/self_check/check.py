@@ -8,8 +8,8 @@ float32.
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from http.client import HTTPException
 from math import prod
 from pathlib import Path
@@ -29,7 +29,7 @@ from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.self_check.plain import PlainModel, first_difference, obstacle, watched
 from arealite.impl.self_check.reasons import BOUNDS, Comparison, likely_reason, tensor_reason
 from arealite.impl.trainer.world import World
-from arealite.impl.weights.sums import Sums, constants, sums
+from arealite.impl.weights.sums import Sums, sums
 from arealite.system.health.waits import Wait
 from arealite.system.names.registry import NameRegistry
 
@@ -78,6 +78,7 @@ class SelfCheck:
         self.folder, ppo = Path(self.config.model.path).expanduser(), self.config.trainer.ppo
         self.dtype, self.model = ppo.engine.fsdp.dtype, read_json(self.folder)
         self.temperature = ppo.collector.sampling.temperature or 1.0
+        self.names = NameRegistry.of(self.config)
         self.module: Any = getattr(self.engine, "module", None)
         """The trainer's model, if the engine shows it."""
         self.plain: PlainModel | None = None
@@ -130,51 +131,49 @@ class SelfCheck:
         first = max(1, len(tokens) - LENGTHS[-1] - NEW)
         return Sequence(tokens, np.arange(len(tokens)) >= first, self.temperature)
 
-    def ask(self, *, wants_sums: bool = False) -> list[Comparison]:
+    def ask(self) -> list[Comparison]:
         """Return what each server that holds the version generates from all prompts."""
         found: list[Comparison | None] = []
         if self.world.is_rank0:
-            names = NameRegistry.of(self.config)
+            servers = [entry.value for entry in self.names.list("llm_server")]
             with Wait(NAME, owner="trainer-0", on="llm_server"), ThreadPoolExecutor(32) as pool:
-                ask = partial(self._ask, names=names, wants_sums=wants_sums)
-                found = [*pool.map(ask, [entry.value for entry in names.list("llm_server")])]
+                found = [*pool.map(self._ask, servers)]
         found = self.world.broadcast(found)
         return [replace(each, ours=self.score(each.rows)) for each in found if each]
 
-    def _ask(
-        self, server: dict[str, Any], *, names: NameRegistry, wants_sums: bool
-    ) -> Comparison | None:
-        """Return what a server generated; None if it holds another version, or fails."""
-        prompts, kind = self.prompts(server.get("context_length")), str(server.get("type") or "")
-        headers = {"Content-Type": "application/json"} | names.headers(kind)
+    def _request(self, server: dict[str, Any], path: str, body: object = None) -> bytes:
+        """Return a server's answer to POST, or to GET if there is no body."""
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} | self.names.headers(
+            server.get("type") or ""
+        )
+        request = Request(server["address"] + path, data, headers)
         limit = self.config.trainer.ppo.publisher.timeout_s
+        with build_opener(ProxyHandler({})).open(request, timeout=limit) as answer:
+            return answer.read()
 
-        def request(path: str, body: object = None) -> bytes:
-            data = None if body is None else msgspec.json.encode(body)
-            asked = Request(server["address"] + path, data, headers)
-            with build_opener(ProxyHandler({})).open(asked, timeout=limit) as answer:
-                return answer.read()
+    def _ask(self, server: dict[str, Any]) -> Comparison | None:
+        """Return what a server generated; None if it holds another version, or fails."""
+        prompts = self.prompts(server.get("context_length"))
 
         def generate(prompt: list[int]) -> wire.Answer:
             sampling = {"temperature": self.temperature, "max_new_tokens": NEW, "ignore_eos": True}
             body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-            return wire.decode_answer(request("/generate", body))
+            return wire.decode_answer(self._request(server, "/generate", body))
 
         try:
-            info = msgspec.json.decode(request("/model_info"))
+            info = msgspec.json.decode(self._request(server, "/model_info"))
             if info.get("weight_version") != str(self.version):
                 return None  # the publisher gives it no traffic
-            info |= msgspec.json.decode(request("/server_info"))
+            info |= msgspec.json.decode(self._request(server, "/server_info"))
             with ThreadPoolExecutor(len(prompts)) as pool:
                 answers = [*pool.map(generate, prompts)]
-            found = request("/weight_sums", {}) if wants_sums and kind == "embedded" else b"{}"
         except (OSError, HTTPException, ValueError) as error:
             url = server["address"]
             logger.warning("self-check: server not compared", address=url, error=repr(error))
             return None
         rows = [self.row(p, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)]
-        facts = {name: info.get(name) for name in ("dtype", "quantization")}
-        facts["sums"] = msgspec.json.decode(found, type=Sums)
+        facts = {name: info.get(name) for name in ("dtype", "quantization")} | {"entry": server}
         theirs = [np.array(wire.token_logprobs(answer)) for answer in answers]
         coarsest = max(self.dtype, self.dtype_of(facts), key=BOUNDS.__getitem__)
         return Comparison(f"server {server['address']}", rows, [], theirs, coarsest, facts)
@@ -213,17 +212,17 @@ class SelfCheck:
         alone = [scored for row in rows for scored in self.score([row])]
         degrees = {1.0, run**2, 1 / run} - {run}
         warmer = {t: self.score([replace(row, temperature=t) for row in rows]) for t in degrees}
-        ours, buffers = sums(self.engine.stream_weights()), set[str]()
-        if self.module is not None:
-            ours |= sums(constants(self.module))
-            buffers = set(dict(self.module.named_buffers()))
-        again = [] if is_plain else self.ask(wants_sums=True)
+        tensors = sums(self.engine.stream_weights(), self.module), Sums()
         if not self.world.is_rank0:
             return ""
-        theirs = next((each.info["sums"] for each in again if each.other == wrong.other), Sums())
-        tensors = ours, theirs
-        if is_plain and self.plain and self.is_initial:
-            tensors = sums([*self.plain.stored(), *constants(self.plain.model)]), ours
+        server = wrong.info.get("entry", {})
+        if server.get("type") == "embedded":
+            with suppress(OSError, HTTPException):
+                found = self._request(server, "/weight_sums", {})
+                tensors = tensors[0], msgspec.json.decode(found, type=Sums)
+        elif is_plain and self.plain and self.is_initial:
+            tensors = sums(self.plain.stored(), self.plain.model), tensors[0]
+        buffers = set[str](dict(self.module.named_buffers()) if self.module is not None else ())
         dtype = self.dtype if is_plain else self.dtype_of(wrong.info)
         return likely_reason(
             wrong,

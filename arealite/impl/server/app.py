@@ -29,7 +29,7 @@ from arealite.impl.server.weights import (
     stage_weights,
 )
 from arealite.impl.weights.buckets import Layout
-from arealite.impl.weights.sums import constants, sums
+from arealite.impl.weights.sums import sums
 
 logger = log.get(__name__)
 
@@ -181,7 +181,7 @@ class App:
         """Return a checksum of each tensor under its name in the folder, for the self-check."""
         model = self.engine.decoder.model
         named = self.weights.names.to_folder(model.state_dict().items())
-        return {**await self._call(lambda: sums([*named, *constants(model)]))}
+        return {**await self._call(lambda: sums(named, model))}
 
     # ------------------------------------------------------------ new weights
 

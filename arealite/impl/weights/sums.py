@@ -1,6 +1,7 @@
 """Checksums of tensors that show how two copies of a model differ."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import nn
@@ -12,17 +13,15 @@ Sums = dict[str, tuple[int, float, float]]
 dtypes have nearly equal norms and projections."""
 
 
-def sums(named: Iterable[Named]) -> Sums:
-    """Return the checksum of each tensor."""
+def sums(named: Iterable[Named], model: nn.Module | None) -> Sums:
+    """Return the checksum of each tensor, and of the model's buffers that no file holds.
+
+    Frequencies of rotary embeddings are such buffers.
+    """
     found = Sums()
-    for name, tensor in named:
+    stored, buffers = (model.state_dict(), model.named_buffers()) if model is not None else ({}, ())
+    for name, tensor in chain(named, (each for each in buffers if each[0] not in stored)):
         rows = tensor.detach().reshape(len(tensor) if tensor.ndim > 1 else 1, -1).float()
         left, right = (torch.arange(n, device=rows.device).mul(0.7).cos() for n in rows.shape)
         found[name] = tensor.ndim, float(rows.norm()), float(left @ (rows @ right))
     return found
-
-
-def constants(model: nn.Module) -> Iterator[Named]:
-    """Yield the buffers that no file holds, such as the frequencies of rotary embeddings."""
-    stored = model.state_dict()
-    yield from ((name, each) for name, each in model.named_buffers() if name not in stored)
