@@ -101,16 +101,12 @@ class SGLangServer(LLMServer):
             for task in tasks:
                 task.cancel()
 
-        for number in (STOP, signal.SIGINT):
+        for number in (STOP, signal.SIGINT):  # until the end of the loop
             loop.add_signal_handler(number, stop)
-        try:
-            async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-                for launch in launches:
-                    server = SGLangProcess(launch, self.config, session)
-                    tasks.append(group.create_task(server.run(), name=f"llm_server:{launch.port}"))
-        finally:
-            for number in (STOP, signal.SIGINT):
-                loop.remove_signal_handler(number)
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+            for launch in launches:
+                server = SGLangProcess(launch, self.config, session)
+                tasks.append(group.create_task(server.run(), name=f"llm_server:{launch.port}"))
         if not any(task.cancelled() for task in tasks):
             raise RoleError("every SGLang server died repeatedly; the first errors are above.")
 
@@ -123,11 +119,10 @@ def plan(config: ServerConfig) -> list[Launch]:
             machine.
     """
     options = config.llm_server.sglang
-    check_ports(config)
-    metadata = describe(config)
+    ports, metadata = find_ports(config), describe(config)
     python = os.path.expanduser(options.python or sys.executable)
     devices = assign_devices(config, probe(python, options.device))
-    ports, logs = find_ports(config), run_paths(config).logs
+    logs = run_paths(config).logs
     check_folder(logs, "the servers' folder of logs", "cluster.run_root")
     logs.mkdir(parents=True, exist_ok=True)
     return [
@@ -140,18 +135,6 @@ def plan(config: ServerConfig) -> list[Launch]:
         )
         for i, port in enumerate(ports)
     ]
-
-
-def check_ports(config: ServerConfig) -> None:
-    """Check that all ports are between 0 and 65535.
-
-    Raises:
-        UserError: a port is not.
-    """
-    server = config.llm_server
-    port, last = server.port, server.port + server.sglang.num_servers - 1
-    if port < 0 or last > 65535:
-        raise UserError(f"llm_server.port={port}: ports {port} to {last} do not exist.")
 
 
 def describe(config: ServerConfig) -> dict[str, object]:
@@ -223,7 +206,11 @@ def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
 
 
 def find_ports(config: ServerConfig) -> list[int]:
-    """Return one free port for each server."""
+    """Return one free port for each server.
+
+    Raises:
+        UserError: a port is in use, or is not between 0 and 65535.
+    """
     server, count = config.llm_server, config.llm_server.sglang.num_servers
     for number in range(count):
         check_address(server.host, server.port and server.port + number, at="llm_server")

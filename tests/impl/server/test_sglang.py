@@ -164,7 +164,10 @@ def test_vocab_size_comes_from_text_config_if_present(program: Program, model_fo
         ({"python": "/bin/false"}, "cannot run SGLang: exit code 1"),
         ({"python": "/bin/echo"}, "cannot run SGLang: invalid literal"),
         ({"device": "cuda"}, "1 servers of tp 1 x dp 1 need 1 GPUs, but 0 are visible"),
-        ({"port": 65535, "num_servers": 2}, "port=65535: ports 65535 to 65536 do not exist"),
+        (
+            {"port": 65535, "num_servers": 2},
+            "port=65536: cannot listen on 127.0.0.1:65536: no such port",
+        ),
         ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1:0"),
     ],
 )
