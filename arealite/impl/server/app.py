@@ -66,14 +66,14 @@ class App:
         """
         self.engine = engine
         self.model = model
-        self._is_shared, self._checks = is_shared, [check]
+        self._is_shared, self._check = is_shared, check
         if not is_shared:
             self.weights = ServedWeights(engine.decoder.model, model.folder)
         self._groups: dict[str, GroupMember] = {}
 
     def make(self) -> web.Application:
         """Return the aiohttp application."""
-        app = web.Application(middlewares=[*self._checks, _refusals])
+        app = web.Application(middlewares=[self._check])
         gets: dict[str, Callable[[], object]] = {
             "/health": web.Response,
             "/ready": lambda: web.Response(status=503 if self.engine.paused else 200),
@@ -305,11 +305,18 @@ def _get(path: str, handler: Callable[[], object]) -> web.RouteDef:
 
 
 def _post(path: str, handler: Handler) -> web.RouteDef:
-    """Return the route that passes a POST's parsed body to `handler`."""
+    """Return the route that passes a POST's parsed body to `handler`.
+
+    It answers a refusal in SGLang's two forms: of /generate, and of the weight routes.
+    """
     kind = protocol.body_of(handler)
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        answer = await handler(protocol.parse(await request.read(), kind))
+        try:
+            answer = await handler(protocol.parse(await request.read(), kind))
+        except Refusal as error:
+            text = str(error)
+            return _as_json({"success": False, "message": text, "error": {"message": text}}, 400)
         if not isinstance(answer, AsyncGenerator):
             return _as_json(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -330,13 +337,3 @@ def _as_json(value: object, status: int = 200) -> web.Response:
     if isinstance(value, web.Response):
         return value
     return web.Response(body=encode(value), status=status, content_type="application/json")
-
-
-@web.middleware
-async def _refusals(request: web.Request, handler: typedefs.Handler) -> web.StreamResponse:
-    """Answer a refusal in SGLang's two forms: of /generate, and of the weight routes."""
-    try:
-        return await handler(request)
-    except Refusal as refusal:
-        text = str(refusal)
-        return _as_json({"success": False, "message": text, "error": {"message": text}}, 400)
