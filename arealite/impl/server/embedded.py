@@ -179,13 +179,11 @@ class EmbeddedServer(LLMServer):
     def _entry(self, app: App) -> dict[str, object]:
         """Return the server's entry for the name registry."""
         info = app.describe()
-        names = ("model_type", "architectures", "vocab_size", "context_length", "paused_s")
         return {
             "address": self.address,
             "type": "embedded" if self._shared is None else "shared",
-            "model_path": app.model.folder,  # not the folder of the last update, which is removed
-            **{name: info[name] for name in names},
-            "version": info["weight_version"],
+            "version": info.pop("weight_version"),
+            **info,
             "load": app.load(),
             "host": self.config.cluster.host,
             "pid": os.getpid(),
