@@ -7,7 +7,6 @@ Trials with another `cluster.name_root` are not found: use a server in one trial
 """
 
 import asyncio
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm_server import UNTRUSTED
@@ -248,11 +248,10 @@ async def get(
         what = "the server requires another key"
         fix = "Set llm_server.api_key_env to the environment variable with its key."
         raise UserError(f"{what}. {fix}")
-    try:
-        found = json.loads(raw) if response.status == 200 else None
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
+    if response.status == 200:
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode(raw, type=dict)
+    return {}
 
 
 def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
