@@ -47,8 +47,6 @@ class Batch:
 class CacheDecoder(BaseDecoder):
     """Runs any model with a cache, with one forward pass for each batch of equal lengths."""
 
-    mixes_lengths = False
-
     def __init__(self, model: Model, *, max_rows: int, seed: int) -> None:
         super().__init__(model, max_rows=max_rows, seed=seed)
         self._batches: list[Batch] = []

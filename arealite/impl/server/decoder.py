@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from arealite.impl.server.generation import Generation
@@ -115,7 +116,7 @@ class SlotCache(Cache):
 class BaseDecoder(ABC):
     """Admits requests and samples their tokens; a subclass runs the model."""
 
-    mixes_lengths: bool
+    mixes_lengths = False
     """Whether prompts of different lengths can be admitted together."""
 
     def __init__(self, model: PreTrainedModel, *, max_rows: int, seed: int) -> None:
@@ -180,8 +181,7 @@ class BaseDecoder(ABC):
         self, generations: list[Generation], logits_BV: Tensor, settings: Settings
     ) -> Tensor:
         """Draw a token for each generation and append it; return the tokens [B]."""
-        if settings.may_ban:
-            ban_stops(logits_BV, generations)
+        ban_stops(logits_BV, generations)
         tokens_B, logprobs_B = draw(logits_BV, settings, self._generator)
         drawn = zip(generations, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
         for generation, token, logprob in drawn:
@@ -221,9 +221,7 @@ class Decoder(BaseDecoder):
     def _forward_prompts(self, prompts: Sequence[Ids], positions: Sequence[int]) -> Tensor:
         """Return logits [B, len(positions), V] of right-padded prompts."""
         longest = max(map(len, prompts))
-        tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens_BL[row, : len(prompt)] = torch.tensor(prompt)
+        tokens_BL = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         positions_L = torch.arange(longest, device=self._device)
         return self.model(
             input_ids=tokens_BL.to(self._device),

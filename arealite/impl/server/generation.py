@@ -96,11 +96,11 @@ class Generation:
         elif end > start:
             self.spans.append((version, start, end))
 
-    def append(self, token: int, logprob: float) -> bool:
-        """Append one sampled token; return whether the generation ended with it."""
+    def append(self, token: int, logprob: float) -> None:
+        """Append one sampled token; it may end the generation."""
         if self.limit == 0:
             self.finish = {"type": "length", "length": 0}
-            return True
+            return
         self.output.append(token)
         self.logprobs.append(logprob)
         if logprob != logprob:
@@ -111,9 +111,6 @@ class Generation:
             self.finish = {"type": "stop", "matched": matched}
         elif len(self.output) >= self.limit:
             self.finish = {"type": "length", "length": len(self.output)}
-        else:
-            return False
-        return True
 
     def abort(self, message: str) -> None:
         """End the generation with the output it has."""

@@ -27,8 +27,6 @@ class Settings:
     all_greedy: bool
     filtered: tuple[Tensor, Tensor, Tensor] | None
     """(rows, top_k, top_p) of the rows that cut the distribution."""
-    may_ban: bool
-    """Whether a row has `min_new_tokens`."""
 
 
 def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: str) -> Settings:
@@ -50,7 +48,6 @@ def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: s
         greedy_B=torch.tensor(greedy, device=device) if any(greedy) else None,
         all_greedy=all(greedy),
         filtered=filtered,
-        may_ban=any(s.min_new_tokens > 0 for s in wanted),
     )
 
 
