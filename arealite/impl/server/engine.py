@@ -83,7 +83,7 @@ class Engine:
         """Run a method in the engine's thread when paused, or when no request is running."""
         future = Future[T]()
         job = partial(resolve, future, partial(command, *args))
-        self._post(lambda: self._updates.append(job))
+        self._post(partial(self._updates.append, job))
         return future
 
     # ------------------------------------------------------------ in the engine's thread

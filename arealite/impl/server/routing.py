@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -16,7 +15,10 @@ class RoutingRecorder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._routing = Routing.of(model)
         if getattr(model.config, "output_router_logits", False):  # a loss that no server needs
-            model.register_forward_pre_hook(_without_balance, with_kwargs=True)
+            change = {"output_router_logits": False}
+            model.register_forward_pre_hook(
+                lambda _, args, options: (args, options | change), with_kwargs=True
+            )
 
     @contextmanager
     def __call__(
@@ -50,7 +52,3 @@ class RoutingRecorder:
             generation.routing.append(
                 experts[row, : lengths[row]] if lengths else experts[row, -1:]
             )
-
-
-def _without_balance(model: object, args: object, options: dict[str, Any]) -> tuple[Any, Any]:
-    return args, options | {"output_router_logits": False}
