@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from arealite.api.engine import Lengths, Sequence
@@ -33,7 +33,6 @@ from arealite.impl.engine import attention
 from arealite.impl.engine.batch import MicroBatch
 from arealite.impl.engine.head import decoder_of
 
-Attention = Callable[..., tuple[Tensor, Any]]
 MIXERS = re.compile("Indexer|Compressor|Mamba|Delta|Conv1d|ShortConv|LinearAttention|Recurrent")
 """Matches the names of modules in which tokens depend on each other outside attention."""
 
@@ -143,31 +142,11 @@ def _counts_tokens(kind: type[nn.Module]) -> bool:
     return "Attention" in kind.__name__ and "arange" in inspect.getsource(kind.forward)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Send part i of the first dimension to rank i; the gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return exchange_parts(grad.contiguous(), ctx.group), None
-
-
-def exchange_parts(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return part `rank` of every rank's `parts`, a contiguous tensor [ranks, …]."""
-    apply: Callable[..., Tensor] = _AllToAll.apply  # pyright: ignore
-    return apply(parts, group)
-
-
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Divide dimension 1 among the ranks, and join the ranks' parts of dimension 2."""
     parts = torch.stack(tensor.chunk(group.size(), 1))
-    return torch.cat(exchange_parts(parts, group).unbind(), 2)
+    received: Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    return torch.cat(received.unbind(), 2)
 
 
 def _attend(
@@ -192,11 +171,8 @@ def _attend(
     local.__dict__["num_key_value_groups"] = heads // key.shape[1]
     if options.get("s_aux") is not None:
         options["s_aux"] = local.__dict__["sinks"] = options["s_aux"].chunk(size)[rank]
-    inner: Attention = attention.attend
-    if kind != attention.NAME:
-        inner = sdpa_attention_forward
-    if kind == "eager":
-        inner = sys.modules[type(module).__module__].eager_attention_forward
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    inner = AttentionInterface().get_interface(kind, eager)
     query, key, value = (exchange(each, group) for each in (query, key, value))
     attended, _ = inner(local, query, key, value, attention_mask, **options)
     return exchange(attended, group), None
