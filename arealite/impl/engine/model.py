@@ -4,7 +4,6 @@ The base model and the head run inside one root module, because FSDP2 gathers th
 inside the root's forward.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -80,13 +79,7 @@ def layers_of(module: PreTrainedModel) -> nn.ModuleList:
 def recompute(module: PreTrainedModel) -> None:
     """Enable gradient checkpointing: the backward pass computes each layer again."""
     for layer in layers_of(module):
-        layer.forward = partial(_recomputed, layer.forward)
-
-
-def _recomputed(forward: Callable[..., object], *args: object, **options: Any) -> object:
-    if not torch.is_grad_enabled():
-        return forward(*args, **options)
-    return checkpoint(forward, *args, use_reentrant=False, **options)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def make_mesh(device: torch.device, shard_size: int) -> DeviceMesh:
