@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel as Model
 
 from arealite.api.engine import Head
 from arealite.base.errors import UserError
-from arealite.impl.engine.lora import ADAPTER, file_name, first_value, state_tensors
+from arealite.impl.engine.lora import ADAPTER, file_name, fill, first_value, state_tensors
 from arealite.impl.weights.names import SCORE, TensorNames
 
 
@@ -79,14 +79,7 @@ def load_weights(
                 full = first_value(name, tensor.shape, generator)
             else:
                 full = names.load(file_name(name))
-            full = full.to(device=device, dtype=tensor.dtype)
-            if isinstance(tensor, DTensor):
-                # src_data_rank=None: every rank cuts its own shard, nothing is sent.
-                mesh, placements = tensor.device_mesh, tensor.placements
-                full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
-                tensor.to_local().copy_(full)
-            else:
-                tensor.copy_(full)
+            fill(tensor, full.to(device))
 
 
 @contextmanager

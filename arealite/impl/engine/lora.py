@@ -153,11 +153,17 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
         what = f"tensors that differ from its config on this model: {', '.join(other[:3])}"
         raise UserError(f"model.adapter={folder} has {what} ({len(other)} in all).")
     for name, param in trained.items():
-        full = read[name].to(device=param.device, dtype=param.dtype)
-        if isinstance(param, DTensor):
-            mesh, placements = param.device_mesh, param.placements
-            full = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        param.data.copy_(full)
+        fill(param.detach(), read[name])
+
+
+def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a full tensor, or this rank's shard of it, into a tensor of the model."""
+    if isinstance(tensor, DTensor):
+        # src_data_rank=None: every rank cuts its own shard, nothing is sent.
+        mesh, placements = tensor.device_mesh, tensor.placements
+        full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+        tensor = tensor.to_local()
+    tensor.copy_(full)
 
 
 def _peft_name(name: str) -> str:
