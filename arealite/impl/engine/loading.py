@@ -64,13 +64,11 @@ def load_weights(
     Raises:
         UserError: config.json ties tensors whose values differ in the folder.
     """
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    model.to_empty(device=torch.device("cpu") if offload else device)
+    home = torch.device("cpu") if offload else device
+    # As to_empty, but buffers, which have values already, keep them.
+    model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         model.tie_weights()  # to_empty keeps shared parameters shared under FSDP only
-    for name, buffer in buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
