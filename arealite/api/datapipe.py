@@ -30,7 +30,6 @@ class DatapipeConfig:
     )
     max_failed_share: float = opt(0.5, "stop if more of the last 256 episodes failed", at_least=0)
     stall_timeout_s: float = opt(300.0, "stop if no leased episode finishes for this long", above=0)
-    wait_report_share: float = opt(0.2, "log slow episodes if waiting takes this share", at_least=0)
     keep_payloads: str = opt(
         "all",
         "payloads (tokens) in the ledger: all, for replay and report of every step; a number N "

@@ -37,6 +37,8 @@ TRAINER_ALIVE_S = 7.0
 """A trainer is alive if it sent a request within this time; it repeats a pending one every 5 s."""
 TRAINER_GONE_S = 15.0
 """A trainer that sent no request for this long does not wait; its pending start is dropped."""
+REPORT_SHARE = 0.2
+"""Slow episodes are logged if the trainer waits for them for a larger share of the time."""
 
 
 class OutOfStep(InvariantError):
@@ -251,16 +253,15 @@ class TrainerRequestHandler:
         return text
 
     def _log_slow_episodes(self) -> None:
-        """Log the slow episodes if they take more of the time than `datapipe.wait_report_share`."""
+        """Log the slow episodes if they take more of the time than REPORT_SHARE."""
         self._mark_idle()
         share, now = self._idle.slow_share, time.monotonic()
-        allowed = self.config.datapipe.wait_report_share
-        is_slow = self._idle.cause == "slow_episodes" and share > allowed
+        is_slow = self._idle.cause == "slow_episodes" and share > REPORT_SHARE
         if not is_slow or now - self._reported < SHARE_WINDOW_S:
             return
         self._reported = now
         limit = f"collector.episode_timeout_s={self.store.ppo.collector.episode_timeout_s:g}"
-        numbers = {"share": round(share, 2), "allowed": allowed}
+        numbers = {"share": round(share, 2), "allowed": REPORT_SHARE}
         episodes = slow_episodes(self.store, self.workers)
         what = "trainer waits for slow episodes"
         logger.warning(what, **numbers, episodes=episodes, ended_by=limit)

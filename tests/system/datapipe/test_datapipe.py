@@ -18,7 +18,7 @@ from arealite.api.rollout_messages import Episode, Lease, TurnHeader
 from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport, Waiting
 from arealite.api.turns import Turn, encode_turn
 from arealite.base.errors import InvariantError, RoleError, UserError
-from arealite.system.datapipe import datapipe
+from arealite.system.datapipe import datapipe, trainer_request_handler
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.ledger.ledger import connect
 from arealite.system.links.trainer_link import TrainerLink
@@ -467,7 +467,8 @@ async def test_slow_episodes_that_hold_a_batch_back_are_reported(
 ) -> None:
     """Batch 1 needs g0 of version 0; its second episode ends only after it was reported."""
     monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
-    config = experiment(tmp_path, num_groups=1, max_staleness=1, pipe={"wait_report_share": 0.01})
+    monkeypatch.setattr(trainer_request_handler, "REPORT_SHARE", 0.01)
+    config = experiment(tmp_path, num_groups=1, max_staleness=1)
     loop, named = asyncio.get_running_loop(), asyncio.Event()
     slow: list[Lease] = []
 
