@@ -153,7 +153,8 @@ def _difference(kind: type[BaseDecoder], model: Model) -> float:
 
     In nats: the maximum in float32, the median in 16 bits.
     """
-    tokens = torch.randint(64, (9,), generator=torch.Generator().manual_seed(0)).tolist()
+    size, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)
+    tokens = torch.randint(min(size, 64), (9,), generator=generator).tolist()
     wanted = (tokens[:3], 8), (tokens[:3], 6), (tokens, 8)
     rows = [Generation("", ids, SamplingParams(), most, frozenset()) for ids, most in wanted]
     waiting, off = deque(rows), list[Tensor]()
