@@ -208,6 +208,10 @@ class Supervisor(ABC):
         for child in role.children:
             await child.process.wait()
 
+    async def pause(self, role: Role, dead: Child, seconds: float) -> None:
+        """Wait before the restart of a role."""
+        await asyncio.sleep(seconds)
+
     async def supervise(self, role: Role) -> None:
         """Start a role, and restart it when it dies, until it ends as planned or is stopped.
 
@@ -236,7 +240,7 @@ class Supervisor(ABC):
                     text = f"{dead.exit_summary}, {budget.deaths} times without {self.milestone}; "
                     text += f"{self.option}={budget.limit}. The first: {budget.first}"
                 raise RoleFailed(text, max(dead.code, 1))
-            await asyncio.sleep(pause)
+            await self.pause(role, dead, pause)
             if not self.is_needed(role, dead):
                 break
             again = f"{dead.exit_summary}; started again ({budget.deaths} of {budget.limit})"
