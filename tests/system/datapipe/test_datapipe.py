@@ -462,12 +462,16 @@ async def test_checkpoint_newer_than_the_ledger_is_refused(
     link.close()
 
 
-async def test_slow_episodes_that_hold_a_batch_back_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Batch 1 needs g0 of version 0; its second episode ends only after it was reported."""
+@pytest.fixture
+def early_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report slow episodes after a short wait."""
     monkeypatch.setattr(datapipe, "WAITING_S", 0.1)
     monkeypatch.setattr(trainer_request_handler, "REPORT_SHARE", 0.01)
+
+
+@pytest.mark.usefixtures("early_reports")
+async def test_slow_episodes_that_hold_a_batch_back_are_reported(tmp_path: Path) -> None:
+    """Batch 1 needs g0 of version 0; its second episode ends only after it was reported."""
     config = experiment(tmp_path, num_groups=1, max_staleness=1)
     loop, named = asyncio.get_running_loop(), asyncio.Event()
     slow: list[Lease] = []
