@@ -59,7 +59,8 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
         with warnings.catch_warnings(action="ignore"):  # GPT-2 has weights [inputs, outputs]
             peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise UserError(f"{key}: {one_line(error):.300}") from error
+        what = one_line(error).partition(". ")[0]
+        raise UserError(f"{key}: {what}. Name other layers, or use targets=[{ALL}].") from error
     for name, layer in _adapted(module):
         base = layer.get_base_layer()
         if not hasattr(base, "weight"):
