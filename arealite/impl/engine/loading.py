@@ -7,6 +7,7 @@ parameter is made of: one for each expert, for example.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +37,17 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
         if type(config) not in kind._model_mapping:
             raise UserError(f"transformers has no {config.model_type} with a head for values.")
     with _parameters_on_meta():
-        model = kind.from_config(config, dtype=torch.float32)
+        attention = attention_of(config)
+        model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
     return model.eval()
+
+
+def attention_of(config: Any) -> str | None:
+    """Return `eager` for a model that caps its attention scores; None: transformers' choice.
+
+    transformers before 5.23 chooses SDPA, which ignores the cap without an error.
+    """
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_layers, read_model
+from arealite.impl.engine.loading import attention_of
 from arealite.impl.server.engine import Job
 from arealite.impl.server.protocol import Refusal
 from arealite.impl.weights.buckets import Layout, Named
@@ -157,12 +158,13 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     if dtype not in DTYPES:
         raise UserError(f"model.dtype={dtype}: must be one of {', '.join(DTYPES)}.")
     check_layers(config, path)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+        options: Any = {"attn_implementation": attention_of(AutoConfig.from_pretrained(folder))}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], **options)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         line = (str(error).strip() or repr(error)).splitlines()[0]

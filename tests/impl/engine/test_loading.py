@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2PreTrainedModel
 
 from arealite.api.engine import Sequence
 from arealite.api.engine_config import LoRAConfig
@@ -205,3 +205,16 @@ def test_decoder_generates_from_an_engine_with_experts(tmp_path: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for generation in generations:
         check_generated(reference, generation)
+
+
+def test_capped_scores_are_not_left_to_sdpa(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 selects SDPA for Gemma-2, and its SDPA ignores the cap."""
+    path = tiny_model(tmp_path, family="gemma2", head_dim=8)
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    served, _ = load_model(str(path), dtype="float32", device="cpu")
+    for model in make_engine(path).module, served:
+        assert model.config._attn_implementation == "eager"
+    other = make_engine(tiny_model(tmp_path / "other")).module
+    assert other.config._attn_implementation == "sdpa"
