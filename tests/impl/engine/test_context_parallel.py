@@ -91,7 +91,7 @@ def test_ranks_that_share_rows_equal_one_rank(
         ("mamba", {}, "MambaForCausalLM cannot share a row's tokens"),
         ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 8}, "needs all of them"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv"),
-        ("deepseek_v32", {}, "layers of indexed_attention"),
+        ("deepseek_v32", {}, r"layers of (indexed|deepseek_sparse)_attention"),
         ("qwen2", {"num_attention_heads": 3, "hidden_size": 24}, "does not divide the 3 attention"),
         ("llama4_text", {"num_attention_heads": 4}, "Llama4TextAttention needs all of them"),
         ("bloom", {}, "BloomForCausalLM cannot share a row's tokens"),
