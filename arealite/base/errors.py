@@ -100,8 +100,8 @@ class ServerUnavailable(EpisodeError, failure_class="server_unavailable"):
 
 
 def one_line(error: Exception) -> str:
-    """Return the text of an error on one line."""
-    return " ".join(str(error).split())
+    """Return the text of an error on one line, or its type where it has no text."""
+    return " ".join((str(error) or repr(error)).split())
 
 
 def failure_class(error: BaseException) -> str:

@@ -104,7 +104,8 @@ class ContextGroup:
             changed |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
             longest = max(batch.attention["max_length_q"], missing)  # type: ignore[call-overload]
             changed |= {"max_length_q": longest, "max_length_k": longest}
-        routing = batch.routing_BWR
+        if (routing := batch.routing_BWR) is not None:
+            routing = pad(routing, (0, 0, 0, missing), value=255)[:, mine]
         column_N = batch.index_N % width
         own_N = (column_N // part == self.rank).nonzero()[:, 0]
         index_N = batch.index_N // width * part + column_N - begin
@@ -116,9 +117,7 @@ class ContextGroup:
             targets_N=batch.targets_N[own_N],
             temperature_N=batch.temperature_N[own_N],
             own_N=own_N,
-            routing_BWR=None
-            if routing is None
-            else pad(routing, (0, 0, 0, missing), value=255)[:, mine],
+            routing_BWR=routing,
         )
 
     def gather(self, outputs: dict[str, Tensor], batch: MicroBatch) -> dict[str, Tensor]:

@@ -280,10 +280,8 @@ class FSDPEngine(TrainEngine):
             what = f"Positions of '{self.source}' beyond {limit} depend on the rows beside it"
             fix = f"use llm_server.context_length={limit}, or shorter rows."
             raise UserError(f"A row has {longest} tokens. {what}: {fix}")
-        lengths, groups = (
-            [len(row.tokens) for row in rows],
-            self._context.gather_lengths(all_lengths),
-        )
+        lengths = [len(row.tokens) for row in rows]
+        groups = self._context.gather_lengths(all_lengths)
         budget = self.config.max_tokens_per_microbatch * self._context.size
         return microbatches(
             lengths, budget, layout=self.layout, rows_per_example=size, all_lengths=groups

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from arealite.algo.logprobs import LogitChange
-from arealite.base.errors import UserError
+from arealite.base.errors import UserError, one_line
 
 PROBES, WIDEST = 4, 100.0
 """Positions of a probe, and the standard deviation of its largest logits."""
@@ -70,10 +70,8 @@ def logit_change(module: Any) -> LogitChange:
             got = module(input_ids=torch.zeros(1, PROBES, dtype=torch.long), use_cache=False).logits
             before = _snapped(given[0].flatten()[0] / hidden.flatten()[0])
         except Exception as error:  # code of any model, with stubs
-            why = str(error).splitlines()[:1] or [repr(error)]
-            raise UserError(
-                f"The output head of {name} cannot be checked: {why[0]:.200}"
-            ) from error
+            what = f"The output head of {name} cannot be checked: {one_line(error):.200}"
+            raise UserError(what) from error
     is_same = before and _close(given[0], before * hidden)
     if not is_same or (before != 1.0 and head.bias is not None):
         raise UserError(f"{name} changes the decoder's output before its head: not supported.")

@@ -49,6 +49,5 @@ class RoutingRecorder:
                 continue
             if lengths:
                 generation.routing.clear()
-            generation.routing.append(
-                experts[row, : lengths[row]] if lengths else experts[row, -1:]
-            )
+            used = slice(lengths[row]) if lengths else slice(-1, None)
+            generation.routing.append(experts[row, used])

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-from arealite.base.errors import InvariantError, UserError
+from arealite.base.errors import InvariantError, UserError, one_line
 from arealite.base.model_folder import weight_files
 from arealite.impl.weights.buckets import Named
 
@@ -210,7 +210,7 @@ class TensorNames:
             group.targets = tuple(made)
             again = self._revert(group, made)
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
-            why = (str(error).splitlines() or [repr(error)])[0]
+            why = f"{one_line(error):.200}"
             raise UserError(f"{what} cannot be converted ({why}). {FIX}") from error
         for name, tensor in made.items():
             if tensor.shape != (shape := self._meta[name].shape):
