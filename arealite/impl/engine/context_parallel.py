@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -144,7 +144,7 @@ def _counts_tokens(kind: type[nn.Module]) -> bool:
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Divide dimension 1 among the ranks, and join the ranks' parts of dimension 2."""
     parts = torch.stack(tensor.chunk(group.size(), 1))
-    received: Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    received = all_to_all_single_autograd(parts, None, None, group)
     return torch.cat(received.unbind(), 2)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,7 @@ def variants(folder: Path, model: str) -> None:
 
 def contexts(folder: Path, model: str) -> None:
     """For each case of CONTEXTS: outputs, gradients, and the weights after an update."""
+    warnings.simplefilter("error", FutureWarning)  # of deprecated functions of torch
     rank, size = dist.get_rank(), dist.get_world_size()
     out: dict[str, dict[str, object]] = {}
     for name, (family, options) in CONTEXTS.items():
