@@ -93,14 +93,14 @@ def likely_reason(
         window: The model's sliding window.
     """
     info, run, begin = comparison.info, comparison.rows[0].temperature, comparison.begin
-    quantization, reported = info.get("quantization"), info.get("dtype") or dtype
+    quantization, own = info.get("quantization"), info.get("dtype")
     degree = next((each for each, found in by_temperature.items() if found.is_equal), run)
     is_low = comparison.dtype == "float32" and comparison.fits("bfloat16")
     where = f"tokens differ from position {begin} on, and agree before"
     together = "the trainer scores rows together differently than alone"
     reasons = {  # the surest evidence comes first
         f"quantised server: it reports quantization={quantization}": quantization,
-        f"dtype: the server computes in {reported}, model.dtype is {dtype}": reported != dtype,
+        f"dtype: the server computes in {own}, model.dtype is {dtype}": own in {*BOUNDS} - {dtype},
         tensors: tensors,
         f"temperature: {comparison.other} has it at {degree:g}, the run at {run:g}": degree != run,
         f"padding side: {together}; try another engine.fsdp.layout": not alone.is_equal,

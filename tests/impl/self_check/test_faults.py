@@ -18,6 +18,7 @@ from msgspec.structs import replace as changed
 
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig, ModelConfig
+from arealite.api.engine import Sequence
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher_config import PublisherConfig
@@ -27,6 +28,7 @@ from arealite.impl.engine import fsdp
 from arealite.impl.engine.batch import MicroBatch, collate
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.self_check.check import SelfCheck, self_check
+from arealite.impl.self_check.reasons import Comparison, likely_reason
 from arealite.impl.server.embedded import EmbeddedServer
 from arealite.impl.trainer.world import World
 from tests.fakes.embedded import running, server_config
@@ -196,6 +198,16 @@ def test_dtype_of_the_server_is_named(tmp_path: Path) -> None:
     run = Run(write(tmp_path, init_std=0.2), own=1)
     run.served_dtype = "bfloat16"
     assert "dtype: the server computes in bfloat16, model.dtype is float32" in run.refusal()
+
+
+def test_dtype_auto_of_an_external_server_is_not_the_reason() -> None:
+    row, zeros = Sequence(np.arange(9, dtype=np.int32), np.arange(9) > 3, 1.0), np.zeros(9)
+    theirs, info = np.full(5, 3.0), {"dtype": "auto"}  # SGLang's default
+    wrong = Comparison("server", [row], [zeros], [theirs], "bfloat16", info)
+    alone = replace(wrong, theirs=[zeros])
+    options: Any = {"alone": alone, "by_temperature": {}, "window": None, "dtype": "bfloat16"}
+    found = likely_reason(wrong, tensors="stale weights: 9 of 9", **options)
+    assert found == "stale weights: 9 of 9"
 
 
 def test_hidden_low_precision_of_the_server_is_named(tmp_path: Path) -> None:
