@@ -28,7 +28,7 @@ SEED = 1
 
 @dataclass
 class Bench:
-    """The input of a check, and the place for its numbers."""
+    """The input of a check, and the numbers and failures that it reports."""
 
     folder: Path
     """Models, references and checkpoints; shared by all rows."""

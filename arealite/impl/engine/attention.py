@@ -29,7 +29,7 @@ KERNEL_WIDTHS = range(8, 257, 8)
 """Widths of heads that flash attention supports."""
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
 KNOWN = inspect.signature(varlen_attn).parameters
-"""Parameters of varlen_attn; torch 2.11 and 2.12 have no enable_gqa."""
+"""Parameters of varlen_attn; torch 2.11 has no enable_gqa."""
 
 
 def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:

@@ -137,12 +137,13 @@ class ContextGroup:
 
 
 def _counts_tokens(kind: type[nn.Module]) -> bool:
-    """Return whether an attention module numbers its tokens itself, as Llama-4's does."""
+    """Return whether an attention module computes positions itself, as Llama-4's does."""
     return "Attention" in kind.__name__ and "arange" in inspect.getsource(kind.forward)
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Divide dimension 1 among the ranks, and join the ranks' parts of dimension 2."""
+    """Return [B, a / N, b · N, D] of [B, a, b, D] on each of N ranks: dimension 1 is divided among
+    the ranks, and their parts of dimension 2 are joined. The all-to-all has a gradient."""
     parts = torch.stack(tensor.chunk(group.size(), 1))
     received = all_to_all_single_autograd(parts, None, None, group)
     return torch.cat(received.unbind(), 2)

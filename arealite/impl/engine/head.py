@@ -1,4 +1,4 @@
-"""The output head of a language model: its weight, and what the model makes of its product.
+"""Finds how a language model computes its logits from the product with its head's weight.
 
 Families scale or cap their logits in their own code. A probe of that code finds the change, so no
 list of families or config fields is needed, and an unknown change is refused.
@@ -20,7 +20,7 @@ PROBES, WIDEST = 4, 100.0
 
 
 class _Decoded(BaseModelOutputWithPast):
-    """The decoder's output in a probe; a field of a family's own output is None."""
+    """Output of the decoder's stub. Fields that only some families read are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -83,7 +83,7 @@ def logit_change(module: Any) -> LogitChange:
 
 
 def _snapped(ratio: Tensor) -> float:
-    """Return a ratio without the rounding of a float32 1."""
+    """Return a ratio as a number; within 1e-6 of 1 it is 1, as rounding in float32 moves it."""
     return 1.0 if abs(float(ratio) - 1.0) < 1e-6 else float(ratio)
 
 

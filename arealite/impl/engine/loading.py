@@ -75,7 +75,7 @@ def load_weights(
         UserError: config.json ties tensors whose values differ in the folder.
     """
     home = torch.device("cpu") if offload else device
-    # As to_empty, but buffers, which have values already, keep them.
+    # Like to_empty, except that buffers keep their values.
     model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         model.tie_weights()  # to_empty keeps shared parameters shared under FSDP only

@@ -43,7 +43,8 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
 
     Raises:
         UserError: peft is not installed, no module has one of these names, or a module with such a
-            name is no linear layer inside the decoder, or its model reads its weight alone.
+            name is no linear layer inside the decoder, or the model reads its weight without a call
+            of its forward.
     """
     peft = import_optional("peft", extra_requirement("lora"))
     if folder:
@@ -90,7 +91,7 @@ def _linear(module: Any) -> list[tuple[str, Any]]:
 
 
 def _stacks(module: Any) -> list[str]:
-    """List the parameters that hold several experts."""
+    """List the parameters that hold the matrices of several experts, [experts, rows, columns]."""
     named = module.named_parameters()  # the kernels of a convolution have a dimension of 1
     return [name for name, param in named if param.ndim == 3 and min(param.shape) > 1]
 

@@ -33,12 +33,14 @@ TOPK, FILL = (torch.topk, Tensor.topk), (torch.masked_fill, Tensor.masked_fill)
 NAME = "_arealite_routing"
 """Attribute of a model."""
 BALANCE = "load_balancing_loss_func"
-"""A function in the module of a family, the same in all."""
+"""Name of the loss function in the modeling module of each family."""
 FIX = "Use trainer.ppo.collector.routing=off."
 
 
 class Routing:
-    """Intercepts the routers of one model. It is inactive outside `capture`, `replay` and `stats`.
+    """Intercepts the routers of one model.
+
+    It is active inside `capture`, and from a `replay` with a record until `stats`.
 
     Only one thread may use it at a time.
     """
@@ -57,17 +59,17 @@ class Routing:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Routing | None":
-        """Return the only routing of a mixture of experts; None for another model."""
+        """Return the model's instance, made by the first call; None for a model without experts."""
         if (experts := experts_of(model.config.to_dict())) and NAME not in vars(model):
             setattr(model, NAME, cls(model, experts))
         return vars(model).get(NAME)
 
     @contextmanager
     def capture(self) -> Iterator[list[np.ndarray]]:
-        """Yield a list, to which the end of the body adds the experts of its forward pass.
+        """Record the experts of the body's forward pass. The yielded list gets them at its end.
 
-        The experts are int32 [N, D, K], 0 in layers without experts, as SGLang reports them. The
-        list stays empty if no router was found.
+        The record is int32 [N, D, K], 0 in layers without experts, as SGLang reports it. The list
+        stays empty if no router was found.
         """
         captured: list[np.ndarray] = []
         self._chosen = chosen = dict[int, Tensor]()

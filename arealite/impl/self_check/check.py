@@ -132,7 +132,7 @@ class SelfCheck:
         return Sequence(tokens, np.arange(len(tokens)) >= first, self.temperature)
 
     def ask(self) -> list[Comparison]:
-        """Return what each server that holds the version generates from all prompts."""
+        """Return the comparison with each server that holds the version; skip the others."""
         found: list[Comparison | None] = []
         if self.world.is_rank0:
             servers = [entry.value for entry in self.names.list("llm_server")]
@@ -153,7 +153,7 @@ class SelfCheck:
             return answer.read()
 
     def _ask(self, server: dict[str, Any]) -> Comparison | None:
-        """Return what a server generated; None if it holds another version, or fails."""
+        """Return a server's tokens and logprobs; None if it holds another version, or fails."""
         prompts = self.prompts(server.get("context_length"))
 
         def generate(prompt: list[int]) -> wire.Answer:

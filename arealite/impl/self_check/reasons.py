@@ -16,9 +16,9 @@ ROUNDING = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 QUANTISED = 0.3
 """Largest relative difference of checksums between a tensor and its quantised copy."""
 FEW = 4
-"""Up to this many tensors that differ are looked at one by one."""
+"""Up to this many tensors that differ are checked for swapped values and zeros."""
 ROTARY = 4
-"""Other rotary embeddings change tokens before this position."""
+"""Wrong rotary embeddings change tokens already before this position."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from arealite.impl.gateway.rendering import Renderer
 from arealite.system.data.chats import common_prefix_length, encode
 
 MARKER = re.compile(r"\s*(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,20}\])")
-"""A text that a template writes as one token."""
+"""A marker of a template, such as <|im_end|> or [/INST]."""
 ARGUMENTS = {"query": "a b", "count": 3}
 
 
@@ -48,7 +48,7 @@ def template_faults(
         tokenizer: Has a chat template.
         stops: Ids of the tokens that end a generation.
         format: The family whose calls the run reads.
-        has_tools: Whether calls are looked at.
+        has_tools: Whether calls are checked, too.
 
     Raises:
         UserError: The tokenizer splits the marker that ends a turn, so no generation ends there.

@@ -125,10 +125,10 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
     Each is tried on a few short rows.
 
     Raises:
-        UserError: There is none.
+        UserError: No decoder runs the model with equal log-probabilities.
     """
     if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-        return Decoder(model, max_rows=max_rows, seed=seed)  # a trainer packs only models it runs
+        return Decoder(model, max_rows=max_rows, seed=seed)  # packed: attention that it runs
     kinds, reason = [Decoder, CacheDecoder, PlainDecoder], ""
     limits = (getattr(module, "time_step_limit", (0,)) for module in model.modules())
     if any(limit[0] > 0 for limit in limits):  # ignored by transformers in passes of one token

@@ -33,7 +33,7 @@ class RoutingRecorder:
             generations: The requests of the pass.
             sources: Prompts: the row of each request, which replaces its record. None: each request
                 has a row, whose last token extends its record.
-            lengths: The number of tokens of each row without its padding on the right.
+            lengths: Prompts: the number of tokens of each row, without padding. (): one token each.
         """
         if self._routing is None or not any(each.wants_routing for each in generations):
             yield

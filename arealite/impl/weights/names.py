@@ -30,9 +30,9 @@ IMAGES = "Images are not supported: use a folder with the text part of the model
 FLOATS = ("F16", "BF16", "F32", "F64")
 Tensors = dict[str, torch.Tensor]
 Read = Callable[[str], torch.Tensor]
-"""Returns a tensor of the folder."""
+"""Reads one tensor of the folder by name."""
 Parts = dict[str, Tensors]
-"""Tensors that wait for the others of their group, by the group's key."""
+"""Tensors of incomplete groups: {key of the group: {name: tensor}}."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Group:
     key: str
     """The first tensor of the model."""
     rule: Any
-    """transformers' converter; None: one tensor, as it is."""
+    """transformers' WeightConverter; None: one tensor, unchanged."""
     sources: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     """Maps a name in the folder to (name after all renamings, pattern of the rule)."""
     targets: tuple[str, ...] = ()
@@ -89,6 +89,7 @@ class TensorNames:
             raise UserError(f"'{folder}' has no tensors in safetensors files. {fix}")
         self._of_model: dict[str, Group] = {}
         self._twins: dict[str, Group] = {}
+        """Further groups of a tensor that has one already, as a head tied to the embedding."""
         # A head that is tied to the embedding comes second: servers ignore it.
         for group in sorted(self._plan(model), key=lambda each: self._first[each.key] != each.key):
             self._add(group)
@@ -106,15 +107,19 @@ class TensorNames:
         }
         """Maps a tensor of the model to its tensors in the folder; () for a fresh value head."""
         self._rest: Tensors = {}
+        """Tensors of the last converted group that `load` has not returned yet."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the folder."""
+        """Return a tensor of the folder, on the CPU, with the dtype and shape of its file."""
         # Opened for each tensor: pages of an open file count as this process's memory.
         with safe_open(self._files[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
     def load(self, name: str) -> torch.Tensor:
-        """Return a full tensor of the model that has sources.
+        """Return a full tensor of the model, on the CPU, converted from its tensors in the folder.
+
+        Args:
+            name: A tensor whose `sources` are not empty.
 
         Raises:
             UserError: config.json ties tensors whose values differ.
@@ -128,9 +133,10 @@ class TensorNames:
         return tensor
 
     def to_folder(self, weights: Iterable[Named]) -> Iterator[Named]:
-        """Yield the model's tensors as the folder has them, a fresh value head under its own name.
+        """Convert the model's tensors to the names and shapes of the folder.
 
-        One group is held at a time if `weights` has the model's order.
+        A fresh value head keeps its name. If `weights` has the model's order, at most one group is
+        held in memory.
 
         Raises:
             InvariantError: A group is incomplete.
@@ -145,11 +151,11 @@ class TensorNames:
             raise InvariantError(f"{next(iter(parts))} was streamed without tensors of its group")
 
     def to_model(self, named: Iterable[Named], parts: Parts) -> Iterator[Named]:
-        """Yield the model's tensors that are made of tensors of the folder.
+        """Convert tensors of the folder to the names and shapes of the model.
 
         Args:
-            named: Tensors of `headers`.
-            parts: Gets the tensors of incomplete groups, for the next call.
+            named: Tensors whose names are in `headers`.
+            parts: Tensors of incomplete groups from earlier calls; changed for the next call.
         """
         for name, tensor in named:
             group = self._of_folder[name]
@@ -157,15 +163,15 @@ class TensorNames:
                 yield from self._convert(group, found.__getitem__).items()
 
     def target(self, name: str) -> str:
-        """Return the first tensor of the model that a tensor of the folder becomes a part of."""
+        """Return the name of the model's first tensor that contains a tensor of the folder."""
         return self._first[self._of_folder[name].key]
 
     def missing(self, given: set[str], *, whole: bool = True) -> list[str]:
-        """Return the tensors of the folder without which some of the model cannot be made.
+        """Return the names of tensors that are needed besides `given`, sorted.
 
         Args:
             given: Names of tensors of the folder.
-            whole: Whether the whole model is made, or only what `given` has a part of.
+            whole: True: to make the whole model; False: to complete the groups in `given`.
         """
         groups = self._of_model if whole else {self.target(n): self._of_folder[n] for n in given}
         absent: dict[str, None] = {}
@@ -175,7 +181,7 @@ class TensorNames:
         return sorted(absent)
 
     def _plan(self, model: PreTrainedModel) -> list[Group]:
-        """Group the tensors of the folder by the tensor of the model that they become."""
+        """Group the tensors of the folder by the model's tensor that is made of them."""
         rules = get_model_conversion_mapping(model)
         joins = [rule for rule in rules if isinstance(rule, WeightConverter)]
         renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
@@ -195,7 +201,7 @@ class TensorNames:
         return [*groups.values()]
 
     def _add(self, group: Group) -> None:
-        """Add a group after a check that its tensors fit the model and can be written again."""
+        """Add a group; check on the meta device that its conversion fits the model and reverses."""
         given = {n: torch.empty(self.headers[n].shape, device="meta") for n in group.sources}
         listed = ", ".join([*given][:2]) + (f", … ({len(given)} in all)" if len(given) > 2 else "")
         what = f"'{self.folder}': {listed}"
