@@ -208,7 +208,8 @@ def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> 
     """Raise UserError unless groups of `size` of the `ranks` can share the tokens of a row."""
     key, text = f"engine.fsdp.context_parallel={size}", text_part(config)
     known = {"full_attention", "sliding_attention", "chunked_attention"}
-    other = {*(text.get("layer_types") or [])} - known
+    layers: list[str] = text.get("layer_types") or []
+    other = {*layers} - known
     if size > 1 and other:
         what = f"the model has layers of {', '.join(sorted(other))}"
         raise UserError(f"{key}: {what}, whose tokens depend on each other. Use 1.")

@@ -153,8 +153,8 @@ def _difference(kind: type[BaseDecoder], model: Model) -> float:
 
     In nats: the maximum in float32, the median in 16 bits.
     """
-    size, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(0)
-    tokens = torch.randint(min(size, 64), (9,), generator=generator).tolist()
+    size = min(64, model.config.get_text_config().vocab_size)
+    tokens = torch.randint(size, (9,), generator=torch.Generator().manual_seed(0)).tolist()
     wanted = (tokens[:3], 8), (tokens[:3], 6), (tokens, 8)
     rows = [Generation("", ids, SamplingParams(), most, frozenset()) for ids, most in wanted]
     waiting, off = deque(rows), list[Tensor]()
