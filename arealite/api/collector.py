@@ -43,7 +43,7 @@ class CollectorConfig:
     client: LLMClientConfig = sub(LLMClientConfig, "client of the LLM servers")
     sampling: SamplingConfig = sub(SamplingConfig, "sampling of training tokens")
     group_size: int = opt(8, "episodes per task; advantages compare them", at_least=1)
-    routing: Literal["replay", "measure", "off"] = opt(
+    routing: Literal["replay", "measure", "ignore"] = opt(
         "replay", "experts that a server reports: train with them, or measure the difference"
     )
     concurrency: int = opt(256, "concurrent episodes of one rollout worker", at_least=1)

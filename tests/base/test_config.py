@@ -6,9 +6,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import pytest
+import yaml
 
 from arealite.api.agent import AgentConfig
 from arealite.api.config import ExperimentConfig, ModelConfig, ServerConfig
@@ -52,6 +53,13 @@ def test_loads_share_no_state():
     again = base_config.load(ExperimentConfig, (), [], {})
     assert (again.imports, again.trainer.ppo.collector.envs) == ([], {})
     assert again.logger == plain.logger
+
+
+def test_every_choice_can_be_written_on_the_command_line():
+    kinds = [kind for _, _, kind in base_config.leaves(ExperimentConfig)]
+    choices = {each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)}
+    assert "replay" in choices
+    assert [each for each in choices if yaml.safe_load(each) != each] == []  # a bare `off` is false
 
 
 def test_config_is_frozen():

@@ -30,7 +30,7 @@ logger = log.get(__name__)
 MAX_SERVER_ERRORS = 8
 """Server errors (status 5xx, malformed answers) after which a request fails."""
 MAX_BACKOFF_S = 2.0
-NO_ROUTING = "start SGLang with --enable-return-routed-experts, or use collector.routing=off"
+NO_ROUTING = "start SGLang with --enable-return-routed-experts, or use collector.routing=ignore"
 RETRIED_STATUSES = frozenset((408, 425, 429))
 OWN_SERVER_S = 600.0
 """How long a server that the run starts may load its model; its supervisor reports a failure."""
@@ -89,7 +89,7 @@ class SGLangClient(LLMClient):
         self.config = config.sglang
         self._model_path = args.model.path
         self._warned_of_routing = False
-        self._records_routing = args.trainer.ppo.collector.routing != "off"
+        self._records_routing = args.trainer.ppo.collector.routing != "ignore"
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()

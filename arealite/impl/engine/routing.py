@@ -34,7 +34,7 @@ NAME = "_arealite_routing"
 """Attribute of a model."""
 BALANCE = "load_balancing_loss_func"
 """Name of the loss function in the modeling module of each family."""
-FIX = "Use trainer.ppo.collector.routing=off."
+FIX = "Use trainer.ppo.collector.routing=ignore."
 
 
 class Routing:

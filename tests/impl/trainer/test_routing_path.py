@@ -129,9 +129,9 @@ async def test_missing_record_is_reported_once_and_routes_freely(
 
 
 @pytest.mark.usefixtures("group")
-async def test_no_record_is_requested_with_routing_off(tmp_path: Path) -> None:
+async def test_no_record_is_requested_with_routing_ignored(tmp_path: Path) -> None:
     model = tiny_mixture(tmp_path / "model", "qwen3_moe")
-    config = settings(model, tmp_path / "names", "off")
+    config = settings(model, tmp_path / "names", "ignore")
     _, (header, payload) = await play(config, is_paused=False)
     assert [segment.routing for segment in decode_segments(payload)] == [b"", b""]
     assert all(row.routing is None for row in rows_of(header, payload, config).rows)
