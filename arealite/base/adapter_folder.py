@@ -20,8 +20,8 @@ KNOWN = {
 """Fields of adapter_config.json that the engine honours, or that have no effect on a trained
 adapter. Any other field must be off."""
 
-NOT_ADAPTED = re.compile(r"embed|lm_head|wte|wpe|score|\.experts\.")
-"""Matches matrices that all-linear leaves out: embeddings, heads and experts."""
+NOT_ADAPTED = re.compile(r"embed|lm_head|wte|wpe|score|\.experts\.|vision|visual|audio")
+"""Matches matrices that get no adapter: embeddings, heads, experts, parts for images and audio."""
 EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names of linear layers that peft takes for experts, in a model that has experts."""
 UNCHANGED_BASE = True, False, "gaussian", "orthogonal", "eva"

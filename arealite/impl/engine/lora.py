@@ -26,11 +26,11 @@ from arealite.base.errors import UserError, one_line
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.base.log import get
 from arealite.base.model_folder import weight_files
+from arealite.impl.engine.head import decoder_of
 
 log = get(__name__)
 BASE, ADAPTER, NAME = ".base_layer.", ".lora_", "default"
 ALL, LINEAR = "all-linear", (nn.Linear, Conv1D)
-OUTSIDE = "no linear layer inside the decoder"
 Full = Callable[[torch.Tensor], torch.Tensor]
 """Gathers a parameter's shards, on all ranks."""
 
@@ -54,6 +54,9 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
         size = {"r": config.rank, "lora_alpha": config.alpha}
         targets = _all_linear(module) if config.targets == [ALL] else list(config.targets)
         task = "SEQ_CLS" if head == "value" else "CAUSAL_LM"
+        own = next(name for name, part in module.named_modules() if part is decoder_of(module))
+        base, _, own = own.rpartition(".")
+        size["exclude_modules"] = rf"{base}\.(?!{own}\.).*" if base else None  # reads images
         made = peft.LoraConfig(**size, target_modules=targets, task_type=task)
         key = f"engine.fsdp.lora.targets {config.targets}"
     try:
@@ -65,14 +68,13 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
     for name, layer in _adapted(module):
         base = layer.get_base_layer()
         if not hasattr(base, "weight"):
-            what = f"'{name}' holds all its experts in one parameter"
-            what += ", and adapters of such a parameter cannot be merged"
+            what = f"'{name}' holds all its experts in one parameter, which cannot be adapted"
             fix = "Remove gate_proj, up_proj and down_proj from the targets"
             raise UserError(f"{key}: {what}. {fix}, or use targets=[{ALL}].")
         is_linear = layer is not module.get_output_embeddings() and isinstance(base, LINEAR)
         if not is_linear or _ignores(module, name):
-            what = f"'{name}' is {'read past its forward' if is_linear else OUTSIDE}"
-            raise UserError(f"{key}: {what}, and gets no adapter. Use targets=[{ALL}].")
+            what = "read past its forward" if is_linear else "no linear layer inside the decoder"
+            raise UserError(f"{key}: '{name}' is {what}, and gets no adapter. Use targets=[{ALL}].")
     if head == "value":
         module.score.requires_grad_(True)
     return made
@@ -92,8 +94,8 @@ def _linear(module: Any) -> list[tuple[str, Any]]:
 
 def _stacks(module: Any) -> list[str]:
     """List the parameters that hold the matrices of several experts, [experts, rows, columns]."""
-    named = module.named_parameters()  # the kernels of a convolution have a dimension of 1
-    return [name for name, param in named if param.ndim == 3 and min(param.shape) > 1]
+    # The kernels of a convolution have a dimension of 1.
+    return [name for name, p in module.named_parameters() if p.ndim == 3 and min(p.shape) > 1]
 
 
 def _all_linear(module: Any) -> list[str]:
@@ -230,8 +232,7 @@ def write(module: nn.Module, full: Full, config: Any, folder: Path | None, *, ba
 
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the adapters' shards."""
-    named = module.named_parameters()
-    return {name: param.detach().clone() for name, param in named if ADAPTER in name}
+    return {n: p.detach().clone() for n, p in module.named_parameters() if ADAPTER in n}
 
 
 @contextmanager

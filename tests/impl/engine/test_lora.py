@@ -18,6 +18,8 @@ from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.impl.engine import lora
 from arealite.impl.engine.fsdp import FSDPEngine
+from tests.families.configs import CONFIGS
+from tests.families.folders import build, write
 from tests.impl.engine.helpers import (
     LOSS,
     lengths,
@@ -158,6 +160,16 @@ def test_all_linear_adapts_each_linear_layer_and_merges(
     assert farthest(merged, ours) < 1e-4
     base = make_engine(path).forward(rows, lengths([rows]))["logprobs"]
     assert farthest(merged, base) > 0.1
+
+
+def test_layers_that_read_images_get_no_adapter(tmp_path: Path) -> None:
+    name = (
+        "gemma4, images"  # its image layers have the names of targets, and peft cannot adapt them
+    )
+    path = write(build(name, CONFIGS[name]), tmp_path / "model")
+    engine = make_engine(path, lora=LoRAConfig(rank=4))
+    adapted = [name for name, part in engine.module.named_modules() if hasattr(part, "lora_A")]
+    assert adapted and all("language_model.layers." in name for name in adapted)
 
 
 def test_layers_without_adapter_are_named_unless_chosen(
