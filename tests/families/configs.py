@@ -45,7 +45,8 @@ LATENT: Settings = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
-# Fewer heads leave many index scores at exactly 0, and topk breaks ties by the width of a batch.
+# More heads make equal index scores rarer. We suspect that topk breaks such ties by the width of a
+# batch; this is not proved.
 INDEX: Settings = {
     "index_topk": 8,
     "index_head_dim": 16,

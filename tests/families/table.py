@@ -78,6 +78,7 @@ def reason(why: str) -> str:
     why = re.sub(r"[\[{]'[^\]}]*'[\]}]", "…", why.splitlines()[0])
     why = re.sub(r"^\w+(?= (cannot be packed|has no `layers`|does not support))", "The model", why)
     why = re.sub(r"'[\w.]*layers\.\d+\.", "'layers.N.", why)
+    why = re.sub(r": (\S+, )*\S+ \(\d+ in all\)", "", why.replace("'PATH'", "The folder"))
     return re.sub(r"https?://\S+", "", why)
 
 
