@@ -15,7 +15,7 @@ BEGIN, END = "<!-- table: made by make test-models WRITE=1 -->\n", "<!-- end of 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "training, export": ("padded", "update", "export"),
     "packed rows": ("packed",),
-    "several ranks": ("sharded", "sharded update"),
+    "FSDP2": ("sharded", "sharded update"),
     "embedded server": ("served", "shared"),
     "LoRA": ("lora",),
     "LoRA, attention": ("lora, attention",),
