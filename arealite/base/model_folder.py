@@ -72,21 +72,38 @@ Shapes = Mapping[str, list[int]]
 """The shape of each tensor by name."""
 
 
-def read_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor in a Hugging Face folder; {} without safetensors files.
+class Header(NamedTuple):
+    """Describes a tensor in a file."""
+
+    file: Path
+    shape: list[int]
+    dtype: str
+    """As safetensors names it: F32, BF16, …"""
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Return the header of every tensor in a Hugging Face folder; {} without safetensors files.
 
     Raises:
-        RoleError: A file is broken.
+        RoleError: A file is broken or missing.
     """
-    shapes, opened = dict[str, list[int]](), cast(Any, safe_open)
+    headers, opened = dict[str, Header](), cast(Any, safe_open)
     for path in weight_files(folder):
         try:
             with opened(path, framework="numpy") as file:
                 names: list[str] = file.keys()
-                shapes |= {name: file.get_slice(name).get_shape() for name in names}
+                for name in names:
+                    part = file.get_slice(name)
+                    headers[name] = Header(path, part.get_shape(), part.get_dtype())
         except (OSError, SafetensorError) as error:
-            raise RoleError(f"{path} is no safetensors file: {error!r}") from error
-    return shapes
+            what = "is no safetensors file" if path.exists() else "is missing"
+            raise RoleError(f"{path} {what}: {one_line(error)}") from error
+    return headers
+
+
+def read_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of every tensor in a Hugging Face folder; see read_headers."""
+    return {name: header.shape for name, header in read_headers(folder).items()}
 
 
 def check_shapes(
@@ -142,16 +159,16 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
             fix = "Use a folder that save_pretrained wrote or that you downloaded."
             raise UserError(f"{what}. {fix}")
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config: dict[str, Any] = dict(json.loads((folder / "config.json").read_text()))
         shapes = read_shapes(folder)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"{key}={path}: config.json is not valid JSON: {error}") from error
     except RoleError as error:
         raise UserError(f"{key}={path}: {error}. Download the whole file again.") from error
     for name, shape in shapes.items() if "text_config" not in config else ():
         field = next((LENGTHS[end] for end in LENGTHS if name.endswith(end)), "")
         if config.get(field) not in (None, *shape[:1]):
-            what = f"{name} has shape {shape}, but config.json has {field}={config[field]}"
+            what = f"{name} has shape {shape}, but config.json has {field}={config[field]!r}"
             raise UserError(f"{key}={path}: {what}. The files are of different models.")
     vocab: Any = read_json(folder, "tokenizer.json").get("model", {}).get("vocab") or [0]
     size, ids = vocab_size(config), getattr(vocab, "values", lambda: [len(vocab) - 1])
@@ -171,12 +188,12 @@ def check_layers(config: dict[str, Any], path: Path | str) -> None:
     if config.get("quantization_config"):
         fix = "Use weights in bfloat16, and a config.json without quantization_config."
         raise UserError(f"model.path={path} is quantized, which cannot be trained. {fix}")
-    kind, names = config.get("model_type", ""), config.get("architectures") or [""]
+    kind, names = config.get("model_type", "(none)"), config.get("architectures") or [""]
     known = causal_types()
     if config.get("is_encoder_decoder") or any(name.endswith(ENCODERS) for name in names):
         what = f"a {names[0] or kind}, which cannot continue a text"
     elif known and kind not in known:
-        what = f"of type '{kind}', which this version of transformers has not as a text model"
+        what = f"of type '{kind}', which this version of transformers does not know as a text model"
     elif kind in WITH_IMAGES and "vision_config" in config:
         what = f"of type '{kind}' with tensors for images, which are not supported"
     else:

@@ -14,18 +14,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
 from arealite.base.errors import InvariantError, UserError, one_line
-from arealite.base.model_folder import weight_files
+from arealite.base.model_folder import read_headers
 from arealite.impl.weights.buckets import Named
 
 SCORE = "score.weight"
 """Weight of the value head, which a folder may lack."""
 FIX = "Weights and config.json are of different models: download the folder again."
+HEAD = "lm_head.weight"
+TIE = "Set tie_word_embeddings to true in config.json if they are tied, or download it again."
 IMAGES = "Images are not supported: use a folder with the text part of the model alone."
 FLOATS = ("F16", "BF16", "F32", "F64")
 Tensors = dict[str, torch.Tensor]
@@ -33,16 +35,6 @@ Read = Callable[[str], torch.Tensor]
 """Reads one tensor of the folder by name."""
 Parts = dict[str, Tensors]
 """Tensors of incomplete groups: {key of the group: {name: tensor}}."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """Describes a tensor in a file."""
-
-    file: Path
-    shape: list[int]
-    dtype: str
-    """As safetensors names it: F32, BF16, …"""
 
 
 @dataclass(eq=False)
@@ -83,7 +75,7 @@ class TensorNames:
         self._meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
         self._config, self._prefix = model.config, f"{model.base_model_prefix}."
         self._check_ties(model)
-        self.headers = dict(_headers(folder))
+        self.headers = read_headers(folder)
         if not self.headers:
             fix = "Save the model again with save_pretrained."
             raise UserError(f"'{folder}' has no tensors in safetensors files. {fix}")
@@ -278,20 +270,9 @@ class TensorNames:
         for names, what in (missing, "lacks"), (left, "has tensors that the model lacks:"):
             if names:
                 listed = ", ".join(sorted(names)[:3])
-                fix = IMAGES if any(re.search(r"vision|visual", name) for name in names) else FIX
+                has_images = any(re.search(r"vision|visual", name) for name in names)
+                fix = IMAGES if has_images else TIE if names == {HEAD} else FIX
                 raise UserError(f"'{self.folder}' {what} {listed} ({len(names)} in all). {fix}")
-
-
-def _headers(folder: Path) -> Iterator[tuple[str, Header]]:
-    """Yield the name and the header of each tensor of a folder."""
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    part = opened.get_slice(name)
-                    yield name, Header(file, part.get_shape(), part.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file} is no safetensors file: {error}") from error
 
 
 def _complete(parts: Parts, key: str, size: int, name: str, tensor: torch.Tensor) -> Tensors | None:
