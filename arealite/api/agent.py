@@ -13,6 +13,7 @@ from arealite.api.agent_config import AgentConfig
 from arealite.api.checked import checked
 from arealite.api.episode import Action, Record, Seat, finite
 from arealite.api.llm import LLMClient, LLMRequest, LLMResponse
+from arealite.base.errors import UserError, one_line
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -135,7 +136,11 @@ class AgentFactory:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face folder."""
+    """Load the tokenizer of a Hugging Face folder; UserError if it cannot be loaded."""
     from transformers import AutoTokenizer  # slow to import: only where a tokenizer is needed
 
-    return AutoTokenizer.from_pretrained(path)  # pyright: ignore
+    try:
+        return AutoTokenizer.from_pretrained(path)  # pyright: ignore
+    except Exception as error:  # a config.json or a tokenizer fails in its own way
+        what = f"the tokenizer or config.json of '{path}' cannot be loaded ({one_line(error):.300})"
+        raise UserError(f"{what}. Download these files again.") from error

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.modeling_utils import PreTrainedModel as Model
 
 from arealite.api.engine import Head
-from arealite.base.errors import UserError
+from arealite.base.errors import UserError, one_line
 from arealite.impl.engine.lora import ADAPTER, file_name, fill, first_value, state_tensors
 from arealite.impl.weights.names import SCORE, TensorNames
 
@@ -27,19 +27,19 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
     Head value: the folder's decoder as a sequence classifier of one label.
 
     Raises:
-        UserError: no such folder, or no such head in transformers.
+        UserError: transformers cannot build the model, or has no such head.
     """
-    if not (path / "config.json").is_file():
-        raise UserError(f"No model at '{path}': it must be a Hugging Face folder with config.json.")
-    config, kind = AutoConfig.from_pretrained(path), AutoModelForCausalLM
-    if head == "value":
-        config.num_labels, kind = 1, AutoModelForSequenceClassification
-        if type(config) not in kind._model_mapping:
-            raise UserError(f"transformers has no {config.model_type} with a head for values.")
-    with _parameters_on_meta():
-        attention = attention_of(config)
-        model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    return model.eval()
+    kind = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
+    labels = {"num_labels": 1} if head == "value" else {}
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, **labels)
+        with _parameters_on_meta():
+            options: Any = {"dtype": torch.float32, "attn_implementation": attention_of(config)}
+            return kind.from_config(config, **options).eval()
+    except Exception as error:  # each model fails in its own way
+        why = f"{type(error).__name__}: {one_line(error)}"
+        what = f"'{path}': transformers cannot build a {head} model of config.json ({why:.250})"
+        raise UserError(f"{what}. Correct config.json, or use another model.") from error
 
 
 def attention_of(config: Any) -> str | None:

@@ -143,6 +143,7 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
             logger.info("decoder", type=kind.__name__, off=off, why=reason)
             return kind(model, max_rows=max_rows, seed=seed)
         reason = f"log-probabilities differ by {off:.2g} from those of plain forward passes"
+        reason = reason if off == off else "weights or log-probabilities are not finite numbers"
     what = f"The embedded server cannot run {type(model).__name__}: {reason:.200}"
     raise UserError(f"{what.rstrip('.')}. Use llm_server.type=sglang, or another model.")
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from arealite.base.errors import UserError
+from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import check_layers, read_model
 from arealite.impl.engine.loading import attention_of
 from arealite.impl.server.engine import Job
@@ -166,9 +166,9 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         options: Any = {"attn_implementation": attention_of(AutoConfig.from_pretrained(folder))}
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], **options)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        line = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UserError(f"model.path={path}: cannot be loaded: {line}") from error
+    except Exception as error:  # each model fails in its own way
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"model.path={path}: cannot be loaded: {why:.300}") from error
     TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
     return loaded.to(pick_device(device)).eval().requires_grad_(False), tokenizer
 
