@@ -1,13 +1,13 @@
 """`arealite check --model`: the self-check without a run, on this machine with one rank."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.api.engine import Training
 from arealite.base.errors import UserError
-from arealite.base.model_folder import read_model
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.impl.self_check.check import SelfCheck
@@ -19,19 +19,18 @@ from arealite.impl.trainer.world import World
 HOST = "127.0.0.1"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(config: ExperimentConfig) -> int:
     """Compare the programs that compute the model of a run; return 1 if two of them differ."""
-    description = "Compare the trainer with an embedded server and with plain transformers."
-    config = configs.parse(
-        ExperimentConfig, argv, command="arealite check", description=description
-    )
-    read_model(config.model.path)
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
-    with TemporaryDirectory() as names:
-        cluster = replace(config.cluster, name_root=names, host=HOST, security=False)
+    with TemporaryDirectory() as temp:
+        cluster = replace(config.cluster, name_root=temp, host=HOST, security=False)
         own = replace(configs.own_server(config), cluster=cluster)
         lines = [f"template   warning: {fault}" for fault in check_template(config)]
-        check = SelfCheck(replace(config, cluster=cluster), make_engine(config), world, 0)
+        engine = make_engine(config, training=Training(config.trainer.ppo.optimizer, 0.0, 1))
+        if config.model.adapter:
+            engine.export(Path(temp) / "merged")
+            own = replace(own, model=replace(own.model, path=f"{temp}/merged"))
+        check = SelfCheck(replace(config, cluster=cluster), engine, world, 0)
         faults = asyncio.run(_compare(check, own))
     world.destroy()
     lines += [f"compared   {other}: {text}" for other, text in check.found.items()]

@@ -8,6 +8,7 @@ files are beside the functions that read the files.
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -60,9 +61,16 @@ def main(argv: Sequence[str]) -> int:
         return command.main(argv)
     description = "Check a run without starting it: config, model, data, servers, memory, disk."
     if "--model" in argv:
+        own = [word for word in argv if word != "--model"]
+        about = "Compare the trainer with an embedded server and with plain transformers."
+        parse = partial(
+            configs.parse, ExperimentConfig, command="arealite check", description=about
+        )
+        check_model_folder(parse(own))
         from arealite.cli import check_model  # imports torch
 
-        return check_model.main([word for word in argv if word != "--model"])
+        # There is one rank.
+        return check_model.main(parse([*own, "trainer.ppo.engine.fsdp.context_parallel=1"]))
     description += "\n`arealite check --machine --help`: test all paths that this machine offers."
     stages = configs.parse_stages(argv, command="arealite check", description=description)
     for config in stages:
@@ -116,15 +124,8 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     """
     NameRegistry.of(config).check()
     check_options(config)
-    path, trainer, ppo = config.model.path, config.trainer, config.trainer.ppo
-    model, shapes = model_folder.read_model(required(path, "model.path"))
-    fsdp = (trainer.offline if trainer.is_offline else ppo).engine.fsdp
-    ranks, size = config.launcher.trainer_ranks, fsdp.context_parallel
-    model_folder.check_context_parallel(model, size=size, ranks=ranks)
-    estimates.lora_of(config, shapes)
-    if trainer.type != "reward":
-        model_folder.check_layers(model, path)
-    free = check_run_folder(config)
+    model, shapes = check_model_folder(config)
+    trainer, ppo, free = config.trainer, config.trainer.ppo, check_run_folder(config)
     check_addresses(config)
     if config.view.web:
         check_address("127.0.0.1", config.view.port, at="view")
@@ -158,6 +159,19 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
             print(fold(f"{'template':<10} warning: {fault}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
     return Facts(model, shapes, free, (len(tasks), len(held_out)), longest, addresses)
+
+
+def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:
+    """Check the model's files, and the options that depend on them; see read_model."""
+    path, trainer = config.model.path, config.trainer
+    model, shapes = model_folder.read_model(required(path, "model.path"))
+    fsdp = (trainer.offline if trainer.is_offline else trainer.ppo).engine.fsdp
+    ranks, size = config.launcher.trainer_ranks, fsdp.context_parallel
+    model_folder.check_context_parallel(model, size=size, ranks=ranks)
+    estimates.lora_of(config, shapes)
+    if trainer.type != "reward":
+        model_folder.check_layers(model, path)
+    return model, shapes
 
 
 def required(value: str | None, key: str) -> str:

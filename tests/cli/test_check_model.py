@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from arealite.cli import preflight
+from arealite.cli.main import main
 from arealite.impl.engine import attention
 from arealite.impl.engine.fsdp import FSDPEngine
+from tests.cli.test_preflight_adapter import RANK, tiny_adapter
+from tests.cli.test_preflight_model import change_config, refused
 from tests.models import tiny_mixture, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays() -> Iterator[None]:
+    """A refused model ends the process, which ends its process group."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -52,3 +68,41 @@ def test_server_that_is_not_embedded_is_compared_later(
     words += ["launcher.server_args=[llm_server.type=sglang]"]
     assert preflight.main(["--model", *words]) == 0
     assert "sglang is compared at the start of each run" in capsys.readouterr().out
+
+
+def test_adapter_is_a_part_of_the_compared_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, model = tiny_adapter(tmp_path / "adapter"), tiny_model(tmp_path / "model")
+    given = [f"model.path={model}", f"model.adapter={adapter}"]
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    assert main(["check", "--model", *given]) == 0
+    assert "compared   server" in capsys.readouterr().out
+    save_file({name: tensor * torch.nan for name, tensor in load_file(file).items()}, file)
+    assert "log-probabilities are not finite" in refused(capsys, "check", "--model", *given)
+
+
+PARALLEL = "trainer.ppo.engine.fsdp.context_parallel=2"
+WITH_RANKS = [PARALLEL, "launcher.trainer_ranks=2"]
+"""One rank is enough for the comparison."""
+OPTIONS: list[tuple[list[str], dict[str, Any], str]] = [
+    ([f"{RANK}=4"], {}, "'model.layers.0.mlp.experts' holds all its experts in one parameter"),
+    ([PARALLEL], {}, "context_parallel=2 does not divide the 1 trainer ranks"),
+    (WITH_RANKS, {"hidden_act": "swiglu9"}, "(KeyError: 'swiglu9')"),
+    ([], {"layer_types": ["full_attention"]}, "number of `layer_types` (1)"),
+]
+"""Options of the run and fields of config.json, with the refusal."""
+
+
+@pytest.mark.parametrize(("given", "fields", "says"), OPTIONS)
+def test_what_a_run_refuses_is_refused_by_one_line(
+    given: list[str],
+    fields: dict[str, Any],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tiny_mixture(tmp_path, "qwen3_moe")
+    change_config(model, **fields)
+    assert says in refused(capsys, "check", "--model", f"model.path={model}", *given)

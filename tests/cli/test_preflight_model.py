@@ -72,15 +72,16 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes(b""),
         "model.safetensors is no safetensors file: ",
     ),
-    "shard": (lose_a_shard, "model-00002.safetensors"),
+    "shard": (lose_a_shard, "model-00002.safetensors is missing"),
     "json": (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+    "list": (lambda folder: (folder / "config.json").write_text("[1]"), "is not valid JSON"),
     "vocabulary": (
         lambda folder: change_config(folder, vocab_size=72),
         "model.embed_tokens.weight has shape [64, 32], but config.json has vocab_size=72",
     ),
     "width": (
-        lambda folder: change_config(folder, hidden_size=48),
-        "has shape [32], but config.json has hidden_size=48",
+        lambda folder: change_config(folder, hidden_size="32"),
+        "has shape [32], but config.json has hidden_size='32'",
     ),
     "tokenizer": (take_a_tokenizer, "its tokenizer has token 64, but its model only 64 tokens"),
 }
@@ -130,14 +131,14 @@ def test_invalid_model_folder_is_refused_by_all_commands(
     assert not (model.parent / "names").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "check", "serve-llm"])
+@pytest.mark.parametrize("command", ["train", "check", "check --model", "serve-llm"])
 def test_model_check_imports_no_torch(command: str, model: Path) -> None:
     cut(model)
     given = words(model)
     if command == "serve-llm":
         given = [word for word in given if word.startswith(("model.", "cluster."))]
     done = subprocess.run(
-        [sys.executable, "-c", TORCHLESS, command, *given],
+        [sys.executable, "-c", TORCHLESS, *command.split(), *given],
         capture_output=True,
         text=True,
         cwd=ROOT,
