@@ -135,9 +135,9 @@ def coverage(module: Any) -> tuple[str, str]:
 def report(module: Any, targets: list[str]) -> None:
     """Log which layers have adapters; a warning if layers without one may be unintended."""
     on, off = coverage(module)
-    log.info("adapters", layers=on)
+    log.info("adapters", layers=on, without=off)
     found = {_leaf(name) for name, _ in _adapted(module)}
-    if off and (targets == LoRAConfig().targets or not found >= {*targets}):
+    if off and targets != [ALL] and (targets == LoRAConfig().targets or not found >= {*targets}):
         fix = f"engine.fsdp.lora.targets=[{ALL}] adapts all layers that peft can adapt"
         log.warning("layers without adapter", layers=off, fix=fix)
 
