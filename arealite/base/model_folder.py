@@ -91,8 +91,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     for path in weight_files(folder):
         try:
             with opened(path, framework="numpy") as file:
-                names: list[str] = file.keys()
-                for name in names:
+                for name in cast(list[str], file.keys()):
                     part = file.get_slice(name)
                     headers[name] = Header(path, part.get_shape(), part.get_dtype())
         except (OSError, SafetensorError) as error:

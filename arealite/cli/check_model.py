@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 
 from arealite.api.config import ExperimentConfig, ServerConfig
 from arealite.api.engine import Training
-from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.impl.self_check.check import SelfCheck
@@ -41,23 +40,15 @@ def main(config: ExperimentConfig) -> int:
 
 async def _compare(check: SelfCheck, served: ServerConfig) -> list[str]:
     """Return the errors of the comparisons, also with an embedded server if one is configured."""
-
-    def compare() -> list[str]:
-        return [check.refusal(each) for each in check.compare() if not each.is_equal]
-
     if served.llm_server.type != "embedded":
         check.found["server"] = f"{served.llm_server.type} is compared at the start of each run"
-        return await asyncio.to_thread(compare)
-    server = EmbeddedServer(
-        replace(served, llm_server=replace(served.llm_server, host=HOST, port=0))
-    )
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(server.serve())
-            await server.ready.wait()
-            await asyncio.wrap_future(server.resume("0"))
-            found = await asyncio.to_thread(compare)
-            server.stop(None)
-    except* UserError as group:
-        raise group.exceptions[0] from None
+        return await asyncio.to_thread(check.faults)
+    own = replace(served.llm_server, host=HOST, port=0)
+    server = EmbeddedServer(replace(served, llm_server=own))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.serve())
+        await server.ready.wait()
+        await asyncio.wrap_future(server.resume("0"))
+        found = await asyncio.to_thread(check.faults)
+        server.stop(None)
     return found

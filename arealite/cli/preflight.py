@@ -62,10 +62,8 @@ def main(argv: Sequence[str]) -> int:
     description = "Check a run without starting it: config, model, data, servers, memory, disk."
     if "--model" in argv:
         own = [word for word in argv if word != "--model"]
-        about = "Compare the trainer with an embedded server and with plain transformers."
-        parse = partial(
-            configs.parse, ExperimentConfig, command="arealite check", description=about
-        )
+        text = "Compare the trainer with an embedded server and with plain transformers."
+        parse = partial(configs.parse, ExperimentConfig, command="arealite check", description=text)
         check_model_folder(parse(own))
         from arealite.cli import check_model  # imports torch
 

@@ -59,9 +59,8 @@ def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, vers
         logger.warning(f"self-check is off: {OPTION}=false")
         return
     begin, check = time.perf_counter(), SelfCheck(config, engine, world, version)
-    for comparison in check.compare():
-        if not comparison.is_equal:
-            raise UserError(check.refusal(comparison))
+    if faults := check.faults():
+        raise UserError(faults[0])
     logger.info("self-check passed", seconds=round(time.perf_counter() - begin, 2), **check.found)
 
 
@@ -87,6 +86,10 @@ class SelfCheck:
         """Whether the trainer's weights are those of the model folder."""
         self.found: dict[str, str] = {}
         """The result of each comparison, for the log."""
+
+    def faults(self) -> list[str]:
+        """Return the error of each comparison that is above its bound."""
+        return [self.refusal(each) for each in self.compare() if not each.is_equal]
 
     def compare(self) -> list[Comparison]:
         """Return the comparison with plain transformers, if it fits, and with each server."""
@@ -169,8 +172,7 @@ class SelfCheck:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 answers = [*pool.map(generate, prompts)]
         except (OSError, HTTPException, ValueError) as error:
-            url = server["address"]
-            logger.warning("self-check: server not compared", address=url, error=repr(error))
+            logger.warning("self-check: not compared", address=server["address"], error=repr(error))
             return None
         rows = [self.row(p, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)]
         facts = {name: info.get(name) for name in ("dtype", "quantization")} | {"entry": server}

@@ -26,7 +26,6 @@ from arealite.impl.weights.buckets import Named
 SCORE = "score.weight"
 """Weight of the value head, which a folder may lack."""
 FIX = "Weights and config.json are of different models: download the folder again."
-HEAD = "lm_head.weight"
 TIE = "Set tie_word_embeddings to true in config.json if they are tied, or download it again."
 IMAGES = "Images are not supported: use a folder with the text part of the model alone."
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -77,8 +76,7 @@ class TensorNames:
         self._check_ties(model)
         self.headers = read_headers(folder)
         if not self.headers:
-            fix = "Save the model again with save_pretrained."
-            raise UserError(f"'{folder}' has no tensors in safetensors files. {fix}")
+            raise UserError(f"'{folder}' has no tensors in safetensors files: use save_pretrained.")
         self._of_model: dict[str, Group] = {}
         self._twins: dict[str, Group] = {}
         """Further groups of a tensor that has one already, as a head tied to the embedding."""
@@ -270,8 +268,8 @@ class TensorNames:
         for names, what in (missing, "lacks"), (left, "has tensors that the model lacks:"):
             if names:
                 listed = ", ".join(sorted(names)[:3])
-                has_images = any(re.search(r"vision|visual", name) for name in names)
-                fix = IMAGES if has_images else TIE if names == {HEAD} else FIX
+                fix = IMAGES if re.search("vision|visual", " ".join(names)) else FIX
+                fix = TIE if names == {"lm_head.weight"} else fix
                 raise UserError(f"'{self.folder}' {what} {listed} ({len(names)} in all). {fix}")
 
 
