@@ -61,14 +61,14 @@ def main(argv: Sequence[str]) -> int:
         return command.main(argv)
     description = "Check a run without starting it: config, model, data, servers, memory, disk."
     if "--model" in argv:
-        own = [word for word in argv if word != "--model"]
+        words = [word for word in argv if word != "--model"]
         text = "Compare the trainer with an embedded server and with plain transformers."
         parse = partial(configs.parse, ExperimentConfig, command="arealite check", description=text)
-        check_model_folder(parse(own))
+        check_model_folder(parse(words))
         from arealite.cli import check_model  # imports torch
 
-        # There is one rank.
-        return check_model.main(parse([*own, "trainer.ppo.engine.fsdp.context_parallel=1"]))
+        one = [f"trainer.{own}.engine.fsdp.context_parallel=1" for own in ("ppo", "offline")]
+        return check_model.main(parse([*words, *one]))  # there is one rank
     description += "\n`arealite check --machine --help`: test all paths that this machine offers."
     stages = configs.parse_stages(argv, command="arealite check", description=description)
     for config in stages:

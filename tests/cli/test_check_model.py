@@ -44,6 +44,12 @@ def test_sound_model_passes_without_a_run(
     assert "ok: the trainer computes what the others compute" in told
 
 
+def test_dtype_of_an_offline_trainer_gives_the_bound(tmp_path: Path) -> None:
+    dtypes = ["trainer.offline.engine.fsdp.dtype=bfloat16", "model.dtype=bfloat16"]
+    given = ["--config", "sft", f"model.path={tiny_model(tmp_path)}", *dtypes]
+    assert preflight.main(["--model", *given]) == 0
+
+
 def test_trainer_that_differs_is_a_fault(
     mixture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,9 +30,8 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
         UserError: transformers cannot build the model, or has no such head.
     """
     kind = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
-    labels = {"num_labels": 1} if head == "value" else {}
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, **labels)
+    try:  # a head for tokens ignores num_labels
+        config = AutoConfig.from_pretrained(path, local_files_only=True, num_labels=1)
         with _parameters_on_meta():
             options: Any = {"dtype": torch.float32, "attn_implementation": attention_of(config)}
             return kind.from_config(config, **options).eval()

@@ -31,7 +31,7 @@ from arealite.impl.self_check.reasons import BOUNDS, Comparison, likely_reason, 
 from arealite.impl.trainer.world import World
 from arealite.impl.weights.sums import Sums, sums
 from arealite.system.health.waits import Wait
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.registry import Entry, NameRegistry
 
 logger = log.get(__name__)
 
@@ -74,9 +74,10 @@ class SelfCheck:
     version: int
 
     def __post_init__(self) -> None:
-        self.folder, ppo = Path(self.config.model.path).expanduser(), self.config.trainer.ppo
-        self.dtype, self.model = ppo.engine.fsdp.dtype, read_json(self.folder)
-        self.temperature = ppo.collector.sampling.temperature or 1.0
+        self.folder, trainer = Path(self.config.model.path).expanduser(), self.config.trainer
+        own = trainer.offline if trainer.is_offline else trainer.ppo
+        self.dtype, self.model = own.engine.fsdp.dtype, read_json(self.folder)
+        self.temperature = trainer.ppo.collector.sampling.temperature or 1.0
         self.names = NameRegistry.of(self.config)
         self.module: Any = getattr(self.engine, "module", None)
         """The trainer's model, if the engine shows it."""
@@ -138,9 +139,8 @@ class SelfCheck:
         """Return the comparison with each server that holds the version; skip the others."""
         found: list[Comparison | None] = []
         if self.world.is_rank0:
-            servers = [entry.value for entry in self.names.list("llm_server")]
             with Wait(NAME, owner="trainer-0", on="llm_server"), ThreadPoolExecutor(32) as pool:
-                found = [*pool.map(self._ask, servers)]
+                found = [*pool.map(self._ask, self.names.list("llm_server"))]
         found = self.world.broadcast(found)
         return [replace(each, ours=self.score(each.rows)) for each in found if each]
 
@@ -155,9 +155,9 @@ class SelfCheck:
         with build_opener(ProxyHandler({})).open(request, timeout=limit) as answer:
             return answer.read()
 
-    def _ask(self, server: dict[str, Any]) -> Comparison | None:
+    def _ask(self, entry: Entry) -> Comparison | None:
         """Return a server's tokens and logprobs; None if it holds another version, or fails."""
-        prompts = self.prompts(server.get("context_length"))
+        server, prompts = entry.value, self.prompts(entry.value.get("context_length"))
 
         def generate(prompt: list[int]) -> wire.Answer:
             sampling = {"temperature": self.temperature, "max_new_tokens": NEW, "ignore_eos": True}
