@@ -75,7 +75,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def without_adapter(self) -> TrainEngine:
-        """Return a frozen engine on the same parameters that skips the adapters."""
+        """Return a frozen engine with the outputs at this call, before the first update."""
 
     @abstractmethod
     def forward(self, rows: list[Sequence], all_lengths: Lengths) -> dict[str, list[np.ndarray]]:

@@ -8,7 +8,6 @@ import copy
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -92,22 +91,18 @@ class FSDPEngine(TrainEngine):
             models.shard(self._model, mesh, dtype=self.dtype, offload=offload)
         self.whole_module = self.module if plain else None
         loading.load_weights(self.module, self.names, self.device, offload=offload, seed=seed)
-        self._start = dict[str, torch.Tensor]()
         if folder and has_adapter:
             lora.load_adapter(self.module, folder)
-            self._start = lora.values(self.module)
         scales = self.dtype == torch.float16
         self._optimizer = Optimizer(self.module, training, scales_loss=scales) if training else None
-        self._skips_adapter = False
+        self._adapters = dict[str, torch.Tensor]()
+        """Values of the adapters in `forward`; {}: the trained ones."""
 
     def without_adapter(self) -> "FSDPEngine":
-        """Return a frozen engine on the same parameters with the outputs before training.
-
-        It skips the adapters, or uses their first values where they began in a folder.
-        """
+        """Return a frozen engine on the same parameters, with adapters as before training."""
         engine = copy.copy(self)
-        engine._optimizer, engine._skips_adapter = None, True
-        engine.routing = None
+        engine._optimizer = engine.routing = None
+        engine._adapters = lora.values(self.module)
         return engine
 
     @property
@@ -124,10 +119,8 @@ class FSDPEngine(TrainEngine):
     def forward(self, rows: list[Sequence], all_lengths: Lengths) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs; see TrainEngine."""
         results: dict[str, list[np.ndarray]] = {}
-        first = lora.switched_off(self.module, self._start)
-        base_model = first if self._skips_adapter else nullcontext()
         rows, own = self._context.gather_rows(rows)
-        with base_model, torch.no_grad():
+        with lora.replaced(self.module, self._adapters), torch.no_grad():
             for indices in self._plan(rows, all_lengths):
                 part = [rows[i] for i in indices]
                 for name, values_N in self._compute(self._collate(part)).items():

@@ -236,19 +236,13 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def switched_off(module: nn.Module, start: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Set the adapters of `module` to their `start` values within the context; {}: disable them."""
-    layers: list[Any] = [] if start else [layer for _, layer in _adapted(module)]
-    scaling = [layer.scaling[NAME] for layer in layers]
-    now, named = values(module) if start else {}, dict(module.named_parameters())
-    for layer in layers:
-        layer.scaling[NAME] = 0.0
-    for name, value in start.items():
+def replaced(module: nn.Module, others: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Set the adapters of `module` to `others`, from `values`, within the context; {}: no-op."""
+    now, named = values(module) if others else {}, dict(module.named_parameters())
+    for name, value in others.items():
         named[name].data.copy_(value)
     try:
         yield
     finally:
-        for layer, before in zip(layers, scaling, strict=True):
-            layer.scaling[NAME] = before
         for name, value in now.items():
             named[name].data.copy_(value)

@@ -101,8 +101,6 @@ class Sample:
     """Number of answers in prompt and answer."""
     response: LLMResponse | None
     is_continued: bool = False
-    prompt_ids: list[int] = field(default_factory=list[int])
-    """Tokens of the prompt; only of the latest answer of a conversation, which is mostly next."""
 
     @property
     def ids(self) -> list[int]:
@@ -110,12 +108,7 @@ class Sample:
 
         A list for each answer would take quadratic memory in the number of turns.
         """
-        if prompt := self.prompt_ids:  # read once: `ask` may run in a thread
-            return prompt + self.new[len(prompt) - self.length :]
-        ids = list[int]()
-        for each in self.chain():
-            ids += each.new
-        return ids
+        return [*chain.from_iterable(each.new for each in self.chain())]
 
     def chain(self) -> list[Sample]:
         """Return the answers whose tokens the prompt of this one has, and this one."""

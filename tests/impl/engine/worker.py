@@ -87,12 +87,13 @@ def variants(folder: Path, model: str) -> None:
     out: dict[str, dict[str, object]] = {"base": frozen.forward(parts[rank], lengths(parts))}
     for name, options in VARIANTS.items():
         engine, other = (make_engine(model, **options) for _ in range(2))
+        reference = engine.without_adapter()
         found = out[name] = {"gradients": gradients(engine, parts[rank], lengths(parts))[0]}
         for path in (folder / f"{name}-1", folder / f"{name}-2"):
             found["stats"] = engine.train_batch(parts[rank], lengths(parts), loss_of(engine))
             save(engine, path, {"step": 1})
         found["forward"] = engine.forward(parts[rank], lengths(parts))
-        found["base"] = engine.without_adapter().forward(parts[rank], lengths(parts))
+        found["base"] = reference.forward(parts[rank], lengths(parts))
         found["weights"] = weights(engine)
         load(other, folder / f"{name}-1")
         other.train_batch(parts[rank], lengths(parts), loss_of(engine))
