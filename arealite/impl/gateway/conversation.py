@@ -66,7 +66,6 @@ class Conversation:
         self._roots: dict[bytes, Node] = {}
         self._samples: dict[str, Sample] = {}
         """By id of the answer."""
-        self._newest: Sample | None = None
         self._completions: list[Completion] = []
         self._latest: tuple[list[bytes], list[Any], Node, Sample | None] = [], [], Node(), None
         """Items, tools, last message and last sampled answer of the latest request, which the next
@@ -118,9 +117,6 @@ class Conversation:
         start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
         new, length = prompt.ids[start:] + output, len(prompt.ids) + len(output)
         sample = Sample(own, new, length, stop, item.message, child, turns, response)
-        if self._newest is not None:
-            self._newest.prompt_ids = []
-        self._newest, sample.prompt_ids = sample, prompt.ids if output else []
         child.samples.append(sample)
         self._samples[answer.id] = sample
 

@@ -108,7 +108,10 @@ class Sample:
 
         A list for each answer would take quadratic memory in the number of turns.
         """
-        return [*chain.from_iterable(each.new for each in self.chain())]
+        ids = list[int]()
+        for each in self.chain():
+            ids += each.new
+        return ids
 
     def chain(self) -> list[Sample]:
         """Return the answers whose tokens the prompt of this one has, and this one."""
