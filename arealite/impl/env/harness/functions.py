@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 from traceback import extract_tb
-from typing import Any
 
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
@@ -54,7 +53,7 @@ class Functions:
     def _run_loop(self) -> None:
         with self._runner:
             while not self._closed.is_set():
-                with suppress(SystemExit):  # of a task that a coroutine started
+                with suppress(SystemExit, KeyboardInterrupt):  # of a task
                     self._runner.run(self._closed.wait())
 
     async def run(self, task: Task, endpoint: Endpoint) -> object:
@@ -67,11 +66,8 @@ class Functions:
             result = await self._threads.call(self._function, task, endpoint)
             if not inspect.isawaitable(result):
                 return result
-            running = asyncio.run_coroutine_threadsafe(outcome(result), self._loop)
-            result, raised = await asyncio.wrap_future(running)
-            if raised is not None:
-                raise raised
-            return result
+            running = asyncio.run_coroutine_threadsafe(finish(result), self._loop)
+            return await asyncio.wrap_future(running)
         except (Exception, SystemExit) as raised:
             error = root_error(raised)
             if isinstance(error, EpisodeError | UserError):
@@ -84,9 +80,6 @@ class Functions:
             raise HarnessFailed(f"{self.path} raised {what:.250}{where}") from raised
 
 
-async def outcome(result: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """Return the value of an awaitable, and its exception: SystemExit would end the loop."""
-    try:
-        return await result, None
-    except BaseException as error:  # noqa: BLE001  (`Functions.run` raises it)
-        return None, error
+async def finish(result: Awaitable[object]) -> object:
+    """Return the value of an awaitable, which may be no coroutine."""
+    return await result
