@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 from transformers.utils import logging
 
 from arealite.base import log
@@ -53,15 +54,9 @@ class Bench:
         self.failures += [] if holds else [failure]
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Return the shorter time of two calls, after one call that is not measured."""
-        found = list[float]()
-        for _ in range(3):
-            began = time.perf_counter()
-            call()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            found.append(time.perf_counter() - began)
-        return min(found[1:])
+        """Return the mean time of two calls, after two calls that are not measured."""
+        threads = torch.get_num_threads()
+        return Timer("call()", globals={"call": call}, num_threads=threads).timeit(2).mean
 
     async def run(self, row: Row) -> None:
         """Run one check; rank 0 prints and writes its result."""
