@@ -240,8 +240,6 @@ def update(model: Any, rows: list[Sequence]) -> None:
         outputs = {"logprobs": logprobs, "entropy": entropy}
         total = total + LOSS(LossInput(outputs, zeros, fields))[0]
     total.backward()
-    for param in params:  # the optimizer also decays parameters without a gradient
-        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
     clip_grad_norm_(params, CLIP)
     optimizer.step()
 

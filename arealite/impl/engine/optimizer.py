@@ -94,7 +94,8 @@ class Optimizer:
             for group in self._torch.param_groups:
                 group["lr"] = lr
             if config.weight_decay and lr:
-                for matrix in self._matrices:
+                # Text gives no gradient to layers that read images: they must not change.
+                for matrix in (p for p in self._matrices if p.grad is not None):
                     _local(matrix.detach()).mul_(1.0 - lr * config.weight_decay)
             self._torch.step()
             self.updates += 1
