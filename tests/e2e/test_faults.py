@@ -127,7 +127,8 @@ def test_trainer_is_restarted_after_a_checkpoint_fails_on_a_full_disk(live: Live
     since, victim = len(live.shown()), live.role("trainer-0")
     victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, ROOM))
     until_exited(victim, seconds=SLOW_S)  # as a checkpoint fails
-    live.named("trainer-0 died", "File too large", since=since)
+    # all ranks raise rank 0's error, and any of them may be the first to exit
+    live.named("trainer-", " died", "File too large", since=since)
     live.wait_for_steps()
 
 
