@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from arealite.api.config import ExperimentConfig
-from arealite.base.errors import UserError
+from arealite.base.errors import DeadlineError, UserError
 from arealite.cli import configs, preflight
 from arealite.impl.env.requests.play import make
 from arealite.impl.env_client import docker as docker_module
@@ -144,12 +144,16 @@ async def test_container_that_exits_or_is_mute_is_a_user_error(
     with pytest.raises(UserError, match=r"image=broken does not answer .*: exit code 1; its error"):
         async with contained(image="broken"):
             pass
+    usual = docker_module.START_S
     monkeypatch.setattr(docker_module, "START_S", 0.5)
-    with pytest.raises(
-        UserError, match=r"mute does not answer .health at port 8000 .*port.: .* 0.5 s"
-    ):
+    what = r"mute does not answer .health at port 8000 .*port.: collector waited"
+    with pytest.raises(UserError, match=what) as caught:
         async with contained(image="mute"):
             pass
+    late = caught.value.__cause__
+    assert isinstance(late, DeadlineError)
+    assert 0.49 < late.seconds < usual, "a busy machine waits longer than asked"
+    assert str(caught.value).endswith(f": collector waited {late.seconds:.1f} s for its server.")
     assert not containers(state)
 
 
