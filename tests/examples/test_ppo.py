@@ -162,7 +162,7 @@ def test_self_play_evaluates_both_seats(example: Example) -> None:
 
 @needs_chromium
 def test_browser_clicks_right_and_wrong_buttons(example: Example) -> None:
-    # The page of the other task has a single button: a batch of it alone has nothing wrong to click.
+    # The page of the other task has one button: with this task alone, no click can be wrong.
     tasks = "trainer.ppo.collector.env.browser.tasks=[click-test-2]"
     more = (tasks, "trainer.ppo.batch_size=32", "dataset.eval_rows=4")
     for line in trained(example("browser", *more, of="click_test")):
