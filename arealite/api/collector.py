@@ -44,7 +44,7 @@ class CollectorConfig:
     sampling: SamplingConfig = sub(SamplingConfig, "sampling of training tokens")
     group_size: int = opt(8, "episodes per task; advantages compare them", at_least=1)
     routing: Literal["replay", "measure", "ignore"] = opt(
-        "replay", "experts that a server reports: train with them, or measure the difference"
+        "replay", "experts that servers report: train with them, only compare, or do not ask"
     )
     concurrency: int = opt(256, "concurrent episodes of one rollout worker", at_least=1)
     autoscale: AutoscaleConfig = sub(AutoscaleConfig, "automatic concurrency")

@@ -71,11 +71,11 @@ class TrainEngine(ABC):
     def __init__(
         self, config: object, *, model_path: str, seed: int, training: Training | None, head: Head
     ) -> None:
-        """Load a folder with the engine's options `config`; `adapter=` is model.adapter, if set."""
+        """Load a folder with the options `config`, and `adapter=FOLDER` if model.adapter is set."""
 
     @abstractmethod
     def without_adapter(self) -> TrainEngine:
-        """Return a frozen engine with the outputs at this call, before the first update."""
+        """Return a frozen engine that keeps the current outputs; call this before any update."""
 
     @abstractmethod
     def forward(self, rows: list[Sequence], all_lengths: Lengths) -> dict[str, list[np.ndarray]]:

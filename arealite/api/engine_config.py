@@ -54,11 +54,11 @@ class FSDPConfig:
     shard_size: int = opt(0, "ranks that shard one copy; 0: all; fewer: HSDP; 1: DDP", at_least=0)
     context_parallel: int = opt(1, "ranks that share the tokens of each row", at_least=1)
     max_tokens_per_microbatch: int = opt(
-        8192, "tokens of a rank's micro-batch with padding; a longer row gets its own", at_least=1
+        8192, "tokens of a rank's micro-batch, padding included; longer rows: one each", at_least=1
     )
-    layout: Literal["auto", "padded", "packed"] = opt("auto", "auto: packed on CUDA, padded on CPU")
+    layout: Literal["auto", "padded", "packed"] = opt("auto", "auto: packed in 16 bits on CUDA")
     dtype: Literal["float32", "bfloat16", "float16"] = opt(
-        "float32", "of compute; master weights are float32. float16 scales the loss"
+        "float32", "dtype of compute; master weights are float32; float16 scales the loss"
     )
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     cpu_offload: bool = opt(False, "keep parameters and optimizer state in the host's memory")

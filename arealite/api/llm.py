@@ -27,7 +27,7 @@ class SamplingConfig:
     top_p: float = opt(1.0, "1: all tokens; less makes training off-policy", above=0, at_most=1)
     top_k: int = opt(-1, "-1: all tokens; less makes training off-policy", at_least=-1)
     max_new_tokens: int = opt(256, "longest generation, in tokens", at_least=1)
-    min_new_tokens: int = opt(0, "no stop token before; above 0 is off-policy", at_least=0)
+    min_new_tokens: int = opt(0, "fewest tokens of an answer; above 0: off-policy", at_least=0)
     stop: list[str] = sub(list, "strings that end a generation; their tokens stay in the output")
     stop_token_ids: list[int] = sub(list, "token ids that end a generation besides the model's EOS")
 
@@ -79,7 +79,7 @@ class LLMRequest(msgspec.Struct, frozen=True):
 
     @property
     def routing_start(self) -> int:
-        """First token whose experts are recorded: the record of the earlier request ends there."""
+        """First token whose experts are recorded; the parent turn's record ends before it."""
         return max(0, self.known - 1)
 
 

@@ -42,7 +42,7 @@ class PublisherConfig:
     )
     timeout_s: float = opt(60.0, "time to update a server; then it is quarantined", above=0)
     continue_paused: bool = opt(True, "continue servers paused by other clients; false: report it")
-    self_check: bool = opt(True, "compare servers, trainer and transformers before the first step")
+    self_check: bool = opt(True, "compare trainer, servers, transformers before the first episode")
     bucket_mb: int = opt(256, "size of the buckets in which weights are sent, in MB", at_least=1)
     disk: DiskPublisherConfig = part(DiskPublisherConfig)
     distributed: DistributedPublisherConfig = part(DistributedPublisherConfig)

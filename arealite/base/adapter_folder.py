@@ -47,7 +47,7 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
         model: Shapes of the tensors of the model that it adapts; {}: unknown.
 
     Raises:
-        UserError: No plain LoRA adapter is in the folder, or it is of another model.
+        UserError: The folder has no plain LoRA adapter, or the adapter is of another model.
     """
     folder = Path(path).expanduser()
     config, what = read_json(folder, "adapter_config.json"), f"{key}={path}"
@@ -67,7 +67,7 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
     except RoleError as error:
         raise UserError(f"{what}: {error}") from error
     if not shapes:
-        raise UserError(f"{what} has no adapter_model.safetensors.")
+        raise UserError(f"{what} has no adapter_model.safetensors. Save the adapter with peft.")
     for name, shape in shapes.items():
         layer, _, side = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         axis = {"lora_A": 1, "lora_B": 0}.get(side)

@@ -230,7 +230,7 @@ def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> 
         what = f"the model has layers of {', '.join(sorted(other))}"
         raise UserError(f"{key}: {what}, whose tokens depend on each other. Use 1.")
     if size > 1 and text.get("output_router_logits"):
-        raise UserError(f"{key}: output_router_logits balances whole rows of experts. Use 1.")
+        raise UserError(f"{key}: the loss of output_router_logits needs whole rows. Use 1.")
     heads = text.get("num_attention_heads") or size
     for number, what in (ranks, "trainer ranks"), (heads, "attention heads of the model"):
         if number % size:
@@ -285,7 +285,7 @@ class Experts(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes of an expert's number: 1 below 256 experts, as 255 means that none is recorded."""
+        """Bytes of an expert's number: 1 for at most 255 experts, as 255 means no record."""
         return 1 if self.number < 256 else 2
 
     @property

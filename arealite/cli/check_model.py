@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 
 def main(config: ExperimentConfig) -> int:
-    """Compare the programs that compute the model of a run; return 1 if two of them differ."""
+    """Compare trainer, embedded server and plain transformers; return 1 if the trainer differs."""
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     with TemporaryDirectory() as temp:
         cluster = replace(config.cluster, name_root=temp, host=HOST, security=False)
@@ -34,14 +34,14 @@ def main(config: ExperimentConfig) -> int:
     world.destroy()
     lines += [f"compared   {other}: {text}" for other, text in check.found.items()]
     print(*map(fold, [*lines, *(f"fault      {fault}" for fault in faults)]), sep="\n")
-    print("not ok" if faults else "ok: the trainer computes what the others compute")
+    print("not ok" if faults else "ok: the trainer's log-probabilities are within the bounds")
     return int(bool(faults))
 
 
 async def _compare(check: SelfCheck, served: ServerConfig) -> list[str]:
-    """Return the errors of the comparisons, also with an embedded server if one is configured."""
+    """Return the errors of the comparisons; start an embedded server if llm_server.type is it."""
     if served.llm_server.type != "embedded":
-        check.found["server"] = f"{served.llm_server.type} is compared at the start of each run"
+        check.found["server"] = f"not compared: each run compares {served.llm_server.type} itself"
         return await asyncio.to_thread(check.faults)
     own = replace(served.llm_server, host=HOST, port=0)
     server = EmbeddedServer(replace(served, llm_server=own))

@@ -83,7 +83,7 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
     """Return the options of the run's adapters, from model.adapter where it is set.
 
     Raises:
-        UserError: The adapter or the targets do not fit the model, or the options the adapter.
+        UserError: Adapter or targets do not fit the model, or options differ from the adapter.
     """
     trainer, path = config.trainer, config.model.adapter
     lora = (trainer.offline if trainer.is_offline else trainer.ppo).engine.fsdp.lora
@@ -95,7 +95,7 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
             raise UserError(f"{what}. Use some of {listed}, or [all-linear].")
         return lora
     if trainer.type == "reward":
-        raise UserError("model.adapter has a head for tokens: trainer.type=reward cannot use it.")
+        raise UserError("trainer.type=reward cannot start from an adapter. Set model.adapter=null.")
     found = read_adapter(path, shapes)
     given = {"rank": found["r"], "alpha": found["lora_alpha"]}
     for name, value in given.items() if lora.rank else ():
@@ -139,8 +139,8 @@ def _trainer_bytes(
 ) -> float:
     """Return the bytes of one rank: parameters and moments exactly, activations approximately.
 
-    A layer has 8 × hidden + 4 × intermediate activations per token. Of recomputed layers one has
-    them at a time, and the others their input only.
+    A layer has 8 × hidden + 4 × intermediate activations per token. If layers are recomputed, one
+    layer at a time has all of them, and each other layer keeps its input only.
 
     Args:
         row: Tokens of the longest row, 0 if unknown; context parallelism divides them.

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
         one = [f"trainer.{own}.engine.fsdp.context_parallel=1" for own in ("ppo", "offline")]
         return check_model.main(parse([*words, *one]))  # there is one rank
-    description += "\n`arealite check --machine --help`: test all paths that this machine offers."
+    description += "\nAlso: `arealite check --model --help`, `arealite check --machine --help`."
     stages = configs.parse_stages(argv, command="arealite check", description=description)
     for config in stages:
         check_options(config)

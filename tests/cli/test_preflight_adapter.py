@@ -72,7 +72,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         "has shape [4, 48], but model.layers.0.self_attn.q_proj [32, 32] in model.path",
     ),
     "rank": (tiny_adapter, [f"{RANK}=8"], "lora.rank=8, but model.adapter has 4. Remove"),
-    "reward": (tiny_adapter, ["trainer.type=reward"], "trainer.type=reward cannot use it"),
+    "reward": (
+        tiny_adapter,
+        ["trainer.type=reward"],
+        "trainer.type=reward cannot start from an adapter",
+    ),
 }
 
 

@@ -38,9 +38,9 @@ class Bench:
     world: World
     device: torch.device
     stack: AsyncExitStack
-    """Closed after the last row of the session."""
+    """Closed after the last row that runs in these processes."""
     cache: Row = field(default_factory=dict[str, Any])
-    """Objects that later rows of the session use again."""
+    """Objects that later rows in these processes use again."""
     numbers: Row = field(default_factory=dict[str, Any])
     failures: list[str] = field(default_factory=list[str])
 

@@ -38,7 +38,7 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125}
 """Peak TFLOP/s of GPUs: dense bfloat16 with float32 accumulation, by a part of the GPU's name."""
 SLACK = 64 << 20
-"""Bytes that estimates may lack: buffers of libraries, and memory that the allocator keeps."""
+"""Bytes that the estimate leaves out: buffers of libraries, and memory that allocators keep."""
 
 # ------------------------------------------------------------ checks
 
@@ -79,7 +79,7 @@ def update(bench: Bench, **options: Any) -> None:
 
 
 def replay(bench: Bench) -> None:
-    """Train two engines equally; their parameters must be equal bit for bit."""
+    """Train two engines with the same rows; their parameters must be equal bit for bit."""
     engines = [make_engine(bench, optimizer=ADAMW) for _ in range(2)]
     for engine in engines * 2:
         train(bench, engine)

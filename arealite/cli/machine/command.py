@@ -1,4 +1,4 @@
-"""`arealite check --machine`: run all paths that this machine offers; print and write a table."""
+"""Test all paths that this machine offers: training, checkpoints, servers, publishing, copies."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from arealite.impl.launcher.processes import PARENT, rank_environments
 from arealite.impl.server.sglang import probe
 
 LIMIT_S = 600.0
-"""Longest time of a row."""
+"""Longest time of a row, in seconds."""
 STATUSES = "pass", "FAIL", "n/a"
 Row = dict[str, Any]
 """An entry of rows.toml with `name`; the result adds status, text, seconds, device, numbers."""
@@ -32,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the rows; return 1 if one fails."""
     parser = argparse.ArgumentParser(prog="arealite check --machine", description=__doc__)
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, at most 2 ranks")
+    parser.add_argument("--quick", action="store_true", help="tiny models, at most 2 ranks")
     parser.add_argument("--out", type=Path, default=Path("machine.json"), help="report to write")
     parser.add_argument("--sglang-python", metavar="PATH", help="Python that has sglang")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="parts of names")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="in names of rows")
     options = parser.parse_args(argv)
     check_folder(options.out.absolute().parent, "folder", "--out")
     import torch
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     rows = [DEFAULTS | row | {"name": name} for name, row in table.items()]
     rows = [row for row in rows if any(text in row["name"] for text in options.only)]
     if not rows:
-        raise UserError(f"--only {' '.join(options.only)}: no row has such a name.")
+        raise UserError(f"--only {' '.join(options.only)}: no row has such a name. Run without it.")
     explain_missing(rows, plan)
     with tempfile.TemporaryDirectory(prefix="arealite-machine-") as folder:
         results = run(rows, plan, Path(folder))
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_missing(rows: list[Row], plan: Row) -> None:
-    """Set status and text of the rows that this machine cannot run."""
+    """Set status and text of the rows that do not run: of this machine, or with --quick."""
     sglang, gpus = "", plan["gpus"]
     if any(row["server"] == "sglang" for row in rows):
         try:

@@ -71,7 +71,7 @@ class Generation:
         return LLMResponse(*tokens, stop_reason, self.interruptions, self.routing)
 
     def add_routing(self, routing: bytes, token_bytes: int) -> None:
-        """Set the newest record; without one, the tokens since the last record have none."""
+        """Set the newest record; without one, mark the tokens since the last as not recorded."""
         length = self.routed_tokens * token_bytes
         self.routing = routing or (self.routing and self.routing.ljust(length, b"\xff"))
 

@@ -38,8 +38,8 @@ def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: tor
     auto is packed in 16 bits on CUDA, where packing is fast, if the model supports it.
 
     Raises:
-        UserError: packed is wanted, but tokens of the model depend on each other outside attention,
-            or its attention does not get the bounds of rows.
+        UserError: `layout` is packed, but tokens of the model depend on each other outside
+            attention, or its attention does not receive the bounds of rows.
     """
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -69,7 +69,7 @@ def _try_packed(model: PreTrainedModel) -> None:
         decoder_of(trial)(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
     except TypeError as error:
         raise UserError(f"{type(model).__name__} cannot be packed ({error}): {FIX}") from error
-    except (RuntimeError, ValueError) as error:  # a layer that needs values
+    except (RuntimeError, ValueError) as error:  # a layer cannot run on the meta device
         log.debug("packing checked in part", model=type(model).__name__, reason=str(error))
 
 
@@ -90,7 +90,7 @@ def attend(
     has_window = getattr(getattr(module, "config", None), "sliding_window", None)
     ignores_window = starts is not None and has_window and "sliding_window" not in options
     if (starts is None) == (attention_mask is None) or ignores_window:
-        # packed rows would read each other, or past the window
+        # else a token would attend to another row, or beyond the window
         raise UserError(f"{name} cannot be packed: {FIX}")
     if options.get("position_bias") is not None:
         raise UserError(f"{name} cannot be packed (position_bias): {FIX}")
@@ -124,10 +124,10 @@ def attend(
 def _flash(
     qkv: list[Tensor], starts: Tensor, longest: int, *, scale: float, window: int, **capped: float
 ) -> Tensor:
-    """Attend over [N, heads, D] by flash attention: the package's where installed, or torch's."""
+    """Attend over [N, heads, D] with the package flash_attn if it is installed, else with torch."""
     query, key, value = (tensor.contiguous() for tensor in qkv)
     width = value.shape[-1]
-    value = pad(value, (0, query.shape[-1] - width))  # the kernels need one width
+    value = pad(value, (0, query.shape[-1] - width))  # the kernels need equal widths
     bounds = starts, starts, longest, longest
     # A window of w tokens sees itself and w − 1 to the left; −1 sees all.
     sides = (window - 1 if window else -1, 0)

@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group share the tokens of each row (Ulysses).
 
 Each of the N ranks of a group has W / N neighbouring tokens of every row of a micro-batch. Before
-attention an all-to-all gives each rank all tokens of 1 / N of the heads; afterwards a second one
-gives it back its own tokens with all heads. All other layers work on single tokens. The group
-computes the rows of all its ranks, so a trainer still gives each rank its own rows.
+attention, an all-to-all gives each rank all tokens for 1 / N of the heads. After attention, another
+all-to-all gives each rank its own tokens with all heads. All other layers compute each token alone.
+The trainer gives each rank its own rows, and the group computes the rows of all its ranks.
 """
 
 import inspect
@@ -41,7 +41,7 @@ class ContextGroup:
     """The `size` neighbouring ranks that share their rows' tokens; size 1 changes nothing."""
 
     def __init__(self, size: int, model: PreTrainedModel, device: torch.device) -> None:
-        """Exchange heads and tokens around the attention function that `model` has now.
+        """Put exchanges of heads and tokens around the current attention function of `model`.
 
         Raises:
             UserError: `size` does not divide the ranks or the heads, or tokens of the model depend
@@ -93,7 +93,7 @@ class ContextGroup:
         begin, missing = self.rank * part, part * self.size - width
         mine = slice(begin, begin + part)
         positions: Any = batch.attention.get("position_ids")
-        if positions is None:  # beyond the row they go on, else transformers assumes packed rows
+        if positions is None:  # they continue in the padding: a restart would mean packed rows
             positions = torch.arange(part * self.size, device=batch.input_ids_BW.device)[None]
         else:
             positions = pad(positions, (0, missing))

@@ -96,10 +96,10 @@ class FSDPEngine(TrainEngine):
         scales = self.dtype == torch.float16
         self._optimizer = Optimizer(self.module, training, scales_loss=scales) if training else None
         self._adapters = dict[str, torch.Tensor]()
-        """Values of the adapters in `forward`; {}: the trained ones."""
+        """Values of the adapters in `forward`; {}: those of the parameters."""
 
     def without_adapter(self) -> "FSDPEngine":
-        """Return a frozen engine on the same parameters, with adapters as before training."""
+        """Return a frozen engine on the same parameters, with the adapters as they are now."""
         engine = copy.copy(self)
         engine._optimizer = engine.routing = None
         engine._adapters = lora.values(self.module)

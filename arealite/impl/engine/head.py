@@ -54,7 +54,7 @@ def logit_change(module: Any) -> LogitChange:
     hidden = torch.randn(1, PROBES, width, generator=generator, dtype=torch.float64)
     ramp = torch.logspace(-3, 0, PROBES, dtype=torch.float64)[:, None] * WIDEST
     raw = torch.randn(1, PROBES, vocabulary, generator=generator, dtype=torch.float64) * ramp
-    raw[0, 0, 0], raw[0, -1, -1] = 2.0**-20, 2.0**40  # the slope at 0, and the bound
+    raw[0, 0, 0], raw[0, -1, -1] = 2.0**-20, 2.0**40  # they show the slope at 0, and the cap
     given = list[Tensor]()
 
     def product(states: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def logit_change(module: Any) -> LogitChange:
 
 
 def _snapped(ratio: Tensor) -> float:
-    """Return a ratio as a number; within 1e-6 of 1 it is 1, as rounding in float32 moves it."""
+    """Return a ratio as a float; 1 if it is within 1e-6 of 1, the error of float32 rounding."""
     return 1.0 if abs(float(ratio) - 1.0) < 1e-6 else float(ratio)
 
 

@@ -1,7 +1,7 @@
 """Reads a Hugging Face folder into a sharded model.
 
-A rank has at most one full parameter in memory beside its shards, and the tensors that the
-parameter is made of: one for each expert, for example.
+Beside its shards, a rank has at most one full parameter in memory, and the tensors of the folder
+from which this parameter is made: for example one tensor for each expert.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from arealite.impl.weights.names import SCORE, TensorNames
 def empty_model(path: Path, head: Head = "lm") -> Model:
     """Build the model of a Hugging Face folder, parameters on the meta device, in eval mode.
 
-    Head value: the folder's decoder as a sequence classifier of one label.
+    With the head `value`, it is the folder's decoder as a sequence classifier of one label.
 
     Raises:
         UserError: transformers cannot build the model, or has no such head.
@@ -37,7 +37,7 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
             return kind.from_config(config, **options).eval()
     except Exception as error:  # each model fails in its own way
         why = f"{type(error).__name__}: {one_line(error)}"
-        what = f"'{path}': transformers cannot build a {head} model of config.json ({why:.250})"
+        what = f"'{path}': transformers cannot build a {head} model from config.json ({why:.250})"
         raise UserError(f"{what}. Correct config.json, or use another model.") from error
 
 
@@ -67,8 +67,8 @@ def load_weights(
 ) -> None:
     """Materialise `model`, and load its parameters or their shards from the folder's safetensors.
 
-    Buffers are on `device`; parameters, too, or with `offload` on the CPU. A value head that the
-    folder lacks is initialised to 0, and adapters from `seed`, equally on all ranks.
+    Buffers are on `device`. Parameters are on `device`, or with `offload` on the CPU. A value head
+    that the folder lacks is initialised to 0, and adapters from `seed`, equally on all ranks.
 
     Raises:
         UserError: config.json ties tensors whose values differ in the folder.

@@ -38,13 +38,18 @@ Full = Callable[[torch.Tensor], torch.Tensor]
 def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = None) -> Any:
     """Freeze `module`, put adapters beside its `targets`, and return peft's config of them.
 
-    The adapters are float32 and on the meta device. A value head is trained as well. `folder`: the
-    config of the adapter in it decides, not `config`.
+    The adapters are float32 and on the meta device. A value head is trained as well.
+
+    Args:
+        module: The model.
+        config: Rank, alpha and targets.
+        head: The model's head.
+        folder: An adapter whose adapter_config.json replaces `config`.
 
     Raises:
-        UserError: peft is not installed, no module has one of these names, or a module with such a
-            name is no linear layer inside the decoder, or the model reads its weight without a call
-            of its forward.
+        UserError: peft is not installed, or no module has the name of a target. Or such a module is
+            no linear layer of the decoder, or the model reads its weight directly, so that an
+            adapter would have no effect.
     """
     peft = import_optional("peft", extra_requirement("lora"))
     if folder:
@@ -56,7 +61,8 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
         task = "SEQ_CLS" if head == "value" else "CAUSAL_LM"
         own = next(name for name, part in module.named_modules() if part is decoder_of(module))
         base, _, own = own.rpartition(".")
-        size["exclude_modules"] = rf"{base}\.(?!{own}\.).*" if base else None  # reads images
+        # Layers outside the decoder read images.
+        size["exclude_modules"] = rf"{base}\.(?!{own}\.).*" if base else None
         made = peft.LoraConfig(**size, target_modules=targets, task_type=task)
         key = f"engine.fsdp.lora.targets {config.targets}"
     try:
@@ -73,7 +79,7 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
             raise UserError(f"{key}: {what}. {fix}, or use targets=[{ALL}].")
         is_linear = layer is not module.get_output_embeddings() and isinstance(base, LINEAR)
         if not is_linear or _ignores(module, name):
-            what = "read past its forward" if is_linear else "no linear layer inside the decoder"
+            what = "read without its forward" if is_linear else "no linear layer inside the decoder"
             raise UserError(f"{key}: '{name}' is {what}, and gets no adapter. Use targets=[{ALL}].")
     if head == "value":
         module.score.requires_grad_(True)
@@ -108,7 +114,7 @@ def _all_linear(module: Any) -> list[str]:
 
 
 def _ignores(module: Any, name: str) -> bool:
-    """Return whether a model's code may read the weight of a layer, past an adapter on it."""
+    """Return whether a model may read the weight of a layer directly, without its adapter."""
     owner, _, leaf = name.rpartition(".")
     kinds = type(module.get_submodule(owner)).__name__ + type(module.get_submodule(name)).__name__
     return "Router" in kinds or (
@@ -117,7 +123,7 @@ def _ignores(module: Any, name: str) -> bool:
 
 
 def _leaf(name: str) -> str:
-    """Return the last part of a name, with its list where that part is a number."""
+    """Return the last part of a name; if it is a number, the last two, as in `experts.0`."""
     *_, owner, leaf = ["", *name.split(".")]
     return f"{owner}.{leaf}" if leaf.isdigit() else leaf
 
@@ -155,7 +161,7 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
     shapes = [{name: t.shape for name, t in each.items()} for each in (read, trained)]
     if other := sorted(name for name, _ in shapes[0].items() ^ shapes[1].items()):
         what = f"tensors that differ from its config on this model: {', '.join(other[:3])}"
-        raise UserError(f"model.adapter={folder} has {what} ({len(other)} in all).")
+        raise UserError(f"model.adapter={folder} has {what} ({len(other)} in all). Use another.")
     for name, param in trained.items():
         fill(param.detach(), read[name])
 
@@ -163,7 +169,7 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
 def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
     """Copy a full tensor, or this rank's shard of it, into a tensor of the model."""
     if isinstance(tensor, DTensor):
-        # src_data_rank=None: every rank cuts its own shard, nothing is sent.
+        # src_data_rank=None: every rank cuts its own shard from `full`, without communication.
         mesh, placements = tensor.device_mesh, tensor.placements
         full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
         tensor = tensor.to_local()

@@ -1,8 +1,8 @@
-"""Mixtures of experts: reads the experts that routers choose, or sets them to recorded ones.
+"""Mixtures of experts: records the experts that routers choose, or replaces them by recorded ones.
 
 Families differ in their routers, but every router calls topk over the scores of all experts, inside
-a decoder layer. This module intercepts that call. The weights of the chosen experts are still
-computed from the router's own scores, with gradients.
+a decoder layer. This module intercepts that call. The router still computes the weights of the
+chosen experts from its own scores, with gradients.
 
 A server and a trainer round differently, so that their routers sometimes choose different experts
 for the same token. Replay removes this difference.
@@ -40,9 +40,8 @@ FIX = "Use trainer.ppo.collector.routing=ignore."
 class Routing:
     """Intercepts the routers of one model.
 
-    It is active inside `capture`, and from a `replay` with a record until `stats`.
-
-    Only one thread may use it at a time.
+    It intercepts within the context of `capture`, and from a `replay` with a record until `stats`.
+    Only one thread may use an instance at a time.
     """
 
     def __init__(self, model: PreTrainedModel, experts: Experts) -> None:
@@ -52,8 +51,8 @@ class Routing:
         self._chosen: dict[int, Tensor] | None = None
         self._recorded_NDK: Tensor | None = None
         self._counts = torch.zeros(3, dtype=torch.int64)
-        """Recorded choices (of a token in a layer) that a router agreed with; all recorded choices;
-        invalid ones."""
+        """Number of recorded choices with which a router agreed, of all recorded choices, and of
+        invalid ones. A choice is the set of experts of one token in one layer."""
         for index, layer in enumerate(layers_of(model)):
             layer.forward = partial(self._run, index, layer.forward)
 
@@ -112,14 +111,14 @@ class Routing:
 
         Raises:
             UserError: There is a record, but no router was found.
-            InvariantError: A recorded choice names an expert twice, or an expert that is not there.
+            InvariantError: A recorded choice has an expert twice, or an expert that does not exist.
         """
         self._recorded_NDK = None
         matched, compared, invalid = self._counts.tolist()
         self._counts = torch.zeros_like(self._counts)
         if self._has_record and not self._is_read:
             what = "Servers report the experts of this model, but its routers call no topk"
-            raise UserError(f"{what}, so they cannot be replayed. {FIX}")
+            raise UserError(f"{what}, so the report cannot be used. {FIX}")
         if invalid:
             what = f"{invalid} of {compared} recorded choices of experts are invalid"
             raise InvariantError(f"{what}: a server's record is wrong. {FIX}")
@@ -176,10 +175,10 @@ class _Topk(TorchFunctionMode):
 
 
 class Balance:
-    """The load-balancing loss of a mixture of experts, whose config.json asks for it.
+    """The load-balancing loss of a mixture of experts with output_router_logits in its config.json.
 
-    It is the model's own loss of each row, weighted by the row's share of all tokens of the update.
-    Rows are balanced one by one, so the loss does not depend on micro-batches and ranks.
+    It is the loss of the model's own code for each row, weighted by the row's share of all tokens
+    of the update. It therefore does not depend on micro-batches and ranks.
     """
 
     def __init__(self, model: PreTrainedModel, config: Any) -> None:
@@ -191,7 +190,7 @@ class Balance:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Balance | None":
-        """Return the loss that the config asks for; None if it asks for none."""
+        """Return the loss; None if the config or the code of the model has none."""
         config = model.config.get_text_config()
         wants = getattr(config, "output_router_logits", False) and config.router_aux_loss_coef
         has_loss = BALANCE in vars(sys.modules[type(model).__module__])

@@ -1,8 +1,8 @@
 """Compares the trainer with each server and with plain transformers, before the first episode.
 
-Each server generates a few hundred tokens from random prompts. Rank 0 scores the same tokens in the
-layout of training; plain transformers scores them row by row, with its reference attention, in
-float32.
+Each server generates about 200 tokens from random prompts. The trainer computes the
+log-probabilities of the same tokens in the layout of training. Plain transformers computes them row
+by row, in float32, with its reference attention.
 """
 
 import time
@@ -39,11 +39,11 @@ OPTION = "trainer.ppo.publisher.self_check"
 NAME = "answers to the self-check"
 PLAIN = "plain transformers"
 LENGTHS = 1, 2, 3, 7, 12, 20, 33, 48
-"""Lengths of the prompts. A further prompt is longer than the sliding window, if there is one."""
+"""Tokens of each prompt. A model with a sliding window gets a further, longer prompt."""
 NEW = 24
 """Tokens that a server generates for each prompt."""
 LONGEST = 8192
-"""Longer sliding windows are not tested."""
+"""Tokens of the longest row. Longer sliding windows are not tested."""
 
 
 def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, version: int) -> None:
@@ -80,9 +80,9 @@ class SelfCheck:
         self.temperature = trainer.ppo.collector.sampling.temperature or 1.0
         self.names = NameRegistry.of(self.config)
         self.module: Any = getattr(self.engine, "module", None)
-        """The trainer's model, if the engine shows it."""
+        """The trainer's model; None if the engine has no attribute `module`."""
         self.plain: PlainModel | None = None
-        """The reference, on rank 0, if it fits beside the trainer."""
+        """The reference on rank 0; None on other ranks, or if a second copy does not fit."""
         self.is_initial = self.version == 0 and not getattr(self.config.model, "adapter", None)
         """Whether the trainer's weights are those of the model folder."""
         self.found: dict[str, str] = {}
@@ -130,7 +130,7 @@ class SelfCheck:
         return [rng.integers(low, high, length).tolist() for length in fit]
 
     def row(self, prompt: list[int], output: list[int]) -> Sequence:
-        """Return a row whose last tokens are scored."""
+        """Return a row of prompt and output whose loss mask selects its last tokens."""
         tokens = np.array([*prompt, *output], np.int32)
         first = max(1, len(tokens) - LENGTHS[-1] - NEW)
         return Sequence(tokens, np.arange(len(tokens)) >= first, self.temperature)
@@ -181,8 +181,11 @@ class SelfCheck:
         return Comparison(f"server {server['address']}", rows, [], theirs, coarsest, facts)
 
     def dtype_of(self, info: dict[str, Any]) -> str:
-        """Return the dtype that a server should have: the option for a server of this run, or else
-        the one that it reports."""
+        """Return the dtype in which a server should compute.
+
+        It is the option model.dtype for a server that this run starts. For another server it is the
+        dtype that the server reports, or bfloat16 if the report has none.
+        """
         dtype = info.get("dtype")
         if self.config.launcher.llm_servers:
             words = dict(word.split("=", 1) for word in server_overrides(self.config))
@@ -202,10 +205,10 @@ class SelfCheck:
             with watched(self.plain.model) as theirs:
                 self.plain.score(row)
             if place := first_difference(ours, theirs, self.dtype):
-                where = f" It begins in {place}."
+                where = f" The first module that differs: {place}."
         what = f"The trainer and {wrong.other} give the same tokens different log-probabilities"
         size = f"{wrong.text}; {mean:g} and {most:g} are allowed in {wrong.dtype}"
-        text = f"{what} ({size}).{where} Likely reason: {reason}. ({OPTION}=false skips this.)"
+        text = f"{what} ({size}).{where} Likely reason: {reason}. (Off: {OPTION}=false)"
         return self.world.broadcast(text)
 
     def reason(self, wrong: Comparison) -> str:

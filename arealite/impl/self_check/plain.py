@@ -68,7 +68,7 @@ class PlainModel:
 
 @contextmanager
 def watched(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Record the first output of modules, float32 [tokens, H], in the order of the computation."""
+    """Yield a dict that gets the first output of each watched module, float32 [tokens, H]."""
     found = dict[str, Tensor]()
 
     def record(name: str, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""The comparison of two programs that scored the same tokens, and the reason of a difference."""
+"""Compares the log-probabilities of two programs, and finds the likely reason of a difference."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,16 +9,16 @@ from arealite.api.engine import Sequence
 from arealite.impl.weights.sums import Sums
 
 BOUNDS = {"float32": (1e-3, 1e-2), "float16": (0.02, 0.25), "bfloat16": (0.15, 2.0)}
-"""Largest differences by the coarsest dtype: mean of a row, and of any token. They are several
-times those of random models with large weights (bfloat16: 0.03 and 0.57; float32: 1e-6, 6e-6)."""
+"""Largest allowed differences by the coarsest dtype, in nats: the mean of a row, and one token.
+Random models with large weights differ less (bfloat16: 0.03 and 0.57; float32: 1e-6 and 6e-6)."""
 ROUNDING = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
-"""Relative differences of checksums that rounding to a dtype explains, with a margin of 8."""
+"""Relative difference of checksums that rounding to a dtype can cause, times a margin of 8."""
 QUANTISED = 0.3
 """Largest relative difference of checksums between a tensor and its quantised copy."""
 FEW = 4
-"""Up to this many tensors that differ are checked for swapped values and zeros."""
+"""Swapped values and zeros are searched if at most this many tensors differ."""
 ROTARY = 4
-"""Wrong rotary embeddings change tokens already before this position."""
+"""With wrong rotary embeddings, the first token that differs is before this position."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Comparison:
     dtype: str
     """The coarsest dtype of both programs, which gives the bound."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The server's description of itself; {} of plain transformers."""
+    """The facts that the server reports; {} for plain transformers."""
 
     @property
     def errors(self) -> list[np.ndarray]:
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def begin(self) -> int:
-        """The position of the first token that differs, from 0 for a row's second token."""
+        """The position of the first token beyond its bound; position 0 is a row's second token."""
         found = [
             len(row.tokens) - len(errors) + int(index) - 1
             for row, errors in zip(self.rows, self.errors, strict=True)
@@ -86,9 +86,9 @@ def likely_reason(
 
     Args:
         comparison: The difference.
-        alone: The trainer, row by row, against the trainer with all rows together.
-        by_temperature: The comparison with the trainer at other temperatures.
-        tensors: The reason that tensors give; "" without one.
+        alone: The comparison of the trainer with itself: all rows together, and row by row.
+        by_temperature: The same comparison with the trainer at other temperatures.
+        tensors: The result of `tensor_reason`.
         dtype: The dtype that the other program should have.
         window: The model's sliding window.
     """
@@ -97,23 +97,23 @@ def likely_reason(
     degree = next((each for each, found in by_temperature.items() if found.is_equal), run)
     is_low = comparison.dtype == "float32" and comparison.fits("bfloat16")
     where = f"tokens differ from position {begin} on, and agree before"
-    together = "the trainer scores rows together differently than alone"
+    together = "a row's log-probabilities depend on the other rows of its micro-batch"
     reasons = {  # the surest evidence comes first
         f"quantised server: it reports quantization={quantization}": quantization,
         f"dtype: the server computes in {own}, model.dtype is {dtype}": own in {*BOUNDS} - {dtype},
         tensors: tensors,
         f"temperature: {comparison.other} has it at {degree:g}, the run at {run:g}": degree != run,
-        f"padding side: {together}; try another engine.fsdp.layout": not alone.is_equal,
+        f"padding: {together}; try another engine.fsdp.layout": not alone.is_equal,
         f"rope theta: {where}, as with other rotary embeddings": 0 < begin < ROTARY,
         f"sliding window: {where}; sliding_window={window} in config.json": begin >= ROTARY,
         "dtype: the differences are those of 16 bits, not of float32": is_low,
-        "no known one; compare the versions of transformers and of the server": True,
+        "unknown; compare the versions of transformers and of the server": True,
     }
     return next(text for text, is_so in reasons.items() if is_so)
 
 
 def tensor_reason(right: Sums, wrong: Sums, dtype: str, buffers: set[str]) -> str:
-    """Return the reason that tensors give; "" if their checksums are equal or unknown."""
+    """Return the reason that checksums of tensors show; "" if they are equal or unknown."""
 
     def distance(one: str, other: str) -> float:
         (_, *ones), (_, *others) = right[one], wrong[other]

@@ -1,4 +1,4 @@
-"""Checks a chat template against the tokenizer, the stop tokens, and the reader of calls."""
+"""Checks a chat template against the tokenizer, the stop tokens, and the parser of tool calls."""
 
 import re
 from collections.abc import Collection
@@ -21,10 +21,10 @@ ARGUMENTS = {"query": "a b", "count": 3}
 
 
 def check_template(config: ExperimentConfig) -> list[str]:
-    """Return what may go wrong with a run's conversations.
+    """Return the faults of a run's chat template.
 
     Raises:
-        UserError: As `template_faults`.
+        UserError: See template_faults.
     """
     collector, path = config.trainer.ppo.collector, config.model.path
     if not has_chat_template(path):
@@ -42,13 +42,13 @@ def check_template(config: ExperimentConfig) -> list[str]:
 def template_faults(
     tokenizer: Any, stops: Collection[int], *, format: str = "auto", has_tools: bool = True
 ) -> list[str]:
-    """Return what may go wrong with conversations; [] if nothing is known.
+    """Return the faults of a chat template, one sentence for each; [] if none is found.
 
     Args:
         tokenizer: Has a chat template.
         stops: Ids of the tokens that end a generation.
-        format: The family whose calls the run reads.
-        has_tools: Whether calls are checked, too.
+        format: The family whose tool calls the run parses.
+        has_tools: Whether tool calls are checked, too.
 
     Raises:
         UserError: The tokenizer splits the marker that ends a turn, so no generation ends there.
@@ -58,11 +58,11 @@ def template_faults(
     answer: Any = {"role": "assistant", "content": "§"}
     try:
         found = MARKER.match(renderer.render([user, answer, user], ()).rpartition("§")[2])
-        if found and not renderer.family.has_channels:  # there it ends a thought, too
+        if found and not renderer.family.has_channels:  # there, thoughts end with the marker, too
             ids = encode(tokenizer, found[1])
             what = f"the chat template ends a turn with {found[1]}"
             if len(ids) != 1:
-                what = f"template: {what}, but the tokenizer splits it into {len(ids)} tokens"
+                what = f"model.path: {what}, but the tokenizer splits it into {len(ids)} tokens"
                 fix = "Use the tokenizer that belongs to the template, or add the token."
                 raise UserError(f"{what}, so no generation ends there. {fix}")
             fix = f"trainer.ppo.collector.sampling.stop_token_ids=[{ids[0]}]"
@@ -75,7 +75,7 @@ def template_faults(
 
 
 def _faults_of_calls(renderer: Renderer) -> list[str]:
-    """Return [] if a call that the template writes is read back, or else the fault."""
+    """Return the fault if the parser does not read a call as the template writes it, else []."""
     kinds = {"query": {"type": "string"}, "count": {"type": "integer"}}
     schema: Any = {"type": "object", "properties": kinds, "required": []}
     tools = [{"type": "function", "function": {"name": "search", "description": "d"}}]

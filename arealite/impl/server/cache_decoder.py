@@ -1,7 +1,7 @@
-"""Runs models that keep more than keys and values of full and sliding attention.
+"""Runs models whose cache is not only keys and values of full and sliding attention.
 
-Examples are linear attention, state space layers and chunked attention. Each batch has the cache
-that the model itself makes. All its requests have the same length, so that no model needs padding.
+Examples are linear attention, state space layers and chunked attention. Each batch has a cache that
+the model itself makes. The requests of a batch have equal lengths, so no model needs padding.
 
 Shape letters: B = rows of a batch, L = prompt length, V = vocabulary.
 """
@@ -33,7 +33,7 @@ PROBE_WINDOW = 4
 BOUND = 1e-3
 """Largest difference of a log-probability in float32, in nats."""
 LOW_BOUND = 0.05
-"""Median difference in 16 bits, where experts near a tie may change."""
+"""Largest median difference in 16 bits, in nats. There, routers may choose other experts."""
 
 
 @dataclass
@@ -122,13 +122,14 @@ class PlainDecoder(CacheDecoder):
 def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
     """Return the fastest decoder whose log-probabilities equal those of plain forward passes.
 
-    Each is tried on a few short rows.
+    Each decoder is tried on a few short rows.
 
     Raises:
         UserError: No decoder runs the model with equal log-probabilities.
     """
     if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
-        return Decoder(model, max_rows=max_rows, seed=seed)  # packed: attention that it runs
+        # Only models with full and sliding attention can be packed.
+        return Decoder(model, max_rows=max_rows, seed=seed)
     kinds, reason = [Decoder, CacheDecoder, PlainDecoder], ""
     limits = (getattr(module, "time_step_limit", (0,)) for module in model.modules())
     if any(limit[0] > 0 for limit in limits):  # ignored by transformers in passes of one token
@@ -177,7 +178,7 @@ def _difference(kind: type[BaseDecoder], model: Model) -> float:
 
 @contextmanager
 def _short_windows(model: Model) -> Iterator[None]:
-    """Let the windows of attention be shorter than the probe's rows."""
+    """Make the windows of attention shorter than the probe's rows, within the context."""
     config = model.config.get_text_config()
     saved = {name: value for name in WINDOWS if (value := getattr(config, name, None))}
     try:

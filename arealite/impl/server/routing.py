@@ -31,9 +31,9 @@ class RoutingRecorder:
 
         Args:
             generations: The requests of the pass.
-            sources: Prompts: the row of each request, which replaces its record. None: each request
-                has a row, whose last token extends its record.
-            lengths: Prompts: the number of tokens of each row, without padding. (): one token each.
+            sources: For prompts, the row of each request; its experts replace the request's record.
+                None if each request has a row; the experts of the last token extend the record.
+            lengths: For prompts, the tokens of each row without padding; () if rows have one token.
         """
         if self._routing is None or not any(each.wants_routing for each in generations):
             yield

@@ -37,7 +37,7 @@ class ServedWeights:
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
 
     def target(self, name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the model's tensor that a tensor of the folder becomes, or becomes a part of.
+        """Return the model's tensor that contains a tensor of the folder, whole or as a part.
 
         Raises:
             Refusal: The folder has no such tensor, or one of another shape or kind of number.

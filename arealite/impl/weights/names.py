@@ -2,7 +2,7 @@
 
 transformers renames tensors when it loads them, and joins or splits some of them: the experts of a
 layer become one parameter. `TensorNames` plans this from file headers with transformers' own rules.
-One tensor can then be loaded without the others, and a model is written as its folder was.
+One tensor can then be loaded without the others, and exports have the tensors of the folder.
 """
 
 import re
@@ -26,7 +26,7 @@ from arealite.impl.weights.buckets import Named
 SCORE = "score.weight"
 """Weight of the value head, which a folder may lack."""
 FIX = "Weights and config.json are of different models: download the folder again."
-TIE = "Set tie_word_embeddings to true in config.json if they are tied, or download it again."
+TIE = "If the head is tied, set tie_word_embeddings=true in config.json; else download it again."
 IMAGES = "Images are not supported: use a folder with the text part of the model alone."
 FLOATS = ("F16", "BF16", "F32", "F64")
 Tensors = dict[str, torch.Tensor]
@@ -76,10 +76,10 @@ class TensorNames:
         self._check_ties(model)
         self.headers = read_headers(folder)
         if not self.headers:
-            raise UserError(f"'{folder}' has no tensors in safetensors files: use save_pretrained.")
+            raise UserError(f"'{folder}' has no tensors in safetensors files. Use save_pretrained.")
         self._of_model: dict[str, Group] = {}
         self._twins: dict[str, Group] = {}
-        """Further groups of a tensor that has one already, as a head tied to the embedding."""
+        """The second group of a tensor that has two, as of an embedding with a tied head."""
         # A head that is tied to the embedding comes second: servers ignore it.
         for group in sorted(self._plan(model), key=lambda each: self._first[each.key] != each.key):
             self._add(group)
@@ -97,7 +97,7 @@ class TensorNames:
         }
         """Maps a tensor of the model to its tensors in the folder; () for a fresh value head."""
         self._rest: Tensors = {}
-        """Tensors of the last converted group that `load` has not returned yet."""
+        """Tensors of the last converted group that `load` has yet to return."""
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor of the folder, on the CPU, with the dtype and shape of its file."""
@@ -138,7 +138,7 @@ class TensorNames:
             elif found := _complete(parts, group.key, len(group.targets), name, tensor):
                 yield from self._revert(group, found).items()
         if parts:
-            raise InvariantError(f"{next(iter(parts))} was streamed without tensors of its group")
+            raise InvariantError(f"{next(iter(parts))} was streamed without the rest of its group")
 
     def to_model(self, named: Iterable[Named], parts: Parts) -> Iterator[Named]:
         """Convert tensors of the folder to the names and shapes of the model.
@@ -191,7 +191,7 @@ class TensorNames:
         return [*groups.values()]
 
     def _add(self, group: Group) -> None:
-        """Add a group; check on the meta device that its conversion fits the model and reverses."""
+        """Add a group; check on the meta device that it can be converted to the model, and back."""
         given = {n: torch.empty(self.headers[n].shape, device="meta") for n in group.sources}
         listed = ", ".join([*given][:2]) + (f", … ({len(given)} in all)" if len(given) > 2 else "")
         what = f"'{self.folder}': {listed}"
@@ -215,7 +215,7 @@ class TensorNames:
             if self._of_model.setdefault(name, group) is not group:
                 self._twins[name] = group
         if any(again[name].shape != tensor.shape for name, tensor in given.items()):
-            raise UserError(f"{what} cannot be written as they were read. {FIX}")
+            raise UserError(f"{what} cannot be converted back to their shapes. {FIX}")
 
     def _convert(self, group: Group, read: Read) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors."""

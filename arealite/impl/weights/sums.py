@@ -9,14 +9,14 @@ from torch import nn
 from arealite.impl.weights.buckets import Named
 
 Sums = dict[str, tuple[int, float, float]]
-"""(dimensions, norm, projection on a fixed vector) of tensors by name. Equal tensors of different
-dtypes have nearly equal norms and projections."""
+"""(dimensions, norm, projection on a fixed vector) of each tensor by name. Copies of a tensor in
+different dtypes have nearly equal norms and projections."""
 
 
 def sums(named: Iterable[Named], model: nn.Module | None) -> Sums:
-    """Return the checksum of each tensor, and of the model's buffers that no file holds.
+    """Return the checksum of each tensor, and of each buffer of the model that is in no file.
 
-    Frequencies of rotary embeddings are such buffers.
+    The frequencies of rotary embeddings are such buffers.
     """
     found = Sums()
     stored, buffers = (model.state_dict(), model.named_buffers()) if model is not None else ({}, ())

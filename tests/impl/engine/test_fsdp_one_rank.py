@@ -205,7 +205,7 @@ def test_bfloat16_engine_keeps_float32_master_weights(model: Path) -> None:
 
 
 def test_engine_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nothing.*cannot build a lm model of config\.json"):
+    with pytest.raises(UserError, match=r"nothing.*cannot build a lm model from config\.json"):
         make_engine(tmp_path / "nothing")
     with pytest.raises(UserError, match="Unknown dtype 'fp8'"):
         make_engine(model, dtype="fp8")

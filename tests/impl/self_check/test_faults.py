@@ -169,7 +169,7 @@ def test_fault_of_the_trainer_is_named_with_its_place(
     text = run.refusal()
     assert "The trainer and plain transformers" in text
     assert re.search(named, text), text
-    assert re.search(r"It begins in model\.layers\.[01]\.mlp", text), text
+    assert re.search(r"The first module that differs: model\.layers\.[01]\.mlp", text), text
 
 
 EDITS: dict[str, tuple[dict[str, Any], str]] = {
@@ -191,7 +191,7 @@ def test_other_attention_is_named(
         run.engine = make_engine(edited(run.folder, **fields))
     text = run.refusal()
     assert named in text
-    assert ("It begins in " in text) == (where == "trainer")
+    assert ("The first module that differs" in text) == (where == "trainer")
 
 
 def test_dtype_of_the_server_is_named(tmp_path: Path) -> None:
@@ -259,4 +259,4 @@ def test_rows_padded_on_the_wrong_side_are_named(
 
     run = Run(write(tmp_path))
     monkeypatch.setattr(fsdp, "collate", left_padded)
-    assert "padding side: the trainer scores rows together differently" in run.refusal()
+    assert "padding: a row's log-probabilities depend on the other rows" in run.refusal()

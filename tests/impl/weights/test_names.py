@@ -105,7 +105,7 @@ def test_parts_of_a_parameter_wait_for_each_other(tmp_path: Path) -> None:
 def test_incomplete_stream_is_an_error(tmp_path: Path) -> None:
     names = names_of(write(build("hrm_text", HRM), tmp_path))
     name = next(name for name in names.sources if name.endswith("self_attn.q_proj.weight"))
-    with pytest.raises(InvariantError, match="without tensors of its group"):
+    with pytest.raises(InvariantError, match="without the rest of its group"):
         list(names.to_folder([(name, torch.zeros(32, 32))]))
 
 
