@@ -4,10 +4,10 @@ A rank has at most one full parameter in memory beside its shards, and the tenso
 parameter is made of: one for each expert, for example.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -89,8 +89,7 @@ def load_weights(
             fill(tensor, full.to(device))
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> AbstractContextManager[object]:
     """Put new parameters on the meta device; buffers are computed as usual."""
     register = nn.Module.register_parameter
 
@@ -99,8 +98,4 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return patch.object(nn.Module, "register_parameter", register_on_meta)
