@@ -104,6 +104,11 @@ class TrainerConfig:
         """Whether the trainer learns from existing rows, without servers, workers and datapipe."""
         return self.type in ("sft", "dpo", "reward")
 
+    @property
+    def own(self) -> PPOConfig | OfflineConfig:
+        """The options of this type: `ppo` or `offline`."""
+        return self.offline if self.is_offline else self.ppo
+
 
 class Trainer(ABC):
     """The training loop of one rank."""

@@ -85,8 +85,7 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
     Raises:
         UserError: The adapter or the targets do not fit the model, or the options the adapter.
     """
-    trainer, path = config.trainer, config.model.adapter
-    lora = (trainer.offline if trainer.is_offline else trainer.ppo).engine.fsdp.lora
+    lora, path = config.trainer.own.engine.fsdp.lora, config.model.adapter
     if not path:
         known = adapted(shapes, lora.targets)
         if lora.rank and known and not any(known.values()):
@@ -94,7 +93,7 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
             listed = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
             raise UserError(f"{what}. Use some of {listed}, or [all-linear].")
         return lora
-    if trainer.type == "reward":
+    if config.trainer.type == "reward":
         raise UserError("model.adapter has a head for tokens: trainer.type=reward cannot use it.")
     found = read_adapter(path, shapes)
     given = {"rank": found["r"], "alpha": found["lora_alpha"]}
@@ -119,9 +118,8 @@ def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
 def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
     """Estimate the size of checkpoints, export and ledger; compare it with the free space."""
     trainer, ppo = config.trainer, config.trainer.ppo
-    own = trainer.offline if trainer.is_offline else ppo
     kept = trainer.offline.checkpoint_keep if trainer.is_offline else ppo.checkpoint.keep
-    saved = 12 * numel * (kept + 1) + BYTES[own.engine.fsdp.dtype] * numel
+    saved = 12 * numel * (kept + 1) + BYTES[trainer.own.engine.fsdp.dtype] * numel
     tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
     ledger = 0 if trainer.is_offline else TOKEN_BYTES * tokens
     text = f"{run_paths(config).root}: at most {decimal(saved)} of checkpoints and export"
@@ -146,8 +144,8 @@ def _trainer_bytes(
         row: Tokens of the longest row, 0 if unknown; context parallelism divides them.
     """
     trainer, ppo, ranks = config.trainer, config.trainer.ppo, config.launcher.trainer_ranks
-    own = trainer.offline if trainer.is_offline else ppo
-    fsdp, numel = own.engine.fsdp, count(shapes)
+    own, numel = trainer.own, count(shapes)
+    fsdp = own.engine.fsdp
     shards, low = fsdp.shard_size or ranks, BYTES[fsdp.dtype]
     hidden, layers = _hidden_and_layers(text)
     frozen = low / shards

@@ -75,8 +75,7 @@ class SelfCheck:
 
     def __post_init__(self) -> None:
         self.folder, trainer = Path(self.config.model.path).expanduser(), self.config.trainer
-        own = trainer.offline if trainer.is_offline else trainer.ppo
-        self.dtype, self.model = own.engine.fsdp.dtype, read_json(self.folder)
+        self.dtype, self.model = trainer.own.engine.fsdp.dtype, read_json(self.folder)
         self.temperature = trainer.ppo.collector.sampling.temperature or 1.0
         self.names = NameRegistry.of(self.config)
         self.module: Any = getattr(self.engine, "module", None)
