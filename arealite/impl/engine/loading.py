@@ -20,6 +20,8 @@ from arealite.base.errors import UserError, one_line
 from arealite.impl.engine.lora import ADAPTER, file_name, fill, first_value, state_tensors
 from arealite.impl.weights.names import SCORE, TensorNames
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def empty_model(path: Path, head: Head = "lm") -> Model:
     """Build the model of a Hugging Face folder, parameters on the meta device, in eval mode.
@@ -82,7 +84,7 @@ def load_weights(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in state_tensors(model):
-            if ADAPTER in name or not names.sources[file_name(name)]:
+            if file_name(name) not in names.loadable:
                 full = first_value(name, tensor.shape, generator)
             else:
                 full = names.load(file_name(name))
