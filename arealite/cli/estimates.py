@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from rich.filesize import decimal
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine_config import LoRAConfig
-from arealite.base.adapter_folder import adapted, read_adapter
+from arealite.base.adapter_folder import adapted, counted, read_adapter
 from arealite.base.errors import UserError
 from arealite.base.model_folder import Shapes, text_part
 from arealite.cli import configs
@@ -108,10 +107,8 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
 def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
     """Describe which linear layers have adapters, and which have none."""
     lora = lora_of(config, shapes)
-    parts = dict[bool, Counter[str]]({True: Counter(), False: Counter()})
-    for name, has in adapted(shapes, lora.targets).items():
-        parts[has][name.rpartition(".")[2]] += 1
-    on, off = (", ".join(f"{n} ×{c}" for n, c in parts[has].items()) for has in (True, False))
+    layers = [(name.rpartition(".")[2], has) for name, has in adapted(shapes, lora.targets).items()]
+    on, off = (counted(leaf for leaf, has in layers if has is wanted) for wanted in (True, False))
     return f"rank {lora.rank}, alpha {lora.alpha:g}, on {on}" + (f"; none on {off}" if off else "")
 
 
