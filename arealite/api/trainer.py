@@ -1,7 +1,5 @@
 """The trainer interface and its options. A trainer runs the training loop of one rank."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -116,7 +114,7 @@ class Trainer(ABC):
     head: ClassVar[Head] = "lm"  # of the trained model
 
     @abstractmethod
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: "ExperimentConfig") -> None:
         """Create a rank; the environment variables RANK and WORLD_SIZE identify it."""
 
     @abstractmethod
