@@ -85,9 +85,8 @@ class CacheDecoder(BaseDecoder):
         return ended
 
     def clear(self) -> list[Generation]:
-        out, self.running = self.running, []
         self._batches = []
-        return out
+        return super().clear()
 
     def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
         """Return the last logits [B, V] of tokens from position `start`, and the cache."""
