@@ -125,13 +125,11 @@ class SGLangProcess(Supervisor):
         try:
             await self._healthy()
             begin = time.monotonic()
-            async with self._registry.registered(
-                "llm_server", self.entry_id, self._value, changed=self._changed,
-                heartbeat_s=self.config.cluster.heartbeat_s,
-            ):  # fmt: skip
+            name = "llm_server", self.entry_id, self._value
+            async with self._registry.registered(*name, changed=self._changed):
                 self._served = True
                 self.roles[0].budget.mark_up()
-                beat_s = self.config.cluster.heartbeat_s
+                beat_s = self._registry.heartbeat_s
                 parts = self._entry, self._changed, self._version, self._load
                 await follow(*parts, heartbeat_s=beat_s)  # raises when the server is silent
         except (ArealiteError, OSError) as error:
