@@ -1,7 +1,5 @@
 """The launcher interface: start the processes of a run, restart crashed ones, stop all of them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,7 +68,7 @@ class ViewConfig:
 class Launcher(ABC):
     """Starts the datapipe, the rollout workers and the trainer ranks of one experiment."""
 
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: "ExperimentConfig") -> None:
         self.config = config
 
     @abstractmethod

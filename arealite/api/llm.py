@@ -3,8 +3,6 @@
 Requests and responses have token ids. Only agents convert between text and tokens.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,9 +61,9 @@ class LLMRequest(msgspec.Struct, frozen=True):
     """Seconds from now; None: the client's `request_timeout_s`."""
     min_version: int = 0
     """Only servers that have confirmed this version or a newer one get the request."""
-    resumed: LLMResponse | None = None
+    resumed: "LLMResponse | None" = None
     """Tokens that an earlier attempt sampled; the generation continues after them."""
-    on_partial: Callable[[LLMResponse], None] | None = None
+    on_partial: "Callable[[LLMResponse], None] | None" = None
     """Called with the tokens so far (stop_reason "") when a generation is interrupted and
     continues. A server that continues interrupted generations itself does not report them."""
     on_tokens: Callable[[list[int]], None] | None = None
@@ -104,7 +102,7 @@ class LLMClient(ABC):
     """Generates on any live server. An interrupted generation is continued until it is finished."""
 
     @abstractmethod
-    def __init__(self, args: ExperimentConfig, config: LLMClientConfig) -> None:
+    def __init__(self, args: "ExperimentConfig", config: LLMClientConfig) -> None:
         """Create a client of the servers of the run `args`; open no connection yet."""
 
     @abstractmethod

@@ -1,7 +1,5 @@
 """The interface and options of the LLM servers that `launch_llm_server` and `launcher` start."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -73,7 +71,7 @@ class LLMServer(ABC):
     """A server as `launch_llm_server` runs it."""
 
     @abstractmethod
-    def __init__(self, args: ServerConfig) -> None:
+    def __init__(self, args: "ServerConfig") -> None:
         """Store the config; load nothing yet."""
 
     @abstractmethod

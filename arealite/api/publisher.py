@@ -1,7 +1,5 @@
 """The weight-publisher interface: update every server to a new version during generation."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,7 +41,7 @@ class WeightPublisher(ABC):
     """Whether `stage` takes tensors on the engine's device instead of CPU copies."""
 
     @abstractmethod
-    def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
+    def __init__(self, config: "ExperimentConfig", engine: "TrainEngine") -> None:
         """Create the publisher of an experiment.
 
         Args:
@@ -62,7 +60,7 @@ class WeightPublisher(ABC):
         """
 
     @abstractmethod
-    def stage(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> bool:
+    def stage(self, version: int, weights: "Iterator[tuple[str, torch.Tensor]]") -> bool:
         """Read the weights of a version. After the return, the parameters may change.
 
         Args:

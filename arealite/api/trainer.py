@@ -1,7 +1,5 @@
 """The trainer interface and its options. A trainer runs the training loop of one rank."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -104,6 +102,11 @@ class TrainerConfig:
         """Whether the trainer learns from existing rows, without servers, workers and datapipe."""
         return self.type in ("sft", "dpo", "reward")
 
+    @property
+    def own(self) -> PPOConfig | OfflineConfig:
+        """The options of this type: `ppo` or `offline`."""
+        return self.offline if self.is_offline else self.ppo
+
 
 class Trainer(ABC):
     """The training loop of one rank."""
@@ -111,7 +114,7 @@ class Trainer(ABC):
     head: ClassVar[Head] = "lm"  # of the trained model
 
     @abstractmethod
-    def __init__(self, config: ExperimentConfig) -> None:
+    def __init__(self, config: "ExperimentConfig") -> None:
         """Create a rank; the environment variables RANK and WORLD_SIZE identify it."""
 
     @abstractmethod

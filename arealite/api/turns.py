@@ -3,8 +3,6 @@
 A digest is the 16-byte BLAKE2b hash of little-endian arrays. T is the number of sampled tokens.
 """
 
-from __future__ import annotations
-
 import struct
 from array import array
 from functools import partial
@@ -46,7 +44,7 @@ class Turn(msgspec.Struct, eq=False):
     """Text of the next observation. Filled by ObservingCollector."""
     origin: Origin | None = None
     """None: the agent did not tell."""
-    parent: Turn | None = None
+    parent: "Turn | None" = None
     """The turn whose prompt and output begin this prompt; the root of the tree if there is none."""
     prompt: bytes = b""
     """Digest of the prompt when its request was sent."""

@@ -1,7 +1,8 @@
 """Read and check a LoRA adapter that peft wrote, without torch and peft."""
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ def adapted(model: Shapes, targets: Sequence[str]) -> dict[str, bool]:
     return {name: leaf in targets for name, leaf in leaves.items()}
 
 
+def counted(names: Iterable[str]) -> str:
+    """Return names and how often each occurs, as in `q_proj ×28, v_proj ×28`."""
+    return ", ".join(f"{name} ×{count}" for name, count in Counter(names).items())
+
+
 def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[str, Any]:
     """Check the adapter folder that option `key` names; return its adapter_config.json.
 
@@ -73,7 +79,6 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
         axis = {"lora_A": 1, "lora_B": 0}.get(side)
         known = model.get(f"{layer}.weight")
         if axis is not None and known and shape[axis] not in known:
-            raise UserError(
-                f"{what}: {name} has shape {shape}, but {layer} {[*known]} in model.path."
-            )
+            what = f"{what}: {name} has shape {shape}"
+            raise UserError(f"{what}, but {layer} {[*known]} in model.path.")
     return config

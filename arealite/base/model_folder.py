@@ -16,10 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from arealite.base.errors import RoleError, UserError, one_line
 
-LENGTHS = {
-    "embed_tokens.weight": "vocab_size",
-    "layers.0.input_layernorm.weight": "hidden_size",
-}
+LENGTHS = {"embed_tokens.weight": "vocab_size", "layers.0.input_layernorm.weight": "hidden_size"}
 """Maps the end of a tensor's name to the config.json field that its first dimension equals."""
 
 

@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from rich.filesize import decimal
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine_config import LoRAConfig
-from arealite.base.adapter_folder import adapted, read_adapter
+from arealite.base.adapter_folder import adapted, counted, read_adapter
 from arealite.base.errors import UserError
 from arealite.base.model_folder import Shapes, text_part
 from arealite.cli import configs
@@ -85,8 +84,7 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
     Raises:
         UserError: Adapter or targets do not fit the model, or options differ from the adapter.
     """
-    trainer, path = config.trainer, config.model.adapter
-    lora = (trainer.offline if trainer.is_offline else trainer.ppo).engine.fsdp.lora
+    lora, path = config.trainer.own.engine.fsdp.lora, config.model.adapter
     if not path:
         known = adapted(shapes, lora.targets)
         if lora.rank and known and not any(known.values()):
@@ -94,7 +92,7 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
             listed = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
             raise UserError(f"{what}. Use some of {listed}, or [all-linear].")
         return lora
-    if trainer.type == "reward":
+    if config.trainer.type == "reward":
         raise UserError("trainer.type=reward cannot start from an adapter. Set model.adapter=null.")
     found = read_adapter(path, shapes)
     given = {"rank": found["r"], "alpha": found["lora_alpha"]}
@@ -109,19 +107,16 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
 def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
     """Describe which linear layers have adapters, and which have none."""
     lora = lora_of(config, shapes)
-    parts = dict[bool, Counter[str]]({True: Counter(), False: Counter()})
-    for name, has in adapted(shapes, lora.targets).items():
-        parts[has][name.rpartition(".")[2]] += 1
-    on, off = (", ".join(f"{n} ×{c}" for n, c in parts[has].items()) for has in (True, False))
+    layers = [(name.rpartition(".")[2], has) for name, has in adapted(shapes, lora.targets).items()]
+    on, off = (counted(leaf for leaf, has in layers if has is wanted) for wanted in (True, False))
     return f"rank {lora.rank}, alpha {lora.alpha:g}, on {on}" + (f"; none on {off}" if off else "")
 
 
 def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
     """Estimate the size of checkpoints, export and ledger; compare it with the free space."""
     trainer, ppo = config.trainer, config.trainer.ppo
-    own = trainer.offline if trainer.is_offline else ppo
     kept = trainer.offline.checkpoint_keep if trainer.is_offline else ppo.checkpoint.keep
-    saved = 12 * numel * (kept + 1) + BYTES[own.engine.fsdp.dtype] * numel
+    saved = 12 * numel * (kept + 1) + BYTES[trainer.own.engine.fsdp.dtype] * numel
     tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
     ledger = 0 if trainer.is_offline else TOKEN_BYTES * tokens
     text = f"{run_paths(config).root}: at most {decimal(saved)} of checkpoints and export"
@@ -146,8 +141,8 @@ def _trainer_bytes(
         row: Tokens of the longest row, 0 if unknown; context parallelism divides them.
     """
     trainer, ppo, ranks = config.trainer, config.trainer.ppo, config.launcher.trainer_ranks
-    own = trainer.offline if trainer.is_offline else ppo
-    fsdp, numel = own.engine.fsdp, count(shapes)
+    own, numel = trainer.own, count(shapes)
+    fsdp = own.engine.fsdp
     shards, low = fsdp.shard_size or ranks, BYTES[fsdp.dtype]
     hidden, layers = _hidden_and_layers(text)
     frozen = low / shards

@@ -55,7 +55,7 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     from arealite.impl.trainer.components import make_engine
     from arealite.impl.trainer.world import World
 
-    options = config.trainer.offline if config.trainer.is_offline else config.trainer.ppo
+    options = config.trainer.own
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     try:
         training = Training(options.optimizer, options.lr, 1)  # the checkpoint has its state

@@ -48,9 +48,8 @@ class CommandLine:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        text = (
-            f"YAML file or preset (default: {self.default.stem}); may be repeated, later ones win"
-        )
+        text = f"YAML file or preset (default: {self.default.stem}); may be repeated, "
+        text += "later ones win"
         parser.add_argument("--config", action="append", metavar="NAME", help=text)
         text = "dotted overrides; FILE.yaml or PRESET is the same as --config"
         parser.add_argument("words", nargs="*", metavar="key=value", help=text)

@@ -163,8 +163,7 @@ def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_
     """Check the model's files, and the options that depend on them; see read_model."""
     path, trainer = config.model.path, config.trainer
     model, shapes = model_folder.read_model(required(path, "model.path"))
-    fsdp = (trainer.offline if trainer.is_offline else trainer.ppo).engine.fsdp
-    ranks, size = config.launcher.trainer_ranks, fsdp.context_parallel
+    ranks, size = config.launcher.trainer_ranks, trainer.own.engine.fsdp.context_parallel
     model_folder.check_context_parallel(model, size=size, ranks=ranks)
     estimates.lora_of(config, shapes)
     if trainer.type != "reward":

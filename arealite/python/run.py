@@ -1,7 +1,5 @@
 """A run as a Python object: its progress, its result, and each of its trajectories."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import suppress
 from html import escape
@@ -71,7 +69,7 @@ class Run:
         self._command, self._is_stopped = _command, False
         self._reader = None if _command else RunReader(self.paths)
 
-    def wait(self) -> Run:
+    def wait(self) -> "Run":
         """Print the run's output until the run ends; return the run.
 
         An interrupt (Ctrl-C, or the stop button of a notebook) stops the run after its step, with a

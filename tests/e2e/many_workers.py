@@ -118,7 +118,7 @@ async def site(root: Path) -> None:
 
     reached: dict[str, Any] = {}
     async with (
-        names.registered("llm_server", "scripted", load, heartbeat_s=0.1),
+        names.registered("llm_server", "scripted", load),
         asyncio.TaskGroup() as roles,
     ):
         running = roles.create_task(pipe.run())

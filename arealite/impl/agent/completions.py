@@ -3,8 +3,6 @@
 It handles text, without tokens and versions. No log line and no error contains the API key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -75,7 +73,7 @@ class Completions:
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, config: FixedPolicyConfig) -> AsyncIterator[Completions]:
+    async def connect(cls, config: FixedPolicyConfig) -> "AsyncIterator[Completions]":
         """Open a session; close its connections when the body exits.
 
         Raises:

@@ -5,8 +5,6 @@ time of aiohttp's client. TLS, redirects and compression are not supported; serv
 none of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -79,7 +77,7 @@ class Pool:
             idle.append(connection)
             return reply
 
-    async def _connect(self, endpoint: Endpoint) -> Connection:
+    async def _connect(self, endpoint: Endpoint) -> "Connection":
         try:
             async with asyncio.timeout(self._connect_s):
                 loop = asyncio.get_running_loop()

@@ -164,9 +164,8 @@ def _row(
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
-    key, value = (
-        each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value)
-    )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     scores = (query @ key.mT * scale).float()
     scores = scores if softcap is None else (scores / softcap).tanh() * softcap
     if mask is not None:

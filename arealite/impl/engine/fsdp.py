@@ -38,7 +38,6 @@ from arealite.impl.weights.names import TensorNames
 
 log = get(__name__)
 CPU = torch.device("cpu")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class FSDPEngine(TrainEngine):
@@ -54,12 +53,13 @@ class FSDPEngine(TrainEngine):
         head: Head = "lm",
         adapter: str | None = None,
     ) -> None:
-        if config.dtype not in DTYPES:
-            raise UserError(f"Unknown dtype '{config.dtype}'. Known: {', '.join(DTYPES)}.")
+        if config.dtype not in loading.DTYPES:
+            known = ", ".join(loading.DTYPES)
+            raise UserError(f"Unknown dtype '{config.dtype}'. Known: {known}.")
         self.config = config
         cuda = "nccl" in dist.get_backend()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else CPU
-        self.dtype = DTYPES[config.dtype]
+        self.dtype = loading.DTYPES[config.dtype]
         self.source = Path(model_path).expanduser()
         torch.manual_seed(seed + dist.get_rank())
         self.head: Head = head

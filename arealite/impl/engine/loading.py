@@ -4,10 +4,10 @@ Beside its shards, a rank has at most one full parameter in memory, and the tens
 from which this parameter is made: for example one tensor for each expert.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from arealite.api.engine import Head
 from arealite.base.errors import UserError, one_line
 from arealite.impl.engine.lora import ADAPTER, file_name, fill, first_value, state_tensors
 from arealite.impl.weights.names import SCORE, TensorNames
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def empty_model(path: Path, head: Head = "lm") -> Model:
@@ -82,15 +84,14 @@ def load_weights(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in state_tensors(model):
-            if ADAPTER in name or not names.sources[file_name(name)]:
+            if file_name(name) not in names.loadable:
                 full = first_value(name, tensor.shape, generator)
             else:
                 full = names.load(file_name(name))
             fill(tensor, full.to(device))
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> AbstractContextManager[object]:
     """Put new parameters on the meta device; buffers are computed as usual."""
     register = nn.Module.register_parameter
 
@@ -99,8 +100,4 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return patch.object(nn.Module, "register_parameter", register_on_meta)

@@ -7,7 +7,6 @@ only where adapters are configured.
 import math
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from arealite.api.engine import Head
 from arealite.api.engine_config import LoRAConfig
-from arealite.base.adapter_folder import EXPERTS, PREFIX
+from arealite.base.adapter_folder import EXPERTS, PREFIX, counted
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import extra_requirement, import_optional
 from arealite.base.log import get
@@ -117,9 +116,8 @@ def _ignores(module: Any, name: str) -> bool:
     """Return whether a model may read the weight of a layer directly, without its adapter."""
     owner, _, leaf = name.rpartition(".")
     kinds = type(module.get_submodule(owner)).__name__ + type(module.get_submodule(name)).__name__
-    return "Router" in kinds or (
-        bool(re.search("Mamba|H1Mixer", kinds)) and leaf in ("x_proj", "dt_proj", "out_proj")
-    )
+    is_mixed = leaf in ("x_proj", "dt_proj", "out_proj") and re.search("Mamba|H1Mixer", kinds)
+    return "Router" in kinds or bool(is_mixed)
 
 
 def _leaf(name: str) -> str:
@@ -133,9 +131,7 @@ def coverage(module: Any) -> tuple[str, str]:
     adapted = _adapted(module)
     inside = {part for _, layer in adapted for part in layer.modules()}
     without = [name for name, part in _linear(module) if part not in inside] + _stacks(module)
-    counts = (Counter(map(_leaf, names)) for names in (dict(adapted), without))
-    on, off = (", ".join(f"{name} ×{count}" for name, count in each.items()) for each in counts)
-    return on, off
+    return counted(_leaf(name) for name, _ in adapted), counted(map(_leaf, without))
 
 
 def report(module: Any, targets: list[str]) -> None:

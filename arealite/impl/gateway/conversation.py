@@ -18,20 +18,11 @@ import msgspec
 from arealite.api.episode import Origin
 from arealite.api.observation import ChatMessage
 from arealite.impl.agent.history import ending, first
+from arealite.impl.gateway import tree
 from arealite.impl.gateway.apis import history
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 from arealite.impl.gateway.rendering import CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
-from arealite.impl.gateway.tree import (
-    Completion,
-    Item,
-    Node,
-    Prompt,
-    Sample,
-    call_ids,
-    choose,
-    key_of,
-    merge,
-)
+from arealite.impl.gateway.tree import Completion, Item, Node, Prompt, Sample
 from arealite.system.data.chats import decode, tokenize
 from arealite.system.data.forms import tool_calls
 
@@ -111,7 +102,7 @@ class Conversation:
             self._completions.append(Completion(text + (answer.stop_string or stop), ids))
             return
         message = answer.message()
-        item = Item(key_of(message), self._acceptable(node, message, prompt, output, stop))
+        item = Item(tree.key_of(message), self._acceptable(node, message, prompt, output, stop))
         turns = prompt.base.turns + 1 if prompt.base else 1
         child = node.children[item.key] = self._child(node, self._with_call_ids(item))
         start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
@@ -173,21 +164,21 @@ class Conversation:
         """
         ids, at = dict[object, object](), 0
         while at < len(items):
-            item, size = merge(node, items, at)
+            item, size = tree.merge(node, items, at)
             item, at = self._renamed(item, ids), at + size
             node = node.children.get(self._with_call_ids(item).key) or self._child(node, item)
             if node.samples:
-                base = wanted if wanted in node.samples else choose(node.samples, item.message)
+                base = wanted if wanted in node.samples else tree.choose(node.samples, item.message)
             if item.key[2]:
                 own = (base if node.samples and base else node).message
-                ids |= zip(call_ids(item.message), call_ids(own), strict=False)
+                ids |= zip(tree.call_ids(item.message), tree.call_ids(own), strict=False)
         return node, base
 
     def _with_call_ids(self, item: Item) -> Item:
         """Return a message with the ids of its calls in its key, if the template writes ids."""
         if not item.key[2] or item.key[0] != "assistant" or not self.renderer.has_ids:
             return item
-        ids = ("", repr(call_ids(item.message)).encode())
+        ids = ("", repr(tree.call_ids(item.message)).encode())
         return Item((*item.key[:2], (*item.key[2], ids)), item.message)
 
     def _renamed(self, item: Item, ids: Mapping[object, object]) -> Item:
@@ -208,9 +199,8 @@ class Conversation:
             ApiError: 404: no such answer.
         """
         if (sample := self._samples.get(previous)) is None:
-            raise ApiError(
-                404, f"No answer of this session has the id {previous}. Send all messages."
-            )
+            what = f"No answer of this session has the id {previous}"
+            raise ApiError(404, f"{what}. Send all messages.")
         known = [Item(node.key, node.message) for node in sample.node.path()]
         new = len(items) > 0 and items[0].is_system
         return sample, items[:new] + known[known[0].is_system :] + items[new:]
@@ -352,7 +342,7 @@ def _parse(raw: bytes) -> list[Item]:
 
 @lru_cache(maxsize=2**14)
 def _converted(raw: bytes) -> list[Item]:
-    return [Item(key_of(message), message) for message in history.messages(raw)]
+    return [Item(tree.key_of(message), message) for message in history.messages(raw)]
 
 
 async def _run(size: int, function: Callable[..., Prompt], *args: object) -> Prompt:

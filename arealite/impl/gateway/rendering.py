@@ -81,10 +81,9 @@ class Renderer:
         """Whether the template renders a system message that is not the first message."""
         user: ChatMessage = {"role": "user", "content": "q"}
         mark = self._number("S", 0)
-        try:
+        with suppress(ApiError):
             return mark in self.render([user, {"role": "system", "content": mark}, user], ())
-        except ApiError:
-            return False
+        return False
 
     def prepare(self, message: ChatMessage) -> ChatMessage:
         """Return a message in the form that the template needs."""

@@ -11,7 +11,7 @@ import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -214,9 +214,19 @@ def how_ended(code: int) -> str:
 
 def free_port() -> int:
     """Return a loopback port that was free during the call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return take_ports("127.0.0.1", 0, 1)[0]
+
+
+def take_ports(host: str, port: int, count: int) -> list[int]:
+    """Return `count` ports from `port` on, or any ports if it is 0; all were free during the call.
+
+    Raises:
+        OSError: a port is in use, or `host` is no address of this machine.
+    """
+    with ExitStack() as stack:
+        wanted = [(host, port and port + i) for i in range(count)]
+        sockets = [stack.enter_context(socket.create_server(address)) for address in wanted]
+        return [each.getsockname()[1] for each in sockets]
 
 
 def own_address() -> str:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http.client import HTTPException
 from math import prod
 from pathlib import Path
@@ -64,26 +64,22 @@ def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, vers
     logger.info("self-check passed", seconds=round(time.perf_counter() - begin, 2), **check.found)
 
 
-@dataclass(eq=False)
 class SelfCheck:
     """The comparisons of one version of the weights. All ranks call the same methods."""
 
-    config: ExperimentConfig
-    engine: TrainEngine
-    world: World
-    version: int
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, config: ExperimentConfig, engine: TrainEngine, world: World, version: int
+    ) -> None:
+        self.config, self.engine, self.world, self.version = config, engine, world, version
         self.folder, trainer = Path(self.config.model.path).expanduser(), self.config.trainer
-        own = trainer.offline if trainer.is_offline else trainer.ppo
-        self.dtype, self.model = own.engine.fsdp.dtype, read_json(self.folder)
+        self.dtype, self.model = trainer.own.engine.fsdp.dtype, read_json(self.folder)
         self.temperature = trainer.ppo.collector.sampling.temperature or 1.0
         self.names = NameRegistry.of(self.config)
         self.module: Any = getattr(self.engine, "module", None)
         """The trainer's model; None if the engine has no attribute `module`."""
         self.plain: PlainModel | None = None
         """The reference on rank 0; None on other ranks, or if a second copy does not fit."""
-        self.is_initial = self.version == 0 and not getattr(self.config.model, "adapter", None)
+        self.is_initial = version == 0 and not config.model.adapter
         """Whether the trainer's weights are those of the model folder."""
         self.found: dict[str, str] = {}
         """The result of each comparison, for the log."""
@@ -147,9 +143,8 @@ class SelfCheck:
     def _request(self, server: dict[str, Any], path: str, body: object = None) -> bytes:
         """Return a server's answer to POST, or to GET if there is no body."""
         data = None if body is None else msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"} | self.names.headers(
-            server.get("type") or ""
-        )
+        headers = self.names.headers(server.get("type") or "")
+        headers["Content-Type"] = "application/json"
         request = Request(server["address"] + path, data, headers)
         limit = self.config.trainer.ppo.publisher.timeout_s
         with build_opener(ProxyHandler({})).open(request, timeout=limit) as answer:

@@ -1,6 +1,7 @@
 """Compares the log-probabilities of two programs, and finds the likely reason of a difference."""
 
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -130,13 +131,11 @@ def tensor_reason(right: Sums, wrong: Sums, dtype: str, buffers: set[str]) -> st
     differ = [name for name in right if distance(name, name) > limit]
     listed = ", ".join(f"'{name}'" for name in differ[:3]) + " …" * (len(differ) > 3)
     is_few, share = len(differ) <= FEW, f"{len(differ)} of {len(right)} tensors differ ({listed})"
-    twins = [
-        (a, b) for a in differ for b in differ if is_few and a != b and distance(a, b) <= limit
-    ]
+    pairs = permutations(differ, 2) if is_few else ()
     zeros = [name for name in differ if is_few and not wrong[name][1]]
     reasons = {
         "": not differ,
-        f"swapped tensors: values of {listed}": bool(twins),
+        f"swapped tensors: values of {listed}": any(distance(*pair) <= limit for pair in pairs),
         f"rope theta: {listed} differ": all("inv_freq" in name for name in differ),
         f"missing buffer: {listed} was not loaded": all(name in buffers for name in differ),
         f"tied head: {listed} differs; see tie_word_embeddings": differ == [head],

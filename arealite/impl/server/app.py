@@ -22,12 +22,7 @@ from arealite.impl.server.engine import Engine, Job
 from arealite.impl.server.generation import Generation
 from arealite.impl.server.group_member import GroupMember
 from arealite.impl.server.protocol import Empty, Handler, Refusal, ServedModel
-from arealite.impl.server.weights import (
-    ServedWeights,
-    check_layout,
-    stage_tensors,
-    stage_weights,
-)
+from arealite.impl.server.weights import ServedWeights, check_layout, stage_tensors, stage_weights
 from arealite.impl.weights.buckets import Layout
 from arealite.impl.weights.sums import sums
 

@@ -143,9 +143,10 @@ class BaseDecoder(ABC):
     def remove_ended(self) -> list[Generation]:
         """Free and return the ended requests."""
 
-    @abstractmethod
     def clear(self) -> list[Generation]:
         """Remove and return all running requests; drop all keys, values and states."""
+        out, self.running = self.running, []
+        return out
 
     def _admit(self, waiting: deque[Generation]) -> tuple[list[Ids], list[Generation], list[int]]:
         """Remove the requests that fit from `waiting`.
@@ -282,10 +283,9 @@ class Decoder(BaseDecoder):
         return ended
 
     def clear(self) -> list[Generation]:
-        out, self.running = self.running, []
         self._cache.drop()
         self._settings = None
-        return out
+        return super().clear()
 
     def _rebuild(self) -> Settings:
         """Rebuild the batch's tensors after requests were admitted or removed."""

@@ -123,14 +123,11 @@ class EmbeddedServer(LLMServer):
 
     async def _until_stopped(self, app: App) -> None:
         """Keep the server registered until it is stopped or its engine crashes."""
-        cluster = self.config.cluster
         entry_id = self.address.removeprefix("http://").replace(":", "-")
         if self._shared is None:
             vitals.rename(f"llm_server-{entry_id}")
-        async with self._registry.registered(
-            "llm_server", entry_id, lambda: self._entry(app), heartbeat_s=cluster.heartbeat_s,
-            changed=self._model.changed,
-        ):  # fmt: skip
+        name = "llm_server", entry_id, lambda: self._entry(app)
+        async with self._registry.registered(*name, changed=self._model.changed):
             logger.info("server ready", address=self.address, model=app.model.folder)
             self.ready.set()
             error = await self._stopped

@@ -41,7 +41,6 @@ class ExternalServers:
         self.updates = updates
         """False: the run does not publish to the servers and does not change their version."""
         self.addresses = config.llm_server.addresses
-        self.cluster = config.cluster
         self.registry = NameRegistry.of(config)
         self.model = read_json(config.model.path)
         self._known: dict[str, str] = {}
@@ -69,13 +68,10 @@ class ExternalServers:
                 if str(error) != why:  # log an error once, not every second
                     why = str(error)
                     logger.warning("external server not in use", address=address, error=why)
-                await asyncio.sleep(self.cluster.heartbeat_s)
+                await asyncio.sleep(self.registry.heartbeat_s)
                 continue
-            changed = asyncio.Event()
-            async with self.registry.registered(
-                "llm_server", entry_id(address), entry.copy, changed=changed,
-                heartbeat_s=self.cluster.heartbeat_s,
-            ):  # fmt: skip
+            name, changed = ("llm_server", entry_id(address), entry.copy), asyncio.Event()
+            async with self.registry.registered(*name, changed=changed):
                 logger.info("external server in use", address=address, version=entry["version"])
                 why = await self._until_silent(entry, changed)
             silences += 1
@@ -101,10 +97,10 @@ class ExternalServers:
 
     async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
         """Update version and load of a registered server; return the error that ended it."""
-        url, beat_s = entry["address"], self.cluster.heartbeat_s
+        url, beat_s = entry["address"], self.registry.heartbeat_s
 
         async def version() -> str | int | None:
-            info = await get(self._session, f"{url}/model_info", self.cluster.ttl_s)
+            info = await get(self._session, f"{url}/model_info", self.registry.ttl_s)
             return info.get("weight_version")
 
         async def load() -> dict[str, int] | None:

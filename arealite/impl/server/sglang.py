@@ -19,7 +19,8 @@ from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.base.places import check_address, check_folder
 from arealite.base.signals import STOP
-from arealite.impl.server.sglang_process import Launch, SGLangProcess, take_ports
+from arealite.impl.launcher.processes import take_ports
+from arealite.impl.server.sglang_process import Launch, SGLangProcess
 from arealite.system.names.registry import NameRegistry
 from arealite.system.names.secret import FILE
 

@@ -6,10 +6,9 @@
 import asyncio
 import math
 import signal
-import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import msgspec
 from arealite.api.config import ServerConfig
 from arealite.base import log
 from arealite.base.errors import ArealiteError, DeadlineError, UserError
-from arealite.impl.launcher.processes import GUARD, Child, spawn
+from arealite.impl.launcher.processes import GUARD, Child, spawn, take_ports
 from arealite.impl.launcher.supervisor import Budget, Role, RoleFailed, Supervisor
 from arealite.impl.server.sglang_api import follow, total_load
 from arealite.system.health import vitals
@@ -126,13 +125,11 @@ class SGLangProcess(Supervisor):
         try:
             await self._healthy()
             begin = time.monotonic()
-            async with self._registry.registered(
-                "llm_server", self.entry_id, self._value, changed=self._changed,
-                heartbeat_s=self.config.cluster.heartbeat_s,
-            ):  # fmt: skip
+            name = "llm_server", self.entry_id, self._value
+            async with self._registry.registered(*name, changed=self._changed):
                 self._served = True
                 self.roles[0].budget.mark_up()
-                beat_s = self.config.cluster.heartbeat_s
+                beat_s = self._registry.heartbeat_s
                 parts = self._entry, self._changed, self._version, self._load
                 await follow(*parts, heartbeat_s=beat_s)  # raises when the server is silent
         except (ArealiteError, OSError) as error:
@@ -194,10 +191,9 @@ class SGLangProcess(Supervisor):
     def _free_port(self) -> int:
         """Return the previous port, or another port if the previous one is in use."""
         host = self.config.llm_server.host
-        try:
+        with suppress(OSError):
             return take_ports(host, self.port, 1)[0]
-        except OSError:
-            return take_ports(host, 0, 1)[0]
+        return take_ports(host, 0, 1)[0]
 
     async def _healthy(self) -> None:
         """Wait until the server replies, and compose the content of its name."""
@@ -252,13 +248,12 @@ class SGLangProcess(Supervisor):
         """Return the JSON reply to a GET, or to a POST if there is a body; None without a reply."""
         url, method = self.address + path, "POST" if body else "GET"
         send, headers = self._session.request, self._registry.headers()
-        try:  # a timeout of aiohttp could suppress an outer deadline that expires simultaneously
-            with self._bounded(f"an answer of {url}", seconds):
-                async with send(method, url, json=body, headers=headers) as answer:
-                    answer.raise_for_status()
-                    return msgspec.json.decode(await answer.read() or b"{}", type=dict)
-        except (aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError):
-            return None
+        silent = aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError
+        # A timeout of aiohttp could suppress an outer deadline that expires simultaneously.
+        with suppress(*silent), self._bounded(f"an answer of {url}", seconds):
+            async with send(method, url, json=body, headers=headers) as answer:
+                answer.raise_for_status()
+                return msgspec.json.decode(await answer.read() or b"{}", type=dict)
 
     async def _drain(self, child: Child) -> None:
         """Wait for running requests up to `drain_timeout_s`, then send SIGTERM and wait again.
@@ -273,15 +268,3 @@ class SGLangProcess(Supervisor):
         child.send(signal.SIGTERM)
         with suppress(DeadlineError), self._bounded("its end", TERMINATE_S):
             await child.process.wait()
-
-
-def take_ports(host: str, port: int, count: int) -> list[int]:
-    """Return `count` ports from `port` on, or any ports if it is 0; all were free during the call.
-
-    Raises:
-        OSError: a port is in use, or `host` is no address of this machine.
-    """
-    with ExitStack() as stack:
-        wanted = [(host, port and port + i) for i in range(count)]
-        sockets = [stack.enter_context(socket.create_server(address)) for address in wanted]
-        return [each.getsockname()[1] for each in sockets]

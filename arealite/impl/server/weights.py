@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import check_layers, read_model
-from arealite.impl.engine.loading import attention_of
+from arealite.impl.engine.loading import DTYPES, attention_of
 from arealite.impl.server.engine import Job
 from arealite.impl.server.protocol import Refusal
 from arealite.impl.weights.buckets import Layout, Named
 from arealite.impl.weights.names import Parts, TensorNames
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FLOATS = {*DTYPES.values(), torch.float64}
 
 

@@ -268,9 +268,8 @@ def _make_row(segment: Segment, *, weight: float) -> Sequence:
     weight_T = np.full(len(tokens_T), weight, np.float32)
     fields = {"behav_logprobs": behav_T, "loss_weight": weight_T}
     routing = np.frombuffer(segment.routing, np.uint8).reshape(len(tokens_T), -1)
-    return Sequence(
-        tokens_T, mask_T, segment.temperature, fields, routing if routing.size else None
-    )
+    experts = routing if routing.size else None
+    return Sequence(tokens_T, mask_T, segment.temperature, fields, experts)
 
 
 def _enforce_staleness(

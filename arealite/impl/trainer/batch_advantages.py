@@ -72,9 +72,8 @@ def _rewards(batch: TrainBatch, trajectory: Trajectory, config: PPOConfig) -> np
     if (buffer := shaping.overlong_buffer) > 0:
         limit, most = config.collector.sampling.max_new_tokens, shaping.overlong_penalty
         for last, length in trajectory.turns():
-            rewards_N[last] -= algo.overlong_penalty(
-                length, limit=limit, buffer=buffer, penalty=most
-            )
+            cost = algo.overlong_penalty(length, limit=limit, buffer=buffer, penalty=most)
+            rewards_N[last] -= cost
     if _has_kl_reward(config):
         log_ratio_N = trajectory.gather("prox_logprobs") - trajectory.gather("ref_logprobs")
         kl_N = kl_estimate(torch.from_numpy(log_ratio_N), config.kl.estimator)

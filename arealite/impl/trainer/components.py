@@ -10,7 +10,6 @@ from typing import Any, NotRequired, TypedDict
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine import Head, TrainEngine, Training, engines
-from arealite.api.engine_config import TrainEngineConfig
 from arealite.api.logger import MetricLogger, loggers
 from arealite.api.publisher import WeightPublisher, publishers
 from arealite.impl.logger.isolated import IsolatedLogger
@@ -101,14 +100,9 @@ def make_reference(config: ExperimentConfig, engine: TrainEngine, path: str | No
 
     Where `engine` trains adapters only, that is the same engine without its adapters.
     """
-    if path is None and (_options(config).fsdp.lora.rank or config.model.adapter):
+    if path is None and (config.trainer.own.engine.fsdp.lora.rank or config.model.adapter):
         return engine.without_adapter()
     return make_engine(config, path)
-
-
-def _options(config: ExperimentConfig) -> TrainEngineConfig:
-    trainer = config.trainer
-    return trainer.offline.engine if trainer.is_offline else trainer.ppo.engine
 
 
 def make_engine(
@@ -119,7 +113,7 @@ def make_engine(
     head: Head = "lm",
 ) -> TrainEngine:
     """Load the model at `path` (None: at model.path); without `training` it is frozen."""
-    options = _options(config)
+    options = config.trainer.own.engine
     make, own = engines.get(options.type), getattr(options, options.type, options.fsdp)
     adapter = config.model.adapter if training and head == "lm" else None
     given: dict[str, Any] = {"adapter": adapter} if adapter else {}

@@ -4,8 +4,6 @@ The tokenizers package alone reads the model's tokenizer.json: transformers woul
 take seconds. Decoding ids one by one would lose their bytes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -32,7 +30,7 @@ class Vocabulary:
         self._decoder = repr(self._tokenizer.decoder)
 
     @classmethod
-    def find(cls, folders: Iterable[Path]) -> Vocabulary | None:
+    def find(cls, folders: Iterable[Path]) -> "Vocabulary | None":
         """Open the first folder's tokenizer that can be read; None if there is none."""
         for file in (folder.expanduser() / "tokenizer.json" for folder in folders):
             with suppress(Exception):  # the package raises nothing narrower

@@ -91,11 +91,8 @@ class TensorNames:
         self._files = {name: header.file for name, header in self.headers.items()}
         self.headers = {name: self.headers[name] for name in self._of_folder}
         """Describes the tensors of the folder that the model uses."""
-        self.sources: dict[str, tuple[str, ...]] = {
-            name: tuple(self._of_model[name].sources) if name in self._of_model else ()
-            for name in dict.fromkeys(self._first.values())
-        }
-        """Maps a tensor of the model to its tensors in the folder; () for a fresh value head."""
+        self.loadable = self._of_model.keys()
+        """The tensors of the model that the folder has: all but a fresh value head."""
         self._rest: Tensors = {}
         """Tensors of the last converted group that `load` has yet to return."""
 
@@ -109,7 +106,7 @@ class TensorNames:
         """Return a full tensor of the model, on the CPU, converted from its tensors in the folder.
 
         Args:
-            name: A tensor whose `sources` are not empty.
+            name: One of `loadable`.
 
         Raises:
             UserError: config.json ties tensors whose values differ.
@@ -197,10 +194,8 @@ class TensorNames:
         what = f"'{self.folder}': {listed}"
         dtypes = {self.headers[name].dtype for name in given}
         if self._meta[group.key].is_floating_point() and (odd := dtypes - {*FLOATS}):
-            fix = "Use a folder with weights in bfloat16 or float32."
-            raise UserError(
-                f"{what}: dtype {odd.pop()} is quantized, which cannot be trained. {fix}"
-            )
+            what = f"{what}: dtype {odd.pop()} is quantized, which cannot be trained"
+            raise UserError(f"{what}. Use a folder with weights in bfloat16 or float32.")
         try:
             made = self._convert(group, given.__getitem__)
             group.targets = tuple(made)

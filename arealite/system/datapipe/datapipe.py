@@ -150,8 +150,7 @@ class Datapipe:
             return nullcontext()
         own = {"address": self.address, "pid": os.getpid(), "host": socket.gethostname()}
         desired_workers = self.scaling.desired_workers if self.scaling else dict[str, int]
-        entry, beat_s = lambda: own | desired_workers(), self.config.cluster.heartbeat_s
-        return self.registry.registered("datapipe", "0", entry, heartbeat_s=beat_s)
+        return self.registry.registered("datapipe", "0", lambda: own | desired_workers())
 
     def _restore(self) -> None:
         """Assign leases from before a restart to their workers, which may still run them."""

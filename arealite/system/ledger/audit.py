@@ -5,8 +5,6 @@ or copied. The audit reads all rows and payloads, or only those after the *mark*
 stores the mark in the ledger: all records before it passed an audit.
 """
 
-from __future__ import annotations
-
 import math
 import sqlite3
 from collections import Counter, defaultdict
@@ -124,7 +122,7 @@ class Guarantees:
     """Failures after which a group may lack a member; 0: no member may be missing."""
 
     @classmethod
-    def of(cls, paths: RunPaths) -> Guarantees:
+    def of(cls, paths: RunPaths) -> "Guarantees":
         """Read the configs of a run; without any, return the guarantees of every run."""
         files = [file for file in (paths.config, *paths.starts.values()) if file.exists()]
         if not (found := [base_config.read(file).trainer.ppo for file in files]):

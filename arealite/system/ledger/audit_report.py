@@ -1,7 +1,5 @@
 """The result of an audit, and its table for the console."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -25,7 +23,7 @@ class Balance:
     in_flight: int
 
     @classmethod
-    def of(cls, counts: Mapping[str, int]) -> Balance:
+    def of(cls, counts: Mapping[str, int]) -> "Balance":
         """Build a balance from counts by state of the group."""
         sums = {k: sum(counts.get(state, 0) for state in states) for k, states in IN_STATE.items()}
         return cls(sum(counts.values()), **sums)

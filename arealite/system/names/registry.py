@@ -62,6 +62,8 @@ class NameRegistry:
     root: Path
     """The trial's folder."""
     ttl_s: float = 5.0
+    heartbeat_s: float = 1.0
+    """Seconds between two writes of a name."""
     is_secured: bool = False
     """Whether the trial has a secret."""
     key_env: str = ""
@@ -73,9 +75,9 @@ class NameRegistry:
         cls, config: ExperimentConfig | ServerConfig, *, ttl_s: float | None = None
     ) -> NameRegistry:
         """Return the registry of a config's trial."""
-        ttl_s = config.cluster.ttl_s if ttl_s is None else ttl_s
-        key_env = getattr(config.llm_server, "api_key_env", "")
-        return cls(name_dir(config), ttl_s, is_secured=config.cluster.security, key_env=key_env)
+        cluster, key_env = config.cluster, getattr(config.llm_server, "api_key_env", "")
+        lives = cluster.ttl_s if ttl_s is None else ttl_s, cluster.heartbeat_s
+        return cls(name_dir(config), *lives, is_secured=cluster.security, key_env=key_env)
 
     @cached_property
     def secret(self) -> Secret | None:
@@ -179,8 +181,8 @@ class NameRegistry:
 
     @asynccontextmanager
     async def registered(
-        self, role: str, entry_id: str, value: Callable[[], Mapping[str, object] | None], *,
-        heartbeat_s: float = 1.0, changed: asyncio.Event | None = None,
+        self, role: str, entry_id: str, value: Callable[[], Mapping[str, object] | None],
+        *, changed: asyncio.Event | None = None,
     ) -> AsyncGenerator[None, None]:  # fmt: skip
         """Write a name, renew it during the body, and remove it at the end.
 
@@ -189,7 +191,6 @@ class NameRegistry:
             entry_id: Unique among the names of the role.
             value: Returns the content of the name. If it returns None, the name is not renewed and
                 dies after `ttl_s`.
-            heartbeat_s: Seconds between two writes.
             changed: When this event is set, the name is written at once.
 
         Raises:
@@ -204,7 +205,7 @@ class NameRegistry:
         async def beat() -> None:
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(wake.wait(), heartbeat_s)
+                    await asyncio.wait_for(wake.wait(), self.heartbeat_s)
                 wake.clear()
                 if stopping:
                     return

@@ -61,7 +61,7 @@ def experiment(tmp_path: Path) -> ExperimentConfig:
 def site(experiment: ExperimentConfig) -> Callable[..., Any]:
     @asynccontextmanager
     async def make(*settings: dict[str, Any], **client: Any) -> AsyncIterator[Site]:
-        names = NameRegistry(name_dir(experiment), ttl_s=600.0)
+        names = NameRegistry(name_dir(experiment), ttl_s=600.0, heartbeat_s=0.02)
         # Deadlines that do not pass unless a test shortens them.
         limits = {"request_timeout_s": 60.0, "connect_timeout_s": 60.0}
         own = SGLangClientConfig(**({"refresh_s": 0.05} | limits | client))
@@ -73,7 +73,7 @@ def site(experiment: ExperimentConfig) -> Callable[..., Any]:
             its = Site(made, servers, names)
             for index, server in enumerate(servers):
                 value = partial(its.value, server)
-                name = names.registered("llm_server", f"s{index}", value, heartbeat_s=0.02)
+                name = names.registered("llm_server", f"s{index}", value)
                 await stack.enter_async_context(name)
             await made.start()
             stack.push_async_callback(made.close)

@@ -146,7 +146,7 @@ async def test_concurrency_follows_a_slow_and_then_a_fast_environment(
             await worker.run()
             return worker
 
-        named = names.registered("llm_server", "fake", server.entry, heartbeat_s=0.05)
+        named = names.registered("llm_server", "fake", server.entry)
         async with server, asyncio.timeout(240), named, asyncio.TaskGroup() as roles:
             roles.create_task(pipe.run())
             await pipe.ready.wait()

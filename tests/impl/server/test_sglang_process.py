@@ -23,10 +23,10 @@ import structlog.testing
 
 from arealite.api.config import ServerConfig
 from arealite.base.errors import DeadlineError, RoleError, UserError
-from arealite.impl.launcher.processes import Child
+from arealite.impl.launcher.processes import Child, take_ports
 from arealite.impl.server import sglang, sglang_process
 from arealite.impl.server.sglang import SGLangServer
-from arealite.impl.server.sglang_process import SGLangProcess, take_ports
+from arealite.impl.server.sglang_process import SGLangProcess
 from arealite.system.health import waits
 from arealite.system.names.registry import Entry, NameRegistry
 from tests.fakes.sglang_program import Program, wrapper_config

@@ -35,7 +35,7 @@ def names_of(path: Path) -> TensorNames:
 def check_both_ways(path: Path) -> Tensors:
     """Load each tensor alone and map it back; return the tensors of the model."""
     names, files = names_of(path), load_file(path / "model.safetensors")
-    state = {name: names.load(name) for name in names.sources}
+    state = {name: names.load(name) for name in names.loadable}
     back = dict(names.to_folder(state.items()))
     assert back.keys() == files.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in files.items())
@@ -104,7 +104,7 @@ def test_parts_of_a_parameter_wait_for_each_other(tmp_path: Path) -> None:
 
 def test_incomplete_stream_is_an_error(tmp_path: Path) -> None:
     names = names_of(write(build("hrm_text", HRM), tmp_path))
-    name = next(name for name in names.sources if name.endswith("self_attn.q_proj.weight"))
+    name = next(name for name in names.loadable if name.endswith("self_attn.q_proj.weight"))
     with pytest.raises(InvariantError, match="without the rest of its group"):
         list(names.to_folder([(name, torch.zeros(32, 32))]))
 
@@ -156,7 +156,7 @@ def set_tied(path: Path, value: bool) -> None:
 
 def load_all(path: Path) -> Iterable[str]:
     names = names_of(path)
-    return [name for name in names.sources if names.load(name) is not None]
+    return [name for name in names.loadable if names.load(name) is not None]
 
 
 def test_head_that_differs_from_the_tied_embedding_is_refused(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ async def test_registered_renews_the_value_and_removes_the_name(names: NameRegis
         beats.put_nowait(count)
         return {"version": count}
 
-    async with names.registered("llm_server", "0", value, heartbeat_s=0.01):
+    names.heartbeat_s = 0.01
+    async with names.registered("llm_server", "0", value):
         assert names.list("llm_server")[0].value["version"] >= 1
         begun = count
         while await beats.get() < begun + 2:  # the value before this one is written then
@@ -137,7 +138,8 @@ async def test_registered_renews_the_value_and_removes_the_name(names: NameRegis
 
 async def test_change_is_written_at_once(names: NameRegistry) -> None:
     value, changed = {"version": "1"}, asyncio.Event()
-    async with names.registered("llm_server", "0", value.copy, heartbeat_s=600.0, changed=changed):
+    names.heartbeat_s = 600.0
+    async with names.registered("llm_server", "0", value.copy, changed=changed):
         value["version"] = "2"
         assert names.list("llm_server")[0].value == {"version": "1"}
         changed.set()
@@ -152,7 +154,8 @@ async def test_name_without_a_value_is_not_renewed(names: NameRegistry) -> None:
         asked.put_nowait(None)
         return values[-1]
 
-    async with names.registered("llm_server", "0", value, heartbeat_s=0.01):
+    names.heartbeat_s = 0.01
+    async with names.registered("llm_server", "0", value):
         file = names.root / "llm_server" / "0.json"
         values.append(None)
         for _ in range(3):

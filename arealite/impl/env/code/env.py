@@ -131,11 +131,10 @@ class CodeEnv(Env):
         if "stdout" in result:
             is_same = same_text(result["stdout"], wanted, self.config.tolerance)
             return int(result["code"] == 0 and is_same)
-        try:
+        with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
             got = decode(result["value"], lambda _: object()) if "value" in result else object()
             return int(same(got, wanted, self.config.tolerance))
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            return 0
+        return 0
 
 
 def parse_reports(text: str) -> Iterator[dict[str, Any]]:

@@ -4,8 +4,6 @@ The pages are those of the package `miniwob`. The reward is the raw one of the p
 decay over time. Source of the protocol: https://miniwob.farama.org.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from collections.abc import AsyncGenerator, Iterator
@@ -83,7 +81,7 @@ class BrowserEnv(Env):
         score = float(view.state[2] or 0.0) if view.state and view.state[0] else LEFT
         agents["agent"].reward(score, success=float(score > 0))
 
-    async def _begin(self, page: Page, name: str, seed: int) -> str:
+    async def _begin(self, page: "Page", name: str, seed: int) -> str:
         if name not in page_names():
             raise EpisodeError(unknown("task", name, sorted(page_names())))
         await page.open(f"{self.address}/{page_path(name)}")
@@ -91,7 +89,7 @@ class BrowserEnv(Env):
         return goal["utterance"] if isinstance(goal, dict) else str(goal)
 
 
-def is_over(view: View) -> bool:
+def is_over(view: "View") -> bool:
     """Return whether the task is finished or the agent has left its page."""
     return not view.state or not view.state[0] or bool(view.state[1])
 

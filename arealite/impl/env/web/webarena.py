@@ -4,8 +4,6 @@ Tasks have the form that WebArena publishes (config/test.raw.json of its reposit
 as __SHOPPING__ are replaced by the addresses in the config or in the variable WA_SHOPPING.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -95,7 +93,7 @@ class WebArenaEnv(Env):
             score = float(await self._check(page, definition["eval"], answer or "", judge))
         agent.reward(score, success=score, stopped=float(answer is not None))
 
-    async def _check(self, page: Page, rules: Any, answer: str, judge: checks.Judge) -> bool:
+    async def _check(self, page: "Page", rules: Any, answer: str, judge: checks.Judge) -> bool:
         kinds = rules["eval_types"]
         references = rules["reference_answers"] if "string_match" in kinds else {}
         if not await checks.string_match(answer, references, judge):
@@ -117,7 +115,7 @@ class WebArenaEnv(Env):
         return "yes" in verdict and "no" not in verdict
 
 
-async def find(page: Page, target: dict[str, Any]) -> str:
+async def find(page: "Page", target: dict[str, Any]) -> str:
     """Return the text that a target of `program_html` locates; "" if the page has none."""
     if target["url"] != "last":
         await page.open(target["url"])

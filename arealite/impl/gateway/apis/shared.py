@@ -1,7 +1,5 @@
 """Requests, errors, events and blocks of answers that several APIs have."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import lru_cache
@@ -38,8 +36,8 @@ class Tool(msgspec.Struct, kw_only=True, omit_defaults=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     input_schema: dict[str, Any] | None = None
-    function: Tool | None = None
-    tools: list[Tool] | None = None
+    function: "Tool | None" = None
+    tools: "list[Tool] | None" = None
     """Tools of a namespace."""
     disable_parallel_tool_use: bool = False
 
