@@ -4,9 +4,9 @@ Families scale or cap their logits in their own code. A probe of that code finds
 list of families or config fields is needed, and an unknown change is refused.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,8 @@ def logit_change(module: Any) -> LogitChange:
     decoded = _Decoded(last_hidden_state=hidden)
     with ExitStack() as stack, torch.no_grad():
         for part in {base, decoder}:
-            stack.enter_context(patch.object(part, "forward", lambda *_, **__: decoded))
-        stack.enter_context(patch.object(head, "forward", product))
+            stack.enter_context(_forward(part, lambda *_, **__: decoded))
+        stack.enter_context(_forward(head, product))
         try:
             got = module(input_ids=torch.zeros(1, PROBES, dtype=torch.long), use_cache=False).logits
             before = _snapped(given[0].flatten()[0] / hidden.flatten()[0])
@@ -90,3 +90,16 @@ def _snapped(ratio: Tensor) -> float:
 def _close(tensor: Tensor, expected: Tensor) -> bool:
     same = tensor.shape == expected.shape
     return same and torch.allclose(tensor.double(), expected, rtol=1e-5, atol=1e-9)
+
+
+@contextmanager
+def _forward(module: Any, forward: Any) -> Iterator[None]:
+    """Replace the forward of one module within the context."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before

@@ -4,10 +4,10 @@ Beside its shards, a rank has at most one full parameter in memory, and the tens
 from which this parameter is made: for example one tensor for each expert.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -91,7 +91,8 @@ def load_weights(
             fill(tensor, full.to(device))
 
 
-def _parameters_on_meta() -> AbstractContextManager[object]:
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
     """Put new parameters on the meta device; buffers are computed as usual."""
     register = nn.Module.register_parameter
 
@@ -100,4 +101,8 @@ def _parameters_on_meta() -> AbstractContextManager[object]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    return patch.object(nn.Module, "register_parameter", register_on_meta)
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
