@@ -8,9 +8,10 @@ Shape letters: B = rows of a batch, L = prompt length, V = vocabulary.
 
 import inspect
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -153,15 +154,12 @@ def _difference(kind: type[BaseDecoder], model: Model) -> float:
 
     In nats: the maximum in float32, the median in 16 bits.
     """
-    config = model.config.get_text_config()
-    windows = (config.attribute_map.get(name, name) for name in WINDOWS)
-    short = {name: PROBE_WINDOW for name in windows if getattr(config, name, None)}
-    size = min(64, config.vocab_size)
+    size = min(64, model.config.get_text_config().vocab_size)
     tokens = torch.randint(size, (9,), generator=torch.Generator().manual_seed(0)).tolist()
     wanted = (tokens[:3], 8), (tokens[:3], 6), (tokens, 8)
     rows = [Generation("", ids, SamplingParams(), most, frozenset()) for ids, most in wanted]
     waiting, off = deque(rows), list[Tensor]()
-    with patch.dict(vars(config), short):  # windows are shorter than the rows
+    with _short_windows(model):
         decoder = kind(model, max_rows=3, seed=0)
         while waiting or decoder.running:
             if waiting:
@@ -175,3 +173,17 @@ def _difference(kind: type[BaseDecoder], model: Model) -> float:
             off.append((plain - torch.tensor(row.logprobs)).abs())
     every = torch.cat(off)
     return (every.max() if model.dtype == torch.float32 else every.median()).item()
+
+
+@contextmanager
+def _short_windows(model: Model) -> Iterator[None]:
+    """Let the windows of attention be shorter than the probe's rows."""
+    config = model.config.get_text_config()
+    saved = {name: value for name in WINDOWS if (value := getattr(config, name, None))}
+    try:
+        for name in saved:
+            setattr(config, name, PROBE_WINDOW)
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(config, name, value)
