@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from arealite.base.data import read_toml
 from arealite.base.errors import UserError
@@ -107,19 +106,22 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
 
     from arealite.cli.machine.bench import main
 
-    gpus, count, shared = plan["gpus"], rows[0]["ranks"], {PARENT: str(os.getpid())}
+    gpus, count, saved = plan["gpus"], rows[0]["ranks"], dict(os.environ)
     environments = rank_environments(count)
     if rows[0]["server"]:  # the server has the first GPU, the trainer the last
         environments[0]["LOCAL_RANK"] = str(max(0, gpus - 1))
+    os.environ[PARENT] = str(os.getpid())
     if gpus < count:  # before a process imports torch
-        shared["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        with patch.dict(os.environ, shared):
-            start_processes(main, (environments, rows, plan, folder), count, start_method="spawn")
+        start_processes(main, (environments, rows, plan, folder), count, start_method="spawn")
     except Exception as error:  # noqa: BLE001  (of a rank, whichever it is)
         if getattr(error, "exit_code", 0) == -signal.SIGALRM:
             return f"no result after {plan['limit_s']:g} s"
         return exit_reason(str(error), 1)
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
     return "its processes exited without a result"
 
 
