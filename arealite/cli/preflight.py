@@ -26,9 +26,9 @@ from arealite.cli.resume import check_resume
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
 from arealite.impl.self_check import template
+from arealite.system.data import prompts
 from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
-from arealite.system.data.prompts import check_prompts, longest_request, template_line
 from arealite.system.data.tasks import check_first_rows, describe, describe_rows, load_split, shares
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
@@ -148,11 +148,11 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     model_folder.check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
     check_resume(config, identity(config, tasks))
     found = find_servers(config, model) if has_servers and not is_self_served(config) else []
-    check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
-    longest = longest_request(config, [*tasks, *held_out])
-    if line := template_line(config, [*tasks, *held_out]):
+    prompts.check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
+    longest = prompts.longest_request(config, [*tasks, *held_out])
+    if line := prompts.template_line(config, [*tasks, *held_out]):
         print(fold(f"{'prompts':<10} {line}"), flush=True)
-    if line or any(not isinstance(task.prompt, str) for task in tasks):
+    if prompts.uses_template(config, [*tasks, *held_out]):
         for fault in template.check_template(config):
             print(fold(f"{'template':<10} warning: {fault}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
