@@ -94,6 +94,7 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """
     is_served = bool(config.llm_server.addresses or NameRegistry.of(config).list("llm_server"))
     facts = preflight(config, has_servers=is_served)
+    check_tensors(config)
     model, numel = facts.model, estimates.count(facts.shapes)
     kind, context = model.get("model_type", "?"), model.get("max_position_embeddings", "?")
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
@@ -170,6 +171,21 @@ def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_
     if trainer.type != "reward":
         model_folder.check_layers(model, path)
     return model, shapes
+
+
+def check_tensors(config: ExperimentConfig) -> None:
+    """Compare names and shapes of the folder's tensors with the model of its config.json.
+
+    It imports torch, which takes seconds, so a run leaves it to the trainer.
+
+    Raises:
+        UserError: transformers cannot build the model, or a tensor has no counterpart.
+    """
+    from arealite.impl.engine.loading import empty_model
+    from arealite.impl.weights.names import TensorNames
+
+    path = Path(config.model.path).expanduser()
+    TensorNames(empty_model(path, "value" if config.trainer.type == "reward" else "lm"), path)
 
 
 def required(value: str | None, key: str) -> str:

@@ -148,6 +148,24 @@ def test_model_check_imports_no_torch(command: str, model: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("foo__weight", "has tensors that the model lacks: foo.weight (1 in all)"),
+        (
+            "model__norm__weight",
+            "model.norm.weight has shape [3], the model of its config.json [32]",
+        ),
+    ],
+)
+def test_tensors_that_differ_from_the_model_are_refused_by_check(
+    name: str, says: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_tensors(model, **{name: torch.zeros(3)})
+    assert says in refused(capsys, "check", *words(model))
+    assert says in refused(capsys, "train", "--dry-run", *words(model))
+
+
 def test_reference_and_critic_need_the_policys_vocabulary(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
