@@ -88,6 +88,11 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
     trainer, path = config.trainer, config.model.adapter
     lora = (trainer.offline if trainer.is_offline else trainer.ppo).engine.fsdp.lora
     if not path:
+        if lora.targets != ["all-linear"] and "all-linear" in lora.targets:
+            what = (
+                f"engine.fsdp.lora.targets {lora.targets}: all-linear stands for all linear layers"
+            )
+            raise UserError(f"{what}. Remove the other names.")
         known = adapted(shapes, lora.targets)
         if lora.rank and known and not any(known.values()):
             what = f"engine.fsdp.lora.targets {lora.targets}: model.path has no such layer"

@@ -174,18 +174,24 @@ def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_
 
 
 def check_tensors(config: ExperimentConfig) -> None:
-    """Compare names and shapes of the folder's tensors with the model of its config.json.
+    """Compare the folder's tensors and the adapters with the model of its config.json.
 
     It imports torch, which takes seconds, so a run leaves it to the trainer.
 
     Raises:
-        UserError: transformers cannot build the model, or a tensor has no counterpart.
+        UserError: transformers cannot build the model, or a tensor or a target has no counterpart.
     """
-    from arealite.impl.engine.loading import empty_model
+    from arealite.impl.engine import loading, lora
     from arealite.impl.weights.names import TensorNames
 
-    path = Path(config.model.path).expanduser()
-    TensorNames(empty_model(path, "value" if config.trainer.type == "reward" else "lm"), path)
+    head, path = "value" if config.trainer.type == "reward" else "lm", config.model.path
+    model = loading.empty_model(Path(path).expanduser(), head)
+    TensorNames(model, Path(path).expanduser())
+    folder = Path(config.model.adapter).expanduser() if config.model.adapter else None
+    if (own := estimates.lora_of(config, {})).rank:
+        lora.inject(model, own, head, folder)
+    if folder:
+        lora.load_adapter(model, folder)
 
 
 def required(value: str | None, key: str) -> str:
