@@ -57,8 +57,7 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
     for name, kind in ("r", int), ("lora_alpha", int | float):
         value: Any = config.get(name)
         if not isinstance(value, kind) or value <= 0:
-            fix = "Correct its adapter_config.json, or save the adapter again."
-            raise UserError(f"{what} has {name}={value!r}, which is no positive number. {fix}")
+            raise UserError(f"{what} has {name}={value!r}. It must be a positive number.")
     odd = [
         name for name in config.keys() - KNOWN if config[name] not in (None, False, {}, [], "none")
     ]

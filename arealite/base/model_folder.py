@@ -163,9 +163,7 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
     is_whole = (folder / "model.safetensors").is_file()
     if not is_whole and not read_json(folder, index).get("weight_map"):
         what = f"{key}={path} has neither model.safetensors nor a {index} with a weight_map"
-        raise UserError(
-            f"{what}. Download {index} again, or write the folder with save_pretrained."
-        )
+        raise UserError(f"{what}. Download {index} again, or use save_pretrained.")
     try:
         config: dict[str, Any] = dict(json.loads((folder / "config.json").read_text()))
         shapes = read_shapes(folder)

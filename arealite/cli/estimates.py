@@ -89,9 +89,7 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
     lora = (trainer.offline if trainer.is_offline else trainer.ppo).engine.fsdp.lora
     if not path:
         if lora.targets != ["all-linear"] and "all-linear" in lora.targets:
-            what = (
-                f"engine.fsdp.lora.targets {lora.targets}: all-linear stands for all linear layers"
-            )
+            what = f"engine.fsdp.lora.targets {lora.targets}: all-linear means all layers"
             raise UserError(f"{what}. Remove the other names.")
         known = adapted(shapes, lora.targets)
         if lora.rank and known and not any(known.values()):

@@ -66,11 +66,15 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         [],
         "has init_lora_weights=pissa",
     ),
-    "no rank": (lambda folder: tiny_adapter(folder, r=0), [], "has r=0, which is no positive"),
+    "no rank": (
+        lambda folder: tiny_adapter(folder, r=0),
+        [],
+        "has r=0. It must be a positive number",
+    ),
     "alpha": (
         lambda folder: tiny_adapter(folder, lora_alpha="eight"),
         [],
-        "has lora_alpha='eight', which is no positive number. Correct its adapter_config.json",
+        "has lora_alpha='eight'. It must be a positive number.",
     ),
     "other model": (
         lambda folder: tiny_adapter(folder, width=48),
@@ -121,7 +125,7 @@ def test_each_target_without_a_layer_is_refused(
     assert "Target modules ['foo_proj'] not found in the base model. Name other layers" in line
     for command in "check", "train":
         line = refused(capsys, command, *given, f"{TARGETS}=[all-linear,q_proj]")
-        assert "all-linear stands for all linear layers. Remove the other names." in line
+        assert "all-linear means all layers. Remove the other names." in line
 
 
 def test_adapter_of_the_head_is_refused_with_the_fix(
