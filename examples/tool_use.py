@@ -2,10 +2,10 @@
 
     python3 examples/tool_use.py model.path=/models/Qwen2.5-1.5B-Instruct
 
-The chat template lists the tools in the prompt, and the model writes Hermes calls. The calls of a
-turn run concurrently; their answers are the next observation. The conversation is one training
-sample with a mask over the sampled tokens. On a laptop, a tiny model learns when to call a
-calculator (tools/lessons/calculator.py):
+The chat template lists the tools in the prompt, and shows the format of the model's calls. The
+calls of a turn run concurrently; their answers are the next observation. The conversation is one
+training sample with a mask over the sampled tokens. On a laptop, a tiny model learns when to call
+a calculator (tools/lessons/calculator.py):
 
     python3 examples/tool_use.py
 
@@ -22,7 +22,6 @@ OPTIONS = [
     "dataset.train=generated",  # or rows with prompt and ground_truth
     "dataset.eval=generated",
     f"{COLLECTOR}.agent.type=tool_use",
-    f"{COLLECTOR}.agent.tool_use.format=hermes",
     f"{COLLECTOR}.agent.tool_use.max_tokens=4096",
     f"{COLLECTOR}.env.type=tools",
     f"{ENV}.tools=[calculator,python]",

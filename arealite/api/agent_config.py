@@ -36,9 +36,9 @@ class ToolUseConfig(ChatConfig):
     """An agent that calls tools."""
 
     format: Literal["hermes", "llama_json", "auto"] = opt(
-        "hermes",
+        "auto",
         'format of tool calls; llama_json: a bare {"name": …, "parameters": {…}}; auto: the format '
-        "of the model's family, by its chat template",
+        "of the model's family, by its chat template; hermes if it shows none",
     )
 
 

@@ -55,6 +55,11 @@ class CollectorConfig:
         """All environments by name; the only one of a run has the name ""."""
         return self.envs or {"": PartConfig(env=self.env, seats=self.seats)}
 
+    @property
+    def agents(self) -> list[AgentConfig]:
+        """The agents of all seats."""
+        return [self.agent, *(each for part in self.parts.values() for each in part.seats.values())]
+
     def constraints(self) -> Constraints:
         """Yield the constraints on names of environments, temperature and concurrency."""
         bad = [name for name in self.envs if not re.fullmatch(r"[A-Za-z0-9_-]+", name)]

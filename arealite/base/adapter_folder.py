@@ -57,9 +57,13 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
     """
     folder = Path(path).expanduser()
     config, what = read_json(folder, "adapter_config.json"), f"{key}={path}"
-    if config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
+    if config.get("peft_type") != "LORA":
         fix = "Name a folder with adapter_config.json and adapter_model.safetensors."
         raise UserError(f"{what} is no LoRA adapter that peft wrote. {fix}")
+    for name, kind in ("r", int), ("lora_alpha", int | float):
+        value: Any = config.get(name)
+        if not isinstance(value, kind) or value <= 0:
+            raise UserError(f"{what} has {name}={value!r}. It must be a positive number.")
     odd = [
         name for name in config.keys() - KNOWN if config[name] not in (None, False, {}, [], "none")
     ]

@@ -89,6 +89,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
         try:
             with opened(path, framework="numpy") as file:
                 for name in cast(list[str], file.keys()):
+                    if name in headers:
+                        raise RoleError(f"{path} and {headers[name].file.name} both have {name}")
                     part = file.get_slice(name)
                     headers[name] = Header(path, part.get_shape(), part.get_dtype())
         except (OSError, SafetensorError) as error:
@@ -154,6 +156,11 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
             what = f"{key}={path} is no Hugging Face model folder (no {name} in it)"
             fix = "Use a folder that save_pretrained wrote or that you downloaded."
             raise UserError(f"{what}. {fix}")
+    index = "model.safetensors.index.json"
+    is_whole = (folder / "model.safetensors").is_file()
+    if not is_whole and not read_json(folder, index).get("weight_map"):
+        what = f"{key}={path} has neither model.safetensors nor a {index} with a weight_map"
+        raise UserError(f"{what}. Download {index} again, or use save_pretrained.")
     try:
         config: dict[str, Any] = dict(json.loads((folder / "config.json").read_text()))
         shapes = read_shapes(folder)

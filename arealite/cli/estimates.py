@@ -86,6 +86,9 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
     """
     lora, path = config.trainer.own.engine.fsdp.lora, config.model.adapter
     if not path:
+        if lora.targets != ["all-linear"] and "all-linear" in lora.targets:
+            what = f"engine.fsdp.lora.targets {lora.targets}: all-linear means all layers"
+            raise UserError(f"{what}. Remove the other names.")
         known = adapted(shapes, lora.targets)
         if lora.rank and known and not any(known.values()):
             what = f"engine.fsdp.lora.targets {lora.targets}: model.path has no such layer"

@@ -26,9 +26,9 @@ from arealite.cli.resume import check_resume
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
 from arealite.impl.self_check import template
+from arealite.system.data import prompts
 from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
-from arealite.system.data.prompts import check_prompts, longest_request, template_line
 from arealite.system.data.tasks import check_first_rows, describe, describe_rows, load_split, shares
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
@@ -94,6 +94,7 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """
     is_served = bool(config.llm_server.addresses or NameRegistry.of(config).list("llm_server"))
     facts = preflight(config, has_servers=is_served)
+    check_tensors(config)
     model, numel = facts.model, estimates.count(facts.shapes)
     kind, context = model.get("model_type", "?"), model.get("max_position_embeddings", "?")
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
@@ -148,11 +149,11 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     model_folder.check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
     check_resume(config, identity(config, tasks))
     found = find_servers(config, model) if has_servers and not is_self_served(config) else []
-    check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
-    longest = longest_request(config, [*tasks, *held_out])
-    if line := template_line(config, [*tasks, *held_out]):
+    prompts.check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
+    longest = prompts.longest_request(config, [*tasks, *held_out])
+    if line := prompts.template_line(config, [*tasks, *held_out]):
         print(fold(f"{'prompts':<10} {line}"), flush=True)
-    if line or any(not isinstance(task.prompt, str) for task in tasks):
+    if prompts.uses_template(config, [*tasks, *held_out]):
         for fault in template.check_template(config):
             print(fold(f"{'template':<10} warning: {fault}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
@@ -169,6 +170,27 @@ def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_
     if trainer.type != "reward":
         model_folder.check_layers(model, path)
     return model, shapes
+
+
+def check_tensors(config: ExperimentConfig) -> None:
+    """Compare the folder's tensors and the adapters with the model of its config.json.
+
+    It imports torch, which takes seconds, so a run leaves it to the trainer.
+
+    Raises:
+        UserError: transformers cannot build the model, or a tensor or a target has no counterpart.
+    """
+    from arealite.impl.engine import loading, lora
+    from arealite.impl.weights.names import TensorNames
+
+    head, path = "value" if config.trainer.type == "reward" else "lm", config.model.path
+    model = loading.empty_model(Path(path).expanduser(), head)
+    TensorNames(model, Path(path).expanduser())
+    folder = Path(config.model.adapter).expanduser() if config.model.adapter else None
+    if (own := estimates.lora_of(config, {})).rank:
+        lora.inject(model, own, head, folder)
+    if folder:
+        lora.load_adapter(model, folder)
 
 
 def required(value: str | None, key: str) -> str:

@@ -35,12 +35,13 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("a trainer rank runs one stage: use one command per stage, not --then.")
         return run_rank(stages[0], int(os.environ["RANK"]))
 
-    from arealite.cli.preflight import check_options, preflight
+    from arealite.cli.preflight import check_options, check_tensors, preflight
 
     for config in stages:
         check_options(config)
     if "--dry-run" in argv:
         preflight(stages[0])
+        check_tensors(stages[0])
         print("all checks passed; nothing was started")
         return 0
     for number, config in enumerate(stages, start=1):

@@ -220,6 +220,25 @@ def test_use_of_the_chat_template_is_printed_if_it_is_automatic(
     assert line is None or told == f"{line}agent.math_code_single_step.use_chat_template=false"
 
 
+AGENT = "trainer.ppo.collector.agent.type"
+
+
+@pytest.mark.parametrize("agent", ["chat", "tool_use", "reasoning"])
+def test_template_of_an_agent_with_texts_is_checked(
+    agent: str, words: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    refusal = "{{ raise_exception('no') }}"
+    (tmp_path / "model/chat_template.jinja").write_text(refusal)
+    assert main([*words, f"{AGENT}={agent}"]) == 2
+    assert "no prompt can be rendered" in capsys.readouterr().err
+    assert main([*words, f"{TEMPLATE}=false"]) == 0
+
+
+def test_unknown_format_of_tool_calls_is_printed(words: list[str], capsys: Any) -> None:
+    assert main([*words, f"{AGENT}=tool_use"]) == 0
+    assert "has no known format of tool calls, so Hermes calls are read" in said(capsys)["template"]
+
+
 def test_required_chat_template_must_exist(words: list[str], tmp_path: Path, capsys: Any) -> None:
     folder = tmp_path / "model"
     for file in folder.glob("chat_template*"):

@@ -66,6 +66,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         [],
         "has init_lora_weights=pissa",
     ),
+    "no rank": (
+        lambda folder: tiny_adapter(folder, r=0),
+        [],
+        "has r=0. It must be a positive number",
+    ),
+    "alpha": (
+        lambda folder: tiny_adapter(folder, lora_alpha="eight"),
+        [],
+        "has lora_alpha='eight'. It must be a positive number.",
+    ),
     "other model": (
         lambda folder: tiny_adapter(folder, width=48),
         [],
@@ -96,3 +106,32 @@ def test_targets_that_match_no_layer_are_refused_with_the_names_there_are(
 ) -> None:
     line = refused(capsys, "check", *words(model), f"{RANK}=2", f"{TARGETS}=[c_attn]")
     assert "model.path has no such layer. Use some of down_proj, gate_proj, k_proj" in line
+
+
+def test_adapter_of_another_rank_is_refused_by_check(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tiny_adapter(model.parent / "adapter", r=8)
+    line = refused(capsys, "check", *words(model), f"model.adapter={adapter}")
+    assert line.count("layers.0.self_attn.q_proj.lora_A.weight") == 1
+    assert "(4 in all). Use another." in line
+
+
+def test_each_target_without_a_layer_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*words(model), f"{RANK}=2"]
+    line = refused(capsys, "check", *given, f"{TARGETS}=[q_proj,foo_proj]")
+    assert "Target modules ['foo_proj'] not found in the base model. Name other layers" in line
+    for command in "check", "train":
+        line = refused(capsys, command, *given, f"{TARGETS}=[all-linear,q_proj]")
+        assert "all-linear means all layers. Remove the other names." in line
+
+
+def test_adapter_of_the_head_is_refused_with_the_fix(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tiny_adapter(model.parent / "adapter", target_modules=["q_proj", "lm_head"])
+    line = refused(capsys, "check", *words(model), f"model.adapter={adapter}")
+    assert "'lm_head' is no linear layer" in line
+    assert line.endswith("gets no adapter. Merge the adapter into a model folder.")

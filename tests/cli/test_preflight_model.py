@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +56,16 @@ def lose_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
+def lose_the_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def repeat_a_tensor(folder: Path) -> None:
+    lose_a_shard(folder)
+    shutil.copy(folder / "model-00001.safetensors", folder / "model-00002.safetensors")
+
+
 def take_a_tokenizer(folder: Path) -> None:
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -73,6 +84,8 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.safetensors is no safetensors file: ",
     ),
     "shard": (lose_a_shard, "model-00002.safetensors is missing"),
+    "index": (lose_the_index, "nor a model.safetensors.index.json with a weight_map. Download"),
+    "repeated": (repeat_a_tensor, "model-00002.safetensors and model-00001.safetensors both have "),
     "json": (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
     "list": (lambda folder: (folder / "config.json").write_text("[1]"), "is not valid JSON"),
     "vocabulary": (
@@ -146,6 +159,24 @@ def test_model_check_imports_no_torch(command: str, model: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("foo__weight", "has tensors that the model lacks: foo.weight (1 in all)"),
+        (
+            "model__norm__weight",
+            "model.norm.weight has shape [3], the model of its config.json [32]",
+        ),
+    ],
+)
+def test_tensors_that_differ_from_the_model_are_refused_by_check(
+    name: str, says: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_tensors(model, **{name: torch.zeros(3)})
+    assert says in refused(capsys, "check", *words(model))
+    assert says in refused(capsys, "train", "--dry-run", *words(model))
 
 
 def test_reference_and_critic_need_the_policys_vocabulary(

@@ -364,7 +364,9 @@ def check_lora_all(case: Case) -> None:
 
 def check_lora_attention(case: Case) -> None:
     """Adapters on the attention's projections."""
-    adapt(case, LoRAConfig(rank=4, targets=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    attention, names = ["q_proj", "k_proj", "v_proj", "o_proj"], "\n".join(names_of(case.path))
+    present = [name for name in attention if f".{name}." in names]
+    adapt(case, LoRAConfig(rank=4, targets=present or attention))
 
 
 def adapt(case: Case, config: LoRAConfig) -> FSDPEngine:

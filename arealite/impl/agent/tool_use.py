@@ -4,6 +4,8 @@ The chat template gets an answer with calls as its sampled text, not as a list o
 would format a list differently, and the prompt would not hold the sampled tokens.
 """
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from arealite.api.episode import Action
@@ -12,7 +14,7 @@ from arealite.api.observation import ToolCall
 from arealite.base import log
 from arealite.base.registry import unknown
 from arealite.impl.agent.chat import ChatAgent
-from arealite.impl.gateway.families import family_of, foreign
+from arealite.impl.gateway.families import HERMES, Family, family_of, foreign
 from arealite.impl.gateway.parser import read_calls
 
 FORMATS = {"hermes": "qwen2_5", "llama_json": "llama3_1", "auto": "auto"}
@@ -20,6 +22,12 @@ FORMATS = {"hermes": "qwen2_5", "llama_json": "llama3_1", "auto": "auto"}
 logger = log.get(__name__)
 _seen: set[str] = set()
 """Formats that this process has warned about."""
+
+
+def format_of(tokenizer: Any, name: str) -> Family:
+    """Return the family of the option `format`; `auto`: Hermes if the template has no format."""
+    family = family_of(tokenizer, FORMATS[name])
+    return HERMES if family.name == "text" else family
 
 
 class ToolUseAgent(ChatAgent):
@@ -33,11 +41,11 @@ class ToolUseAgent(ChatAgent):
         letters and digits, the form that the strictest templates require.
         """
         tools, ids = self.history.tools, f"c{len(self.record.turns):04}{{:04}}"
-        family = family_of(self.tokenizer, FORMATS[self.config.format])
+        family = format_of(self.tokenizer, self.config.format)
         text, calls = read_calls(self.history.add(response), family, tools, ids=ids)
         known = [str(tool["function"]["name"]) for tool in tools]
         if known and not calls and (other := foreign(text, known)):
-            error = f"the call has the format {other}, not {self.config.format}"
+            error = f"the call has the format {other}, not {family.name}"
             calls = (ToolCall(ids.format(0), "", {}, error),)
             self.warn(other, text)
         wrong = {c.name: unknown("tool", c.name, known) for c in calls if c.name not in known}

@@ -30,7 +30,7 @@ logger = log.get(__name__)
 MAX_SERVER_ERRORS = 8
 """Server errors (status 5xx, malformed answers) after which a request fails."""
 MAX_BACKOFF_S = 2.0
-NO_ROUTING = "start SGLang with --enable-return-routed-experts, or use collector.routing=ignore"
+NO_ROUTING = "for SGLang, set --enable-return-routed-experts; else use collector.routing=ignore"
 RETRIED_STATUSES = frozenset((408, 425, 429))
 OWN_SERVER_S = 600.0
 """How long a server that the run starts may load its model; its supervisor reports a failure."""

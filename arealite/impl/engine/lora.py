@@ -46,14 +46,15 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
         folder: An adapter whose adapter_config.json replaces `config`.
 
     Raises:
-        UserError: peft is not installed, or no module has the name of a target. Or such a module is
-            no linear layer of the decoder, or the model reads its weight directly, so that an
-            adapter would have no effect.
+        UserError: peft is not installed, or no module has the name of a target; some of the default
+            targets may have no module. Or such a module is no linear layer of the decoder, or the
+            model reads its weight directly, so that an adapter would have no effect.
     """
     peft = import_optional("peft", extra_requirement("lora"))
     if folder:
         made, key = peft.LoraConfig.from_pretrained(str(folder)), f"model.adapter={folder}"
         made.inference_mode, made.init_lora_weights = False, True
+        fix = "Merge the adapter into a model folder"
     else:
         size = {"r": config.rank, "lora_alpha": config.alpha}
         targets = _all_linear(module) if config.targets == [ALL] else list(config.targets)
@@ -64,22 +65,26 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
         size["exclude_modules"] = rf"{base}\.(?!{own}\.).*" if base else None
         made = peft.LoraConfig(**size, target_modules=targets, task_type=task)
         key = f"engine.fsdp.lora.targets {config.targets}"
+        fix = f"Name other layers, or use targets=[{ALL}]"
     try:
+        leaves = {_leaf(name) for name, _ in module.named_modules()}
+        odd = [] if folder or config.targets in ([ALL], LoRAConfig().targets) else config.targets
+        if absent := [name for name in odd if _leaf(name) not in leaves]:
+            raise ValueError(f"Target modules {absent} not found in the base model")
         with warnings.catch_warnings(action="ignore"):  # GPT-2 has weights [inputs, outputs]
             peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         what = one_line(error).partition(". ")[0]
-        raise UserError(f"{key}: {what}. Name other layers, or use targets=[{ALL}].") from error
+        raise UserError(f"{key}: {what}. {fix}.") from error
     for name, layer in _adapted(module):
         base = layer.get_base_layer()
         if not hasattr(base, "weight"):
             what = f"'{name}' holds all its experts in one parameter, which cannot be adapted"
-            fix = "Remove gate_proj, up_proj and down_proj from the targets"
-            raise UserError(f"{key}: {what}. {fix}, or use targets=[{ALL}].")
+            raise UserError(f"{key}: {what} (gate_proj, up_proj, down_proj). {fix}.")
         is_linear = layer is not module.get_output_embeddings() and isinstance(base, LINEAR)
         if not is_linear or _ignores(module, name):
             what = "read without its forward" if is_linear else "no linear layer inside the decoder"
-            raise UserError(f"{key}: '{name}' is {what}, and gets no adapter. Use targets=[{ALL}].")
+            raise UserError(f"{key}: '{name}' is {what}, and gets no adapter. {fix}.")
     if head == "value":
         module.score.requires_grad_(True)
     return made
@@ -138,8 +143,7 @@ def report(module: Any, targets: list[str]) -> None:
     """Log which layers have adapters; a warning if layers without one may be unintended."""
     on, off = coverage(module)
     log.info("adapters", layers=on, without=off)
-    found = {_leaf(name) for name, _ in _adapted(module)}
-    if off and targets != [ALL] and (targets == LoRAConfig().targets or not found >= {*targets}):
+    if off and targets == LoRAConfig().targets:
         fix = f"engine.fsdp.lora.targets=[{ALL}] adapts all layers that peft can adapt"
         log.warning("layers without adapter", layers=off, fix=fix)
 
@@ -155,7 +159,7 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
         read |= load_file(file)
     trained = {_peft_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     shapes = [{name: t.shape for name, t in each.items()} for each in (read, trained)]
-    if other := sorted(name for name, _ in shapes[0].items() ^ shapes[1].items()):
+    if other := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
         what = f"tensors that differ from its config on this model: {', '.join(other[:3])}"
         raise UserError(f"model.adapter={folder} has {what} ({len(other)} in all). Use another.")
     for name, param in trained.items():

@@ -310,7 +310,8 @@ class LocalLauncher(Launcher, Supervisor):
         if not self.config.trainer.is_offline:
             try:
                 report = audit(self.paths.ledger, new_only=True)
-                self.say(report.table())
+                is_empty = report.ok and not report.groups.offered
+                self.say("no episode was offered" if is_empty else report.table())
                 trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
                 # A ledger out of balance also fails a run that the user stopped.
                 code = 0 if lack and code == STOPPED else code

@@ -4,11 +4,11 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from arealite.api.agent import load_tokenizer
+from arealite.api.agent import agents, load_tokenizer
 from arealite.api.config import ExperimentConfig
-from arealite.base.errors import UserError
+from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import eos_tokens, has_chat_template
-from arealite.impl.agent.tool_use import FORMATS
+from arealite.impl.agent.tool_use import ToolUseAgent, format_of
 from arealite.impl.gateway.exchange import ApiError, function_call
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.parser import read_calls
@@ -33,10 +33,14 @@ def check_template(config: ExperimentConfig) -> list[str]:
     sampling = collector.sampling
     words = tokenizer.convert_tokens_to_ids([*sampling.stop])
     stops = {*eos_tokens(path), *sampling.stop_token_ids, *words, tokenizer.eos_token_id}
-    seats = [agent for part in collector.parts.values() for agent in part.seats.values()]
-    users = [agent for agent in (collector.agent, *seats) if agent.type == "tool_use"]
-    name = FORMATS[users[0].tool_use.format] if users else "auto"
-    return template_faults(tokenizer, stops, format=name, has_tools=bool(users))
+    users = [each for each in collector.agents if issubclass(agents.get(each.type), ToolUseAgent)]
+    names = [agents.options(each).format for each in users]
+    family = format_of(tokenizer, names[0]).name if names else "auto"
+    faults = template_faults(tokenizer, stops, format=family, has_tools=bool(names))
+    if "auto" in names and family_of(tokenizer).name == "text":
+        what = "the chat template has no known format of tool calls, so Hermes calls are read"
+        faults.append(f"{what}; to choose one, set agent.tool_use.format")
+    return faults
 
 
 def template_faults(
@@ -51,11 +55,17 @@ def template_faults(
         has_tools: Whether tool calls are checked, too.
 
     Raises:
-        UserError: The tokenizer splits the marker that ends a turn, so no generation ends there.
+        UserError: The template refuses a prompt of one text, or the tokenizer splits the marker
+            that ends a turn, so that no generation ends there.
     """
     renderer, faults = Renderer(tokenizer, family_of(tokenizer, format)), list[str]()
     user: Any = {"role": "user", "content": "q"}
     answer: Any = {"role": "assistant", "content": "§"}
+    try:
+        renderer.render([user], ())
+    except ApiError as error:
+        what = f"model.path: no prompt can be rendered: {one_line(error).partition('. Remove')[0]}"
+        raise UserError(f"{what}. Correct the chat template beside the tokenizer.") from error
     try:
         found = MARKER.match(renderer.render([user, answer, user], ()).rpartition("§")[2])
         if found and not renderer.family.has_channels:  # there, thoughts end with the marker, too

@@ -65,8 +65,7 @@ def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
     collector = config.trainer.ppo.collector
     if all(part.env.type == "harness" for part in collector.parts.values()):
         return ""  # its agent writes the prompts
-    seats = [agent for part in collector.parts.values() for agent in part.seats.values()]
-    for agent in (collector.agent, *seats):
+    for agent in collector.agents:
         key = f"trainer.ppo.collector.agent.{agent.type}.use_chat_template"
         options = agents.options(agent)
         wanted = getattr(options, "use_chat_template", False)
@@ -76,6 +75,20 @@ def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
         if is_free and any(isinstance(task.prompt, str) for task in tasks):
             return f"texts go into the model's chat template; for plain text: {key}=false"
     return ""
+
+
+def uses_template(config: ExperimentConfig, tasks: Sequence[Task]) -> bool:
+    """Return whether prompts go through the chat template of the trained model."""
+    collector = config.trainer.ppo.collector
+    is_gateway = any(part.env.type == "harness" for part in collector.parts.values())
+    if is_gateway or any(not isinstance(task.prompt, str) for task in tasks):
+        return True
+    for agent in collector.agents:
+        kind, own = agents.get(agent.type), agents.options(agent)
+        is_plain = getattr(own, "use_chat_template", None) is False and own.system_prompt is None
+        if kind.trainable and hasattr(own, "system_prompt") and not is_plain:  # scripted has none
+            return True
+    return False
 
 
 def check_tokens(path: str, tasks: Sequence[Task]) -> None:

@@ -94,6 +94,14 @@ async def test_format_is_configurable() -> None:
     assert action.calls == (ToolCall("c00010000", "add", {"a": 1}),)
 
 
+async def test_format_is_found_from_the_chat_template() -> None:
+    tokenizer = tokenizer_of("mistral")
+    call = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
+    agent = make("tool_use", tokenizer, [said(tokenizer, call)])
+    action = await agent.act(Observation("a", tools=TOOLS))
+    assert action.calls == (ToolCall("c00010000", "add", {"a": 1}),)
+
+
 async def test_call_in_another_format_is_malformed_and_logged_once(monkeypatch) -> None:
     monkeypatch.setattr(tool_use, "_seen", set())
     tokenizer = chat_tokenizer("chatml")
@@ -102,10 +110,10 @@ async def test_call_in_another_format_is_malformed_and_logged_once(monkeypatch) 
         for _ in range(2):
             agent = make("tool_use", tokenizer, [said(tokenizer, mistral)])
             (call,) = (await agent.act(Observation("a", tools=TOOLS))).calls
-            assert call.error == "the call has the format mistral, not hermes"
+            assert call.error == "the call has the format mistral, not qwen2_5"
             assert agent.record.reward_parts == {"malformed_calls": 1.0}
     (told,) = logs
-    assert (told["log_level"], told["seen"], told["configured"]) == ("warning", "mistral", "hermes")
+    assert (told["log_level"], told["seen"], told["configured"]) == ("warning", "mistral", "auto")
     assert "agent.tool_use.format" in told["hint"]
     assert "hermes or llama_json" in told["hint"]
 

@@ -39,6 +39,13 @@ def test_end_of_turn_that_the_tokenizer_splits_is_refused() -> None:
         template_faults(tokenizer, stops("qwen2_5", tokenizer))
 
 
+def test_template_that_refuses_every_prompt_is_refused() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer.chat_template = "{{ raise_exception('no') }}" + tokenizer.chat_template
+    with pytest.raises(UserError, match=r"model\.path: no prompt can be rendered: .*: no\. Corr"):
+        template_faults(tokenizer, stops("qwen2_5", tokenizer))
+
+
 def test_call_that_the_format_does_not_read_is_reported() -> None:
     tokenizer = tokenizer_of("mistral")
     (fault,) = template_faults(tokenizer, stops("mistral", tokenizer), format="qwen2_5")

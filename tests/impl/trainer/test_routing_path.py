@@ -124,7 +124,7 @@ async def test_missing_record_is_reported_once_and_routes_freely(
     with structlog.testing.capture_logs() as logs:
         _, (header, payload) = await play(config, is_paused=False)
     told = [each for each in logs if each["event"] == "server reports no experts"]
-    assert len(told) == 1 and "--enable-return-routed-experts" in told[0]["fix"]
+    assert len(told) == 1 and "--enable-return-routed-experts; else use" in told[0]["fix"]
     assert all(row.routing is None for row in rows_of(header, payload, config).rows)
 
 
