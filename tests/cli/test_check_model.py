@@ -16,6 +16,7 @@ from arealite.cli import preflight
 from arealite.cli.main import main
 from arealite.impl.engine import attention
 from arealite.impl.engine.fsdp import FSDPEngine
+from arealite.impl.self_check import plain
 from tests.cli.test_preflight_adapter import RANK, tiny_adapter
 from tests.cli.test_preflight_model import change_config, refused
 from tests.models import tiny_mixture, tiny_model
@@ -76,6 +77,35 @@ def test_server_that_is_not_embedded_is_compared_later(
     assert "not compared: each run compares sglang itself" in capsys.readouterr().out
 
 
+def test_nothing_compared_is_not_called_ok(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "LARGEST", 1)
+    words = [f"model.path={tiny_model(tmp_path / 'model')}"]
+    words += ["launcher.server_args=[llm_server.type=sglang]"]
+    assert preflight.main(["--model", *words]) == 0
+    told = capsys.readouterr().out
+    assert "too large for a second copy" in told
+    assert told.endswith("nothing was compared\n")
+
+
+SIZE = "mean of a row .* nats"
+
+
+@pytest.mark.parametrize(
+    ("length", "of_server"), [(1, "not compared: <HTTPError 400"), (8, SIZE), (24, SIZE)]
+)
+def test_short_context_gets_short_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int, of_server: str
+) -> None:
+    model = tiny_model(tmp_path / "model")
+    change_config(model, max_position_embeddings=length)
+    assert preflight.main(["--model", f"model.path={model}"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(f"compared   plain transformers: {SIZE}", told)
+    assert re.search(f"compared   server .*: {of_server}", told)
+
+
 def test_adapter_is_a_part_of_the_compared_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +116,22 @@ def test_adapter_is_a_part_of_the_compared_model(
     assert main(["check", "--model", *given]) == 0
     assert "compared   server" in capsys.readouterr().out
     save_file({name: tensor * torch.nan for name, tensor in load_file(file).items()}, file)
-    assert "log-probabilities are not finite" in refused(capsys, "check", "--model", *given)
+    told = refused(capsys, "check", "--model", *given)
+    assert re.search(r"model\.adapter: '.*layers\.0.*lora_A.*' has NaN or infinity\.", told)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weight_that_is_not_finite_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    model = tiny_model(tmp_path / "model")
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    told = refused(capsys, "check", "--model", f"model.path={model}")
+    named = "'model.layers.1.mlp.up_proj.weight' has NaN or infinity. Download the folder again."
+    assert told.endswith(f"model.path={model}: {named}")
 
 
 PARALLEL = "trainer.ppo.engine.fsdp.context_parallel=2"

@@ -55,15 +55,42 @@ def test_every_row_is_tested_or_needs_more_than_a_cpu() -> None:
 
 
 @pytest.mark.processes
-def test_report_has_host_counts_and_rows(tmp_path: Path) -> None:
-    out, names = tmp_path / "machine.json", ["reference", "resume/1 rank to 1", "all-reduce/4"]
+def test_report_has_host_counts_rows_and_the_rows_that_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = TABLE | {"planted": {"run": "tests.cli.machine_faults:above_its_bound"}}
+    monkeypatch.setattr(command, "read_toml", lambda *_: table)
+    out, names = (
+        tmp_path / "new" / "machine.json",
+        ["resume/1 rank to 1", "all-reduce/4", "planted"],
+    )
     code = preflight.main(["--machine", "--quick", "--only", *names, "--out", str(out)])
     report = json.loads(out.read_text())
-    assert (code, report["counts"]) == (1, {"pass": 1, "FAIL": 1, "n/a": 1})
+    assert (code, report["counts"]) == (1, {"pass": 3, "FAIL": 1, "n/a": 1})
     assert report["host"]["torch"] and report["quick"] is True
     texts = {each["name"]: each["text"] for each in report["rows"]}
-    assert "Checkpoint" in texts["resume/1 rank to 1"]  # no row of this run wrote it
+    assert texts["resume/1 rank to 1"] == "error 0"
     assert texts["all-reduce/4 ranks"] == "left out by --quick"
+
+
+def test_only_keeps_the_rows_that_the_chosen_rows_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = list[str]()
+
+    def run(rows: list[command.Row], *_: object) -> list[command.Row]:
+        chosen[:] = [each["name"] for each in rows]
+        return []
+
+    monkeypatch.setattr(command, "run", run)
+    expected = {
+        "train/padded/float32": ["reference"],
+        "resume/2 ranks to 1": ["reference", "checkpoint/2 ranks"],
+        "reference": [],
+    }
+    for name, needed in expected.items():
+        command.main(["--only", name, "--out", str(tmp_path / "machine.json")])
+        assert chosen == [*needed, name]
 
 
 @pytest.mark.processes
@@ -123,3 +150,13 @@ def test_unknown_row_is_refused(tmp_path: Path) -> None:
 def test_folder_of_the_report_must_be_writable() -> None:
     with pytest.raises(UserError, match="--out"):
         command.main(["--out", "/proc/none/machine.json"])
+
+
+def test_folder_as_the_report_is_refused_before_a_row_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--out {tmp_path} is a folder. Give the file"):
+        command.main(["--out", str(tmp_path)])
+
+
+def test_machine_and_model_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="--machine and --model exclude each other"):
+        preflight.main(["--model", "--machine"])

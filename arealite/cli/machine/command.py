@@ -30,6 +30,8 @@ DEFAULTS: Row = {"ranks": 1, "gpus": 0, "server": "", "options": {}, "seconds": 
 
 def main(argv: Sequence[str]) -> int:
     """Run the rows; return 1 if one fails."""
+    if "--model" in argv:
+        raise UserError("--machine and --model exclude each other. Use two commands.")
     parser = argparse.ArgumentParser(prog="arealite check --machine", description=__doc__)
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="tiny models, at most 2 ranks")
@@ -37,22 +39,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sglang-python", metavar="PATH", help="Python that has sglang")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="in names of rows")
     options = parser.parse_args(argv)
-    check_folder(options.out.absolute().parent, "folder", "--out")
+    check_folder(folder := options.out.absolute().parent, "folder", "--out")
+    if options.out.is_dir():
+        raise UserError(f"--out {options.out} is a folder. Give the file to write, such as a.json.")
     import torch
 
     plan: Row = {"quick": options.quick, "gpus": torch.cuda.device_count(), "limit_s": LIMIT_S}
     plan["python"] = str(Path(options.sglang_python or sys.executable).expanduser())
     table = read_toml(__file__, "rows.toml")
     rows = [DEFAULTS | row | {"name": name} for name, row in table.items()]
-    rows = [row for row in rows if any(text in row["name"] for text in options.only)]
-    if not rows:
+    chosen = [row for row in rows if any(text in row["name"] for text in options.only)]
+    if not chosen:
         raise UserError(f"--only {' '.join(options.only)}: no row has such a name. Run without it.")
+    needed = {"reference", *(row.get("needs") for row in chosen)}
+    rows = [row for row in rows if row in chosen or row["name"] in needed]
     explain_missing(rows, plan)
-    with tempfile.TemporaryDirectory(prefix="arealite-machine-") as folder:
-        results = run(rows, plan, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="arealite-machine-") as temp:
+        results = run(rows, plan, Path(temp))
     counts = {status: [row["status"] for row in results].count(status) for status in STATUSES}
     host = dict([*info.versions(plan["python"]), *info.devices()])
     report = json.dumps({"host": host, **plan, "counts": counts, "rows": results}, indent=1)
+    folder.mkdir(parents=True, exist_ok=True)
     options.out.write_text(report + "\n")
     print(*(f"{count} {status}," for status, count in counts.items()), f"see {options.out}")
     return int(counts["FAIL"] > 0)

@@ -37,11 +37,11 @@ logger = log.get(__name__)
 
 OPTION = "trainer.ppo.publisher.self_check"
 NAME = "answers to the self-check"
-PLAIN = "plain transformers"
+PLAIN, SKIPPED = "plain transformers", "not compared"
 LENGTHS = 1, 2, 3, 7, 12, 20, 33, 48
 """Tokens of each prompt. A model with a sliding window gets a further, longer prompt."""
 NEW = 24
-"""Tokens that a server generates for each prompt."""
+"""Tokens that a server generates for each prompt; at most half of its context."""
 LONGEST = 8192
 """Tokens of the longest row. Longer sliding windows are not tested."""
 
@@ -61,7 +61,9 @@ def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, vers
     begin, check = time.perf_counter(), SelfCheck(config, engine, world, version)
     if faults := check.faults():
         raise UserError(faults[0])
-    logger.info("self-check passed", seconds=round(time.perf_counter() - begin, 2), **check.found)
+    seconds, is_whole = round(time.perf_counter() - begin, 2), not check.skipped - {PLAIN}
+    event = "self-check passed" if is_whole else "self-check incomplete"
+    (logger.info if is_whole else logger.warning)(event, seconds=seconds, **check.found)
 
 
 class SelfCheck:
@@ -84,6 +86,11 @@ class SelfCheck:
         self.found: dict[str, str] = {}
         """The result of each comparison, for the log."""
 
+    @property
+    def skipped(self) -> set[str]:
+        """The programs that were not compared."""
+        return {other for other, text in self.found.items() if text.startswith(SKIPPED)}
+
     def faults(self) -> list[str]:
         """Return the error of each comparison that is above its bound."""
         return [self.refusal(each) for each in self.compare() if not each.is_equal]
@@ -91,16 +98,17 @@ class SelfCheck:
     def compare(self) -> list[Comparison]:
         """Return the comparison with plain transformers, if it fits, and with each server."""
         made = self.ask()
-        if not made:
-            logger.warning("self-check: no server to compare with", version=self.version)
+        if not (made or self.found):
+            self.found["servers"] = f"{SKIPPED}: none has version {self.version}"
         numel = sum(map(prod, read_shapes(self.folder).values()))
         if why := self.world.broadcast(obstacle(numel)):
-            self.found[PLAIN] = f"not compared: {why}"
+            self.found[PLAIN] = f"{SKIPPED}: {why}"
         else:
             self.plain = PlainModel(self.folder) if self.world.is_rank0 else None
             weights = iter(()) if self.is_initial else self.engine.stream_weights()
             self.plain.update(weights) if self.plain else deque(weights, maxlen=0)
-            rows = made[0].rows if made else [self.row(p, p[:1] * NEW) for p in self.prompts()]
+            prompts, new = self.prompts()
+            rows = made[0].rows if made else [self.row(p, p[:1] * new) for p in prompts]
             theirs = [self.plain.score(row) for row in rows] if self.plain else []
             made.insert(0, Comparison(PLAIN, rows, self.score(rows), theirs, self.dtype))
         made = self.world.broadcast(made)
@@ -115,15 +123,19 @@ class SelfCheck:
 
     # ------------------------------------------------------------ servers
 
-    def prompts(self, context: int | None = None) -> list[list[int]]:
-        """Return random prompts that fit into `context` and the model's own context."""
+    def prompts(self, context: int | None = None) -> tuple[list[list[int]], int]:
+        """Return random prompts, and how many tokens to generate for each.
+
+        Both together fit into `context` and the model's own context.
+        """
         rng, text, size = np.random.default_rng(0), text_part(self.model), vocab_size(self.model)
         own = exact_length(self.model) or text.get("max_position_embeddings")
-        most, window = min(context or LONGEST, own or LONGEST) - NEW, text.get("sliding_window")
-        long = [window + LENGTHS[-1]] if window and window <= LONGEST else []
+        room, window = min(context or LONGEST, own or LONGEST), text.get("sliding_window") or 0
+        new = max(1, min(NEW, room // 2))
+        long = [window + LENGTHS[-1]] if 0 < window <= LONGEST else []
         low, high = (size or 1024) // 8, (size or 1024) * 3 // 4  # special tokens are at the ends
-        fit = [length for length in (*LENGTHS, *long) if length <= most]
-        return [rng.integers(low, high, length).tolist() for length in fit]
+        fit = [length for length in (*LENGTHS, *long) if length <= max(1, room - new)]
+        return [rng.integers(low, high, length).tolist() for length in fit], new
 
     def row(self, prompt: list[int], output: list[int]) -> Sequence:
         """Return a row of prompt and output whose loss mask selects its last tokens."""
@@ -137,7 +149,7 @@ class SelfCheck:
         if self.world.is_rank0:
             with Wait(NAME, owner="trainer-0", on="llm_server"), ThreadPoolExecutor(32) as pool:
                 found = [*pool.map(self._ask, self.names.list("llm_server"))]
-        found = self.world.broadcast(found)
+        found, self.found = self.world.broadcast((found, self.found))
         return [replace(each, ours=self.score(each.rows)) for each in found if each]
 
     def _request(self, server: dict[str, Any], path: str, body: object = None) -> bytes:
@@ -152,10 +164,11 @@ class SelfCheck:
 
     def _ask(self, entry: Entry) -> Comparison | None:
         """Return a server's tokens and logprobs; None if it holds another version, or fails."""
-        server, prompts = entry.value, self.prompts(entry.value.get("context_length"))
+        server, name = entry.value, f"server {entry.value['address']}"
+        prompts, new = self.prompts(server.get("context_length"))
 
         def generate(prompt: list[int]) -> wire.Answer:
-            sampling = {"temperature": self.temperature, "max_new_tokens": NEW, "ignore_eos": True}
+            sampling = {"temperature": self.temperature, "max_new_tokens": new, "ignore_eos": True}
             body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
             return wire.decode_answer(self._request(server, "/generate", body))
 
@@ -167,13 +180,13 @@ class SelfCheck:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 answers = [*pool.map(generate, prompts)]
         except (OSError, HTTPException, ValueError) as error:
-            logger.warning("self-check: not compared", address=server["address"], error=repr(error))
+            self.found[name] = f"{SKIPPED}: {error!r}"
             return None
         rows = [self.row(p, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)]
         facts = {name: info.get(name) for name in ("dtype", "quantization")} | {"entry": server}
         theirs = [np.array(wire.token_logprobs(answer)) for answer in answers]
         coarsest = max(self.dtype, self.dtype_of(facts), key=BOUNDS.__getitem__)
-        return Comparison(f"server {server['address']}", rows, [], theirs, coarsest, facts)
+        return Comparison(name, rows, [], theirs, coarsest, facts)
 
     def dtype_of(self, info: dict[str, Any]) -> str:
         """Return the dtype in which a server should compute.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import permutations
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,9 @@ class Comparison:
         return [np.abs(ours[len(ours) - len(theirs) :] - theirs) for ours, theirs in pairs]
 
     @property
-    def worst(self) -> tuple[float, float]:
-        """The largest mean difference of a row, and the largest difference of a token."""
-        return max(e.mean() for e in self.errors), max(e.max() for e in self.errors)
+    def worst(self) -> np.ndarray:
+        """The largest mean difference of a row, and that of a token; NaN if any is NaN [2]."""
+        return np.max([(e.mean(), e.max()) for e in self.errors], axis=0)
 
     def fits(self, dtype: str) -> bool:
         """Return whether the differences are within the bounds of a dtype; False for NaN."""
@@ -105,6 +106,7 @@ def likely_reason(
         tensors: tensors,
         f"temperature: {comparison.other} has it at {degree:g}, the run at {run:g}": degree != run,
         f"padding: {together}; try another engine.fsdp.layout": not alone.is_equal,
+        f"sliding window: {window} in config.json is below 1": window is not None and window < 1,
         f"rope theta: {where}, as with other rotary embeddings": 0 < begin < ROTARY,
         f"sliding window: {where}; sliding_window={window} in config.json": begin >= ROTARY,
         "dtype: the differences are those of 16 bits, not of float32": is_low,
@@ -120,6 +122,8 @@ def tensor_reason(right: Sums, wrong: Sums, dtype: str, buffers: set[str]) -> st
         (_, *ones), (_, *others) = right[one], wrong[other]
         return max(abs(a - b) for a, b in zip(ones, others, strict=True)) / max(ones[0], 1e-12)
 
+    if broken := [n for n, (_, norm, _) in [*right.items(), *wrong.items()] if not isfinite(norm)]:
+        return f"weights: '{broken[0]}' has NaN or infinity; download it again"
     if len(wrong.keys() & right.keys()) * 2 < len(right):
         return ""
     if missing := sorted(right.keys() - wrong.keys()):

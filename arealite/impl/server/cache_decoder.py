@@ -22,6 +22,7 @@ from arealite.base import log
 from arealite.base.errors import UserError, one_line
 from arealite.impl.server.decoder import BaseDecoder, Decoder
 from arealite.impl.server.generation import Generation, SamplingParams
+from arealite.impl.weights.sums import check_finite
 
 logger = log.get(__name__)
 
@@ -129,10 +130,10 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
     if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
         # Only models with full and sliding attention can be packed.
         return Decoder(model, max_rows=max_rows, seed=seed)
-    kinds, reason = [Decoder, CacheDecoder, PlainDecoder], ""
+    kinds, reason = [Decoder, CacheDecoder, PlainDecoder], "the fastest"
     limits = (getattr(module, "time_step_limit", (0,)) for module in model.modules())
     if any(limit[0] > 0 for limit in limits):  # ignored by transformers in passes of one token
-        kinds = [PlainDecoder]
+        kinds, reason = [PlainDecoder], "time_step_limit"
     for kind in kinds:
         try:
             off = _difference(kind, model)
@@ -142,8 +143,9 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
         if off <= (BOUND if model.dtype == torch.float32 else LOW_BOUND):
             logger.info("decoder", type=kind.__name__, off=off, why=reason)
             return kind(model, max_rows=max_rows, seed=seed)
+        if off != off:
+            check_finite(model, str(model.name_or_path))
         reason = f"log-probabilities differ by {off:.2g} from those of plain forward passes"
-        reason = reason if off == off else "weights or log-probabilities are not finite numbers"
     what = f"The embedded server cannot run {type(model).__name__}: {reason:.200}"
     raise UserError(f"{what.rstrip('.')}. Use llm_server.type=sglang, or another model.")
 

@@ -1,4 +1,4 @@
-"""Checksums of tensors that show how two copies of a model differ."""
+"""Tests tensors: checksums show how two copies of a model differ; all numbers must be finite."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -6,6 +6,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from arealite.base.errors import UserError
 from arealite.impl.weights.buckets import Named
 
 Sums = dict[str, tuple[int, float, float]]
@@ -25,3 +26,15 @@ def sums(named: Iterable[Named], model: nn.Module | None) -> Sums:
         left, right = (torch.arange(n, device=rows.device).mul(0.7).cos() for n in rows.shape)
         found[name] = tensor.ndim, float(rows.norm()), float(left @ (rows @ right))
     return found
+
+
+def check_finite(model: nn.Module, path: str) -> None:
+    """Check that all numbers of a model, and of its adapters, are finite.
+
+    Raises:
+        UserError: A tensor has NaN or infinity.
+    """
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            where = "model.adapter" if ".lora_" in name else f"model.path={path}"
+            raise UserError(f"{where}: '{name}' has NaN or infinity. Download the folder again.")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace as changed
+from structlog.testing import capture_logs
 
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig, ModelConfig
@@ -60,6 +61,7 @@ class Run:
     def __init__(self, folder: Path, *, temperature: float = 1.0, own: int = 0) -> None:
         self.folder, self.served = folder, folder
         self.served_dtype = "float32"
+        self.context_length: int | None = None
         self.temperature, self.own = temperature, own
         self.in_server: Callable[[EmbeddedServer], None] = lambda server: None
         self.engine: FSDPEngine = make_engine(folder)
@@ -74,7 +76,8 @@ class Run:
         return str(caught.value)
 
     async def _check(self) -> dict[str, str]:
-        served = server_config(self.served, self.folder.parent / "names")
+        names, length = self.folder.parent / "names", self.context_length
+        served = server_config(self.served, names, context_length=length)
         served = replace(served, model=replace(served.model, dtype=self.served_dtype))
         sampling = SamplingConfig(temperature=self.temperature)
         ppo = PPOConfig(
@@ -105,6 +108,37 @@ def test_sound_run_passes_and_reports_small_differences(tmp_path: Path, family: 
     found = Run(write(tmp_path, family, **fields)).check()
     assert len(found) == 2
     assert all("nats" in text for text in found.values()), found
+
+
+@pytest.mark.parametrize("length", [3, 24])
+def test_server_with_a_short_context_is_compared(tmp_path: Path, length: int) -> None:
+    run = Run(write(tmp_path))
+    run.context_length = length
+    found = run.check()
+    assert len(found) == 2 and all("nats" in text for text in found.values()), found
+
+
+@pytest.mark.parametrize("fault", ["no answer", "other version"])
+def test_check_that_compares_no_server_does_not_pass(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError("planted")
+
+    run = Run(write(tmp_path))
+    if fault == "no answer":
+        monkeypatch.setattr(SelfCheck, "_request", fail)
+    else:
+        run.in_server = lambda server: server._model.relabel("7")
+    with capture_logs() as events:
+        found = run.check()
+    told = [each["event"] for each in events if each["event"].startswith("self-check")]
+    assert told == ["self-check incomplete"]
+    ((other, text),) = ((name, text) for name, text in found.items() if "nats" not in text)
+    if fault == "no answer":
+        assert other.startswith("server http") and text == "not compared: OSError('planted')"
+    else:
+        assert (other, text) == ("servers", "not compared: none has version 0")
 
 
 def zero_bias(model: Model) -> None:
@@ -192,6 +226,29 @@ def test_other_attention_is_named(
     text = run.refusal()
     assert named in text
     assert ("The first module that differs" in text) == (where == "trainer")
+
+
+@pytest.mark.parametrize("window", [0, -3, -100])
+def test_window_below_1_is_named(tmp_path: Path, window: int) -> None:
+    run = Run(write(tmp_path, "mistral", sliding_window=16))
+    run.folder = run.served = edited(run.folder, sliding_window=window)
+    run.engine = make_engine(run.folder)
+    assert f"reason: sliding window: {window} in config.json is below 1" in run.refusal()
+
+
+def test_tensor_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    run = Run(write(tmp_path))
+
+    module: Any = run.engine.module
+    module.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    assert "weights: 'model.layers.1.mlp.up_proj.weight' has NaN or infinity" in run.refusal()
+
+
+def test_nan_of_any_row_is_a_difference() -> None:
+    rows = [Sequence(np.arange(9, dtype=np.int32), np.arange(9) > 3, 1.0)] * 2
+    zeros = np.zeros(5)
+    found = Comparison("server", rows, [zeros, zeros], [zeros, zeros * np.nan], "float32")
+    assert not found.is_equal
 
 
 def test_dtype_of_the_server_is_named(tmp_path: Path) -> None:

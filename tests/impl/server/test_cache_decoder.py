@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from arealite.base.errors import UserError
@@ -209,10 +210,12 @@ def test_weight_update_during_a_pause_changes_the_next_tokens(
                 check(model, generation, start)
 
 
-def test_probe_restores_the_window_of_the_model(tmp_path: Path) -> None:
+def test_probe_restores_the_window_and_logs_the_reason_for_the_decoder(tmp_path: Path) -> None:
     model = family_model(tmp_path, "mistral", WINDOW)
-    make_decoder(model, max_rows=1, seed=0)
+    with capture_logs() as events:
+        make_decoder(model, max_rows=1, seed=0)
     assert model.config.sliding_window == 8
+    assert [each["why"] for each in events] == ["the fastest"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -231,4 +234,12 @@ def test_decoder_that_ignores_the_window_is_not_used(
 def test_model_that_reads_later_tokens_is_refused(tmp_path: Path) -> None:
     model = family_model(tmp_path, "bert", {"num_key_value_heads": 4})
     with pytest.raises(UserError, match=r"BertLMHeadModel: .*differ by .*sglang"):
+        make_decoder(model, max_rows=1, seed=0)
+
+
+def test_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = family_model(tmp_path, "mistral", {})
+    model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    named = f"model.path={tmp_path}.*: 'model.layers.1.mlp.up_proj.weight' has NaN or infinity"
+    with pytest.raises(UserError, match=named):
         make_decoder(model, max_rows=1, seed=0)
