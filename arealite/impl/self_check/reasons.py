@@ -17,6 +17,8 @@ ROUNDING = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Relative difference of checksums that rounding to a dtype can cause, times a margin of 8."""
 QUANTISED = 0.3
 """Largest relative difference of checksums between a tensor and its quantised copy."""
+EVEN = 0.1
+"""Smallest ratio of median differences before and behind a position, if it changes nothing."""
 FEW = 4
 """Swapped values and zeros are searched if at most this many tensors differ."""
 ROTARY = 4
@@ -74,6 +76,15 @@ class Comparison:
         ]
         return min(found, default=0)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether tokens before `begin` differ like the others, as rounding makes them differ."""
+        pairs = list(zip(self.rows, self.errors, strict=True))
+        places = [np.arange(-len(errors), 0) + len(row.tokens) - 1 for row, errors in pairs]
+        errors, is_before = np.concatenate(self.errors), np.concatenate(places) < self.begin
+        others = np.median(errors[~is_before])
+        return not is_before.any() or bool(np.median(errors[is_before]) > EVEN * others)
+
 
 def likely_reason(
     comparison: Comparison,
@@ -97,7 +108,7 @@ def likely_reason(
     info, run, begin = comparison.info, comparison.rows[0].temperature, comparison.begin
     quantization, own = info.get("quantization"), info.get("dtype")
     degree = next((each for each, found in by_temperature.items() if found.is_equal), run)
-    is_low = comparison.dtype == "float32" and comparison.fits("bfloat16")
+    is_low = comparison.dtype == "float32" and comparison.fits("bfloat16") and comparison.is_even
     where = f"tokens differ from position {begin} on, and agree before"
     together = "a row's log-probabilities depend on the other rows of its micro-batch"
     reasons = {  # the surest evidence comes first
@@ -107,9 +118,9 @@ def likely_reason(
         f"temperature: {comparison.other} has it at {degree:g}, the run at {run:g}": degree != run,
         f"padding: {together}; try another engine.fsdp.layout": not alone.is_equal,
         f"sliding window: {window} in config.json is below 1": window is not None and window < 1,
+        "dtype: the differences are those of 16 bits, not of float32": is_low,
         f"rope theta: {where}, as with other rotary embeddings": 0 < begin < ROTARY,
         f"sliding window: {where}; sliding_window={window} in config.json": begin >= ROTARY,
-        "dtype: the differences are those of 16 bits, not of float32": is_low,
         "unknown; compare the versions of transformers and of the server": True,
     }
     return next(text for text, is_so in reasons.items() if is_so)
