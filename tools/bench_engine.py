@@ -24,11 +24,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.algo.losses import make_policy_loss
-from arealite.algo.packing import microbatches
+from arealite.algo.packing import packed
 from arealite.api.algorithm import LossConfig
 from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
-from arealite.impl.engine.batch import collate
+from arealite.impl.engine import attention
+from arealite.impl.engine.batch import collate, input_keys
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.engine.model import LogprobModel
 from tests.models import tiny_model
@@ -68,9 +69,9 @@ def engine_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
     )
 
     def step() -> None:
-        engine.forward(rows, [[len(row.tokens) for row in rows]])
+        engine.forward(rows)
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            engine.train_batch(half, [[len(row.tokens) for row in half]], LOSS)
+            engine.train_batch(half, LOSS)
 
     return step
 
@@ -80,21 +81,22 @@ def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
     from transformers import AutoModelForCausalLM
 
     causal_lm = AutoModelForCausalLM.from_pretrained(path)
+    causal_lm.set_attn_implementation(attention.NAME)
     model = LogprobModel(causal_lm, logits_chunk=FSDPConfig().logits_chunk)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     device = torch.device("cpu")
 
     def batches(part: list[Sequence]) -> list[list[Sequence]]:
-        plan = microbatches([len(row.tokens) for row in part], BUDGET)
+        plan = packed(input_keys(part), BUDGET)
         return [[part[i] for i in indices] for indices in plan]
 
     def step() -> None:
         with torch.no_grad():
             for part in batches(rows):
-                model(collate(part, device))
+                model(collate(part, device, "packed"))
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             for part in batches(half):
-                batch = collate(part, device)
+                batch = collate(part, device, "packed")
                 outputs = model(batch)
                 LOSS(LossInput(outputs, batch.rows_N, batch.fields))[0].backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -42,7 +42,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arealite.algo.logprobs import Head, token_logprobs
-from arealite.algo.packing import LAYOUTS, computed_tokens, microbatches
+from arealite.algo.packing import LAYOUTS
 from arealite.algo.partition import balance
 from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
@@ -88,11 +88,13 @@ def plans() -> dict[str, float]:
     for mix in MIXES:
         for count in (512, 4096):
             lengths = draw(mix, count)
+            tokens = [np.arange(length) + 10_000 * i for i, length in enumerate(lengths)]
             for layout in LAYOUTS:
                 started = time.process_time()
-                plan = microbatches(lengths, BUDGET, layout=layout)
+                plan = LAYOUTS[layout](tokens, BUDGET)
                 seconds = time.process_time() - started
-                computed = computed_tokens(lengths, plan, layout)
+                widest = [len(part) * max(lengths[i] for i in part) for part in plan]
+                computed = sum(lengths if layout == "packed" else widest)
                 name = f"{mix}_{count}_{layout}"
                 found[f"{name}_waste"] = 1 - sum(lengths) / computed
                 found[f"{name}_microbatches"] = len(plan)
@@ -244,17 +246,16 @@ def updates(
     engine = FSDPEngine(config, model_path=folder, seed=0, training=training)
     cuda = engine.device.type == "cuda"
     rows = full_rows(max(2, 2 * config.max_tokens_per_microbatch // tokens), tokens)
-    lengths = [[len(row.tokens) for row in rows]]
     seconds: list[float] = []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(7):
         _sync(engine.device)
         started = time.perf_counter()
-        engine.train_batch(rows, lengths, bench_engine.LOSS)
+        engine.train_batch(rows, bench_engine.LOSS)
         _sync(engine.device)
         seconds.append(time.perf_counter() - started)
-    per_s = sum(lengths[0]) / statistics.median(seconds[2:])
+    per_s = sum(len(row.tokens) for row in rows) / statistics.median(seconds[2:])
     found = {"tokens_per_s": per_s, "mfu": per_s * flops_per_token(shape, tokens) / rate}
     found["layout"] = engine.layout
     if cuda:

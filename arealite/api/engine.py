@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-Lengths = list[list[int]]
-"""Lengths of the rows of each rank."""
-
 
 @dataclass
 class Sequence:
@@ -78,12 +75,11 @@ class TrainEngine(ABC):
         """Return a frozen engine that keeps the current outputs; call this before any update."""
 
     @abstractmethod
-    def forward(self, rows: list[Sequence], all_lengths: Lengths) -> dict[str, list[np.ndarray]]:
+    def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs (see LossInput) without gradient.
 
         Args:
             rows: the rows of this rank.
-            all_lengths: the row lengths of each rank; all ranks run equally many micro-batches.
 
         Returns:
             {output: values by row, float32 [T] each, 0 outside loss_mask}.
@@ -93,7 +89,6 @@ class TrainEngine(ABC):
     def train_batch(
         self,
         rows: list[Sequence],
-        all_lengths: Lengths,
         loss_fn: LossFn,
         *,
         rows_per_example: int = 1,
@@ -104,7 +99,8 @@ class TrainEngine(ABC):
         An update whose gradient norm is not finite is skipped.
 
         Args:
-            rows, all_lengths: as in `forward`.
+            rows: the rows of this rank.
+            loss_fn: the loss.
             rows_per_example: consecutive rows that stay in one micro-batch, in their order;
                 2 for pairs of a preferred and a rejected answer.
             record_outputs: {output: field}: outputs of this pass that become fields of the rows,

@@ -41,7 +41,7 @@ from arealite.impl.publisher.disk import DiskPublisher
 from tests.fakes.embedded import running, server_config
 from tests.families.configs import CONFIGS
 from tests.families.folders import build, write
-from tests.impl.engine.helpers import LOSS, lengths, make_rows
+from tests.impl.engine.helpers import LOSS, make_rows
 from tests.impl.publisher.sites import publishing
 
 ROUNDING = 2.0**-24
@@ -125,7 +125,7 @@ class Case:
         )
 
     def check_forward(self, engine: FSDPEngine, expected: list[np.ndarray], what: str) -> None:
-        got = engine.forward(self.rows, lengths([self.rows]))["logprobs"]
+        got = engine.forward(self.rows)["logprobs"]
         masked = [values[row.loss_mask] for values, row in zip(got, self.rows, strict=True)]
         self.compare(farthest(masked, expected), self.rounding, what)
 
@@ -210,7 +210,7 @@ def check_sharded_update(case: Case) -> None:
 def updated(case: Case, engine: FSDPEngine) -> FSDPEngine:
     plain = copy.deepcopy(case.reference)
     before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
-    engine.train_batch(case.rows, lengths([case.rows]), LOSS)
+    engine.train_batch(case.rows, LOSS)
     update(plain, case.rows)
     ours = {name: engine.full(t.detach()) for name, t in engine.module.state_dict().items()}
     for name, after in plain.state_dict().items():
@@ -247,7 +247,7 @@ def update(model: Any, rows: list[Sequence]) -> None:
 def check_export(case: Case) -> None:
     """An export after an update has the names of the folder, and loads in transformers."""
     engine, out = case.engine(), case.folder / "export"
-    engine.train_batch(case.rows, lengths([case.rows]), LOSS)
+    engine.train_batch(case.rows, LOSS)
     engine.export(out)
     check_names(case.path, out)
     again = load(out, case.attention)
@@ -272,7 +272,7 @@ def check_names(given: Path, made: Path) -> None:
 def check_served(case: Case) -> None:
     """The embedded server generates with the logprobs of the folder, then of a new version."""
     engine = case.engine()
-    engine.train_batch(case.rows, lengths([case.rows]), LOSS)
+    engine.train_batch(case.rows, LOSS)
     out = case.folder / "published"
     asyncio.run(serve(case, engine, out))
 

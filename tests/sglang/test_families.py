@@ -16,7 +16,7 @@ from arealite.impl.publisher.distributed import DistributedPublisher
 from arealite.system.names.registry import NameRegistry
 from tests.families.checks import Case, compare_answers, load, quiet
 from tests.impl.engine.conftest import group as group
-from tests.impl.engine.helpers import LOSS, lengths
+from tests.impl.engine.helpers import LOSS
 from tests.impl.publisher.sites import publishing
 from tests.sglang.real import real_sglang
 
@@ -36,7 +36,7 @@ def test_family_is_served_and_updated_exactly(family: str, tmp_path: Path) -> No
         entry |= {"model_path": str(case.path)}
         NameRegistry.of(config).put("llm_server", "s", entry)
         for version, way in enumerate((DiskPublisher, DistributedPublisher), 1):
-            engine.train_batch(case.rows, lengths([case.rows]), LOSS)
+            engine.train_batch(case.rows, LOSS)
             publisher = way(config, engine)
             try:
                 while publisher.stage(version, engine.stream_weights()):

@@ -166,8 +166,7 @@ def step(bench: Bench, *, dtype: str) -> None:
     ids = np.random.default_rng(0).integers(3, 8000, (8, tokens // 8)).astype(np.int32)
     weight = {"loss_weight": np.full(ids.shape[1], 1 / tokens, np.float32)}
     rows = [Sequence(row, np.arange(len(row)) > 0, 1.0, weight) for row in ids]
-    lengths = [[len(row) for row in ids]]
-    seconds = bench.seconds(lambda: engine.train_batch(rows, lengths, weighted_loss))
+    seconds = bench.seconds(lambda: engine.train_batch(rows, weighted_loss))
     used = (torch.cuda.max_memory_allocated() if on_gpu else _status("VmHWM")) - before
     bench.numbers |= {"memory GB": used / 1e9, "estimated GB": estimate / 1e9}
     bench.bound("memory / estimate", used / estimate, 1.5 + SLACK / estimate)
@@ -232,15 +231,13 @@ def make_engine(
 def train(bench: Bench, engine: FSDPEngine) -> dict[str, float]:
     """Apply one update on the rows, which the ranks share; return its stats."""
     rows, size = make_rows(bench), bench.world.size
-    lengths = [[len(row.tokens) for row in rows[rank::size]] for rank in range(size)]
-    return engine.train_batch(rows[bench.world.rank :: size], lengths, weighted_loss)
+    return engine.train_batch(rows[bench.world.rank :: size], weighted_loss)
 
 
 def outputs(bench: Bench, engine: FSDPEngine) -> np.ndarray:
     """Return the log-probabilities of all rows; every rank computes them."""
     rows = make_rows(bench)
-    lengths = [[len(row.tokens) for row in rows]] * bench.world.size
-    return np.concatenate(engine.forward(rows, lengths)["logprobs"])
+    return np.concatenate(engine.forward(rows)["logprobs"])
 
 
 def weighted_loss(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

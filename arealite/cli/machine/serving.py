@@ -143,7 +143,7 @@ def errors(engine: FSDPEngine, answer: LLMResponse) -> np.ndarray:
     """Return the difference of each token's log-probability from that of the engine."""
     tokens = np.array([*PROMPT, *answer.output_ids], np.int32)
     row = Sequence(tokens, np.arange(len(tokens)) >= len(PROMPT), 1.0)
-    found = engine.forward([row], [[len(tokens)]])["logprobs"][0][len(PROMPT) :]
+    found = engine.forward([row])["logprobs"][0][len(PROMPT) :]
     return np.abs(found.astype(np.float64) - answer.logprobs)
 
 

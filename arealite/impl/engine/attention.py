@@ -7,6 +7,7 @@ functions. Packed rows therefore never need a dense [tokens × tokens] mask.
 import copy
 import inspect
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from arealite.base.errors import UserError
 from arealite.base.log import get
 from arealite.impl.engine.batch import collate
 from arealite.impl.engine.head import decoder_of
+from arealite.impl.engine.tree_attention import PrefixTree, TreeAttention
 
 log = get(__name__)
 NAME = "arealite_packed"
@@ -35,7 +37,7 @@ KNOWN = inspect.signature(varlen_attn).parameters
 def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
     """Return `packed` or `padded` for `layout`, and set the attention of `model` accordingly.
 
-    auto is packed in 16 bits on CUDA, where packing is fast, if the model supports it.
+    auto is packed where packing is fast, on a CPU and in 16 bits on CUDA, if the model supports it.
 
     Raises:
         UserError: `layout` is packed, but tokens of the model depend on each other outside
@@ -45,7 +47,7 @@ def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: tor
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     can = model.is_backend_compatible() and not getattr(model, "_is_stateful", False)
     can = can and layers <= {"full_attention", "sliding_attention"}
-    wants_packed = can and device.type == "cuda" and dtype in LOW
+    wants_packed = can and (device.type == "cpu" or dtype in LOW)
     if layout == "padded" or (layout == "auto" and not wants_packed):
         return "padded"
     try:
@@ -81,15 +83,15 @@ def attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each row of [1, heads, N, D]; return [1, N, heads, D].
+    """Attend within each prefix tree of [1, heads, N, D]; return [1, N, heads, D].
 
-    `cu_seq_lens_q` (int32: where rows begin, and N) and `max_length_q` come from the decoder's
-    caller. Without them this is transformers' SDPA, for an embedded server that shares the model.
+    `prefix_tree` comes from the decoder's caller: a query sees the tokens of its path. Without it
+    this is transformers' SDPA, for an embedded server that shares the model.
     """
-    starts, name = options.get("cu_seq_lens_q"), type(module).__name__
+    tree, name = options.get("prefix_tree"), type(module).__name__
     has_window = getattr(getattr(module, "config", None), "sliding_window", None)
-    ignores_window = starts is not None and has_window and "sliding_window" not in options
-    if (starts is None) == (attention_mask is None) or ignores_window:
+    ignores_window = tree is not None and has_window and "sliding_window" not in options
+    if (tree is None) == (attention_mask is None) or ignores_window:
         # else a token would attend to another row, or beyond the window
         raise UserError(f"{name} cannot be packed: {FIX}")
     if options.get("position_bias") is not None:
@@ -97,38 +99,49 @@ def attend(
     softcap, sinks = options.get("softcap"), options.get("s_aux")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     changes: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
-    if starts is None:
+    if tree is None:
         if softcap is None and sinks is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         attended = _row(query, key, value, attention_mask, **changes)
         return attended.transpose(1, 2).contiguous(), None
     if query.is_meta:
         return query.new_empty((*query.shape[:-1], value.shape[-1])).transpose(1, 2), None
-    window = options.get("sliding_window") or 0
+    window, width = options.get("sliding_window") or 0, query.shape[-1]
+    is_plain = sinks is None and softcap is None
     has_kernel = sinks is None and (softcap is None or HAS_FLASH_ATTN)
-    if query.is_cuda and query.dtype in LOW and has_kernel and query.shape[-1] in KERNEL_WIDTHS:
-        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-        longest, capped = int(options["max_length_q"]), {"softcap": softcap} if softcap else {}
-        return _flash(flat, starts, longest, scale=scale, window=window, **capped)[None], None
-    lengths, rows = starts.diff().tolist(), list[Tensor]()
-    for q, k, v in zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True):
-        length = q.shape[2]
-        mask = None
-        if 0 < window < length or softcap is not None or sinks is not None:
-            mask = query.new_ones(length, length, dtype=torch.bool)
-            mask = mask.tril().triu(1 - (window or length))
+    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    if query.is_cuda and query.dtype in LOW and has_kernel and width in KERNEL_WIDTHS:
+        capped = {"softcap": softcap} if softcap else {}
+        return _flash(flat, tree, scale=scale, window=window, **capped)[None], None
+    longest = max(map(len, tree.paths))
+    if is_plain and query.device.type == "cpu" and not 0 < window < longest:
+        flat[2] = pad(flat[2], (0, width - value.shape[-1]))  # the kernel needs one width
+        return TreeAttention.apply(*flat, tree, scale)[None, ..., : value.shape[-1]], None
+    rows = list[Tensor]()
+    for path, (begin, end) in zip(tree.paths, pairwise(tree.bounds), strict=True):
+        total, places = len(path), tree.put(path)
+        mask = query.new_ones(end - begin, total, dtype=torch.bool)
+        mask = mask.tril(total - end + begin).triu(total - end + begin + 1 - (window or total))
+        q, k, v = query[:, :, begin:end], key[:, :, places], value[:, :, places]
         rows.append(_row(q, k, v, mask, **changes))
     return torch.cat(rows, 2).transpose(1, 2).contiguous(), None
 
 
 def _flash(
-    qkv: list[Tensor], starts: Tensor, longest: int, *, scale: float, window: int, **capped: float
+    qkv: list[Tensor], tree: PrefixTree, *, scale: float, window: int, **capped: float
 ) -> Tensor:
-    """Attend over [N, heads, D] with the package flash_attn if it is installed, else with torch."""
-    query, key, value = (tensor.contiguous() for tensor in qkv)
+    """Attend over [N, heads, D] with flash_attn if it is installed, else with torch.
+
+    The keys of a node are those of its path. Its queries are the last of them: both kernels align
+    the causal mask to the end of a row.
+    """
+    query, key, value = qkv
     width = value.shape[-1]
-    value = pad(value, (0, query.shape[-1] - width))  # the kernels need equal widths
-    bounds = starts, starts, longest, longest
+    value = pad(value, (0, query.shape[-1] - width))  # the kernels need one width
+    if tree.keys is not None:
+        key, value = key[tree.keys], value[tree.keys]
+    query, key, value = (tensor.contiguous() for tensor in (query, key, value))
+    bounds = tree.flash_bounds
     # A window of w tokens sees itself and w − 1 to the left; −1 sees all.
     sides = (window - 1 if window else -1, 0)
     if HAS_FLASH_ATTN:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.engine import Sequence
 from arealite.base.errors import UserError
+from arealite.impl.engine.tree_attention import PrefixTree
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,11 @@ class MicroBatch:
     """Tensors of one forward pass, on the engine's device."""
 
     input_ids_BW: torch.Tensor
-    """int64, right-padded with 0 or packed end to end; the last token of a row is no input."""
+    """int64, right-padded with 0, or prefix trees; the last token of a row is no input."""
     attention: dict[str, object]
     """Further arguments of the decoder for packed rows; {} for padded ones."""
+    inputs: list[torch.Tensor]
+    """int64 for each row: where its inputs are in the flattened [B · W] tokens."""
     index_N: torch.Tensor
     """int64: which of the flattened [B · W] hidden states predicts each loss token."""
     targets_N: torch.Tensor
@@ -49,40 +53,39 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
     lengths = np.array([len(row.tokens) for row in rows])
     tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
     mask = np.concatenate([row.loss_mask for row in rows]).astype(bool)
+    routing = _routing(rows)
     row_of = np.repeat(np.arange(len(rows)), lengths)
     column = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     # A row of one token has an input, too, so that no row is empty.
     widths = np.maximum(1, lengths - 1)
     is_input = column < widths[row_of]
-    longest = int(widths.max())
+    attention: dict[str, object] = {}
     if layout == "packed":
-        starts = np.concatenate([[0], np.cumsum(widths)])
-        inputs, places = tokens[None, is_input], (0, np.arange(np.count_nonzero(is_input)))
+        forest = prefix_forest(input_keys(rows))
+        tree = PrefixTree.of(forest, device)
+        shape, place = (1, tree.bounds[-1]), np.concatenate([tree.paths[n] for n in forest.last])
+        positions = np.zeros(shape, np.int64)
+        positions[0, place] = column[is_input]
+        attention = {"position_ids": tree.put(positions), "prefix_tree": tree}
     else:
-        starts = np.arange(len(rows)) * longest
-        inputs = np.zeros((len(rows), longest), np.int64)
-        places = row_of[is_input], column[is_input]
-        inputs[places] = tokens[is_input]
+        shape = (len(rows), int(widths.max()))
+        place = (row_of * shape[1] + column)[is_input]
     temperature = np.array([row.temperature for row in rows], np.float32)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    def spread(values: np.ndarray) -> np.ndarray:
-        laid = np.full((*inputs.shape, values.shape[1]), 255, np.uint8)
-        laid[places] = values[is_input]
-        return laid
+    def spread(values: np.ndarray, fill: int) -> torch.Tensor:
+        laid = np.full((shape[0] * shape[1], *values.shape[1:]), fill, values.dtype)
+        laid[place] = values[is_input]
+        return put(laid.reshape(*shape, *values.shape[1:]))
 
-    attention: dict[str, object] = {}
-    if layout == "packed":
-        bounds = put(starts.astype(np.int32))
-        attention = {"position_ids": put(column[None, is_input])}
-        attention |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        attention |= {"max_length_q": longest, "max_length_k": longest}
+    before = (np.cumsum(widths) - widths)[row_of[mask]] + column[mask] - 1
     return MicroBatch(
-        input_ids_BW=put(inputs),
+        input_ids_BW=spread(tokens, 0),
         attention=attention,
-        index_N=put(starts[row_of[mask]] + column[mask] - 1),
+        inputs=[put(each) for each in np.split(place, np.cumsum(widths)[:-1])],
+        index_N=put(place[before]),
         targets_N=put(tokens[mask]),
         temperature_N=put(temperature[row_of[mask]]),
         rows_N=put(row_of[mask]),
@@ -90,8 +93,19 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
             name: put(np.concatenate([row.fields[name] for row in rows])[mask].astype(np.float32))
             for name in rows[0].fields
         },
-        routing_BWR=None if (routing := _routing(rows)) is None else put(spread(routing)),
+        routing_BWR=None if routing is None else spread(routing, 255),
     )
+
+
+def input_keys(rows: Seq[Sequence]) -> list[np.ndarray]:
+    """Return the inputs of each row, as items that are equal where tokens and experts are."""
+    keys = [row.tokens for row in rows]
+    if (routing := _routing(rows)) is not None:
+        ids = np.concatenate(keys).astype(np.int32)[:, None].view(np.uint8)
+        items = np.concatenate([ids, routing], 1)
+        items = items.view(f"V{items.shape[1]}")[:, 0]
+        keys = np.split(items, np.cumsum([len(key) for key in keys])[:-1])
+    return [key[: max(1, len(key) - 1)] for key in keys]
 
 
 def _routing(rows: Seq[Sequence]) -> np.ndarray | None:

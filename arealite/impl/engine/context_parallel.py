@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from arealite.api.engine import Lengths, Sequence
+from arealite.api.engine import Sequence
 from arealite.base.errors import UserError
 from arealite.base.model_folder import check_context_parallel
 from arealite.impl.engine import attention
@@ -80,10 +80,6 @@ class ContextGroup:
         parts[self.rank] = rows
         return [*chain(*parts)], slice(begin, begin + len(rows))
 
-    def gather_lengths(self, lengths: Lengths) -> Lengths:
-        """Return the row lengths of each group from those of each rank."""
-        return [[*chain(*lengths[i : i + self.size])] for i in range(0, len(lengths), self.size)]
-
     def split(self, batch: MicroBatch) -> MicroBatch:
         """Return this rank's share of the tokens and loss tokens of the group's micro-batch."""
         if self.size == 1:
@@ -98,12 +94,9 @@ class ContextGroup:
         else:
             positions = pad(positions, (0, missing))
         changed: dict[str, object] = {"position_ids": positions[:, mine]}
-        starts: Any = batch.attention.get("cu_seq_lens_q")
-        if starts is not None and missing:  # the padding is a row of its own
-            starts = torch.cat([starts, starts[-1:] + missing])
-            changed |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-            longest = max(batch.attention["max_length_q"], missing)  # type: ignore[call-overload]
-            changed |= {"max_length_q": longest, "max_length_k": longest}
+        tree: Any = batch.attention.get("prefix_tree")
+        if tree is not None and missing:
+            changed["prefix_tree"] = tree.padded(missing)
         if (routing := batch.routing_BWR) is not None:
             routing = pad(routing, (0, 0, 0, missing), value=255)[:, mine]
         column_N = batch.index_N % width

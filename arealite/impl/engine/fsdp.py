@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.tensor import DTensor
 
-from arealite.algo.packing import Plan, computed_tokens, microbatches
-from arealite.api.engine import Head, Lengths, LossFn, LossInput, Sequence, TrainEngine, Training
+from arealite.algo.packing import LAYOUTS, Plan
+from arealite.api.engine import Head, LossFn, LossInput, Sequence, TrainEngine, Training
 from arealite.api.engine_config import FSDPConfig
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.log import get
 from arealite.base.model_folder import exact_length
 from arealite.impl.engine import attention, checkpoint, loading, lora
 from arealite.impl.engine import model as models
-from arealite.impl.engine.batch import MicroBatch, collate, scatter
+from arealite.impl.engine.batch import MicroBatch, collate, input_keys, scatter
 from arealite.impl.engine.context_parallel import ContextGroup
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
@@ -116,12 +116,12 @@ class FSDPEngine(TrainEngine):
             raise InvariantError("an engine without `training` is frozen: forward only")
         return self._optimizer
 
-    def forward(self, rows: list[Sequence], all_lengths: Lengths) -> dict[str, list[np.ndarray]]:
+    def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs; see TrainEngine."""
         results: dict[str, list[np.ndarray]] = {}
         rows, own = self._context.gather_rows(rows)
         with lora.replaced(self.module, self._adapters), torch.no_grad():
-            for indices in self._plan(rows, all_lengths):
+            for indices in self._plan(rows):
                 part = [rows[i] for i in indices]
                 for name, values_N in self._compute(self._collate(part)).items():
                     result = results.setdefault(name, [np.empty(0)] * len(rows))
@@ -137,17 +137,18 @@ class FSDPEngine(TrainEngine):
     def train_batch(
         self,
         rows: list[Sequence],
-        all_lengths: Lengths,
         loss_fn: LossFn,
         *,
         rows_per_example: int = 1,
         record_outputs: Mapping[str, str] | None = None,
     ) -> dict[str, float]:
-        """Apply one update; see TrainEngine. Adds microbatches, tokens and padded_tokens."""
+        """Apply one update; see TrainEngine. Adds microbatches, tokens and computed_tokens."""
         rows, _ = self._context.gather_rows(rows)
-        optimizer, plan = self.optimizer, self._plan(rows, all_lengths, rows_per_example)
+        optimizer, plan = self.optimizer, self._plan(rows, rows_per_example)
         roots = models.fsdp_modules(self._model)[:1]
-        totals: dict[str, torch.Tensor | float] = {}
+        own = sum(max(1, len(row.tokens) - 1) for row in rows) / self._context.size
+        inputs = _sum_over_ranks({"inputs": own})["inputs"] if self._balance else 0.0
+        totals, computed = dict[str, torch.Tensor | float](), 0
         for number, indices in enumerate(plan):
             last = number == len(plan) - 1
             for root in roots:
@@ -155,23 +156,23 @@ class FSDPEngine(TrainEngine):
                 root.set_is_last_backward(last)
             part = [rows[i] for i in indices]
             batch = self._collate(part)
+            computed += batch.input_ids_BW.numel()
             if not part:  # other ranks have rows, and their collectives need this rank
                 torch.cat([*self._model(batch).values()]).sum().backward()
                 continue
             scale, loss_of = optimizer.scale.value, loss_fn
             if self._balance is not None:
-                loss_of = self._balance.added_to(loss_fn, part, all_lengths, self.layout)
+                loss_of = self._balance.added_to(loss_fn, batch.inputs, inputs)
             stats, recorded = backward(self._compute, batch, loss_of, record_outputs, scale=scale)
             for name, value in stats.items():
                 totals[name] = totals.get(name, 0.0) + value
             for field, values_N in recorded.items():
                 for row, values_T in zip(part, scatter(values_N, part), strict=True):
                     row.fields[field] = values_T
-        lengths = [len(row.tokens) for row in rows]
         counted = {name: float(value) for name, value in totals.items()} | {
             "microbatches": float(len(plan)),
-            "tokens": float(sum(lengths)),
-            "padded_tokens": float(computed_tokens(lengths, plan, self.layout)),
+            "tokens": float(sum(len(row.tokens) for row in rows)),
+            "computed_tokens": float(computed),
         }
         # All ranks of a context group have the same numbers: one of them counts.
         counted = ({} if self._context.rank else counted) | self._routing_stats()
@@ -265,20 +266,24 @@ class FSDPEngine(TrainEngine):
         }
         return {"model": model, "optimizer": self.optimizer.state()}
 
-    def _plan(self, rows: list[Sequence], all_lengths: Lengths, size: int = 1) -> Plan:
-        """Return the indices of the rows of each micro-batch; `size` rows stay together."""
+    def _plan(self, rows: list[Sequence], rows_per_example: int = 1) -> Plan:
+        """Return the row indices of each micro-batch; the rows of an example stay together.
+
+        All ranks run equally many micro-batches, so that their collectives stay aligned.
+        """
+        budget = self.config.max_tokens_per_microbatch * self._context.size
+        plan = LAYOUTS[self.layout](input_keys(rows), budget, rows_per_example=rows_per_example)
+        longest = max((len(row.tokens) for row in rows), default=0)
+        most = torch.tensor([max(1, len(plan)), longest], device=self.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        needed, longest = most.tolist()
         limit = exact_length(self.module.config.get_text_config().to_dict())
-        longest = max((length for each in all_lengths for length in each), default=0)
         if limit and longest > limit:
             what = f"Positions of '{self.source}' beyond {limit} depend on the rows beside it"
             fix = f"use llm_server.context_length={limit}, or shorter rows."
             raise UserError(f"A row has {longest} tokens. {what}: {fix}")
-        lengths = [len(row.tokens) for row in rows]
-        groups = self._context.gather_lengths(all_lengths)
-        budget = self.config.max_tokens_per_microbatch * self._context.size
-        return microbatches(
-            lengths, budget, layout=self.layout, rows_per_example=size, all_lengths=groups
-        )
+        return plan + [[]] * (needed - len(plan))
 
     def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return the outputs of all loss tokens of a micro-batch, on every rank of its group."""

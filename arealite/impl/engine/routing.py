@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from arealite.api.engine import Lengths, LossFn, LossInput, Sequence
+from arealite.api.engine import LossFn, LossInput
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import Experts, experts_of
 from arealite.impl.engine.model import layers_of
@@ -196,28 +195,21 @@ class Balance:
         has_loss = BALANCE in vars(sys.modules[type(model).__module__])
         return cls(model, config) if wants and has_loss else None
 
-    def added_to(
-        self, loss_fn: LossFn, rows: list[Sequence], all_lengths: Lengths, layout: str
-    ) -> LossFn:
-        """Return `loss_fn` with this loss for a micro-batch of `rows`, and its stat `router_loss`.
+    def added_to(self, loss_fn: LossFn, inputs: list[Tensor], tokens: float) -> LossFn:
+        """Return `loss_fn` with this loss for a micro-batch, and its stat `router_loss`.
 
         Args:
             loss_fn: A loss function.
-            rows: The rows of the micro-batch.
-            all_lengths: The row lengths of the update on each rank.
-            layout: `packed` or `padded`.
+            inputs: `MicroBatch.inputs`.
+            tokens: The inputs of all rows of the update, on all ranks.
         """
-        widths = [max(1, len(row.tokens) - 1) for row in rows]
-        tokens = sum(max(1, length - 1) for each in all_lengths for length in each)
-        packed = [0, *accumulate(widths)]
-        starts = packed if layout == "packed" else [i * max(widths) for i in range(len(rows))]
 
         def with_balance(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
             loss, stats = loss_fn(batch)
             total = loss.new_zeros(())
-            for start, width in zip(starts, widths, strict=False):
-                logits = tuple(each[start : start + width] for each in self._logits)
-                total = total + width / tokens * self._function(logits, *self._sizes)
+            for places in inputs:
+                logits = tuple(each[places] for each in self._logits)
+                total = total + len(places) / tokens * self._function(logits, *self._sizes)
             return loss + self._coefficient * total, stats | {"router_loss": total.detach()}
 
         return with_balance

@@ -117,9 +117,7 @@ class SelfCheck:
 
     def score(self, rows: list[Sequence]) -> list[np.ndarray]:
         """Return the trainer's logprobs of each row on rank 0, float32 [T]."""
-        mine, lengths = rows if self.world.is_rank0 else [], [len(row.tokens) for row in rows]
-        others: list[list[int]] = [[] for _ in range(self.world.size - 1)]
-        return self.engine.forward(mine, [lengths, *others])["logprobs"]
+        return self.engine.forward(rows if self.world.is_rank0 else [])["logprobs"]
 
     # ------------------------------------------------------------ servers
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from arealite.algo.reduction import token_weights
 from arealite.api import trainer_messages as messages
-from arealite.api.engine import Lengths, Sequence
+from arealite.api.engine import Sequence
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import Batch
 from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
@@ -41,8 +41,10 @@ class Minibatch:
     """The rows of one optimizer update on this rank."""
 
     rows: list[Sequence]
-    all_lengths: Lengths
-    """Lengths of the rows of every rank."""
+    num_rows: int
+    """Rows of all ranks."""
+    num_tokens: int
+    """Tokens of the rows of all ranks."""
 
 
 @dataclass
@@ -131,30 +133,13 @@ class TrainBatch:
         """All rows of this rank."""
         return [row for trajectory in self.local for row in trajectory.rows]
 
-    @property
-    def all_lengths(self) -> Lengths:
-        """Lengths of all rows of every rank."""
-        return self.lengths(range(len(self.headers)))
-
-    def lengths(self, wanted: Collection[int], *, longer: Collection[int] = ()) -> Lengths:
-        """Return the row lengths of the `wanted` trajectories by rank.
-
-        The last row of each trajectory in `longer` counts one token more.
-        """
-        lengths: Lengths = [[] for _ in range(self.world_size)]
-        for i in wanted:
-            mine = lengths[self.plan.ranks[i]]
-            mine.extend(self.headers[i].segment_lengths)
-            mine[-1] += i in longer
-        return lengths
-
     def fill(self, name: str, arrays: Seq[np.ndarray]) -> None:
         """Set a field of the rows to an engine's output."""
         for row, values_T in zip(self.rows, arrays, strict=True):
             row.fields[name] = values_T
 
-    def critic_rows(self) -> tuple[list[Sequence], Lengths]:
-        """Return the critic's rows, over all sampled tokens, and the row lengths of every rank.
+    def critic_rows(self) -> list[Sequence]:
+        """Return the critic's rows, over all sampled tokens.
 
         The last row of a truncated episode has an additional token. Its value is the value of the
         state in which the episode was truncated.
@@ -168,7 +153,7 @@ class TrainBatch:
                 last = rows[-1]
                 last.tokens = np.append(last.tokens, last.tokens[-1:])
                 last.loss_mask = np.append(last.loss_mask, True)
-        return rows, self.lengths(range(len(self.headers)), longer=cut)
+        return rows
 
     def store_values(self, values: Seq[np.ndarray]) -> None:
         """Set the field `values` of the rows from the critic's output for `critic_rows`."""
@@ -188,7 +173,8 @@ class TrainBatch:
             numbered = enumerate(self.plan.minibatches)
             trained = {i: None for i, number in numbered if number == update and i in included}
             rows = [row for each in self.local if each.index in trained for row in each.rows]
-            found.append(Minibatch(rows, self.lengths(trained)))
+            lengths = [length for i in trained for length in self.headers[i].segment_lengths]
+            found.append(Minibatch(rows, len(lengths), sum(lengths)))
         return found
 
 

@@ -30,7 +30,7 @@ PLAIN = ("loss", "weight")
 ROUTING = "routing_matched", "routing_compared"
 ENGINE = (
     *("grad_norm", "lr", "skipped_update", "loss_scale"),
-    *("microbatches", "tokens", "padded_tokens"),
+    *("microbatches", "tokens", "computed_tokens"),
     *("router_loss", *ROUTING),
 )
 """Stats that the engine adds."""
@@ -259,8 +259,8 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
     if compared:
         metrics["routing/agreement"] = matched / compared
-    if padded := metrics.get("update/padded_tokens"):
-        metrics["update/pad_frac"] = 1.0 - metrics["update/tokens"] / padded
+    if tokens := metrics.get("update/tokens"):
+        metrics["update/computed_frac"] = metrics["update/computed_tokens"] / tokens
     return {"update/count": float(len(stats)), **metrics}
 
 

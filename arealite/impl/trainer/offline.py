@@ -119,22 +119,19 @@ class OfflineTrainer(BaseTrainer):
     def deal(self, rows: list[Row]) -> Minibatch:
         """Encode and weight the rows of one batch; every rank gets about the same tokens."""
         units = self.make_units([self.encode(row) for row in rows])
-        lengths = [[len(row.tokens) for row in unit] for unit in units]
-        owners = balance([sum(each) for each in lengths], ranks=self.world.size)
-        mine, all_lengths = list[Sequence](), [list[int]() for _ in range(self.world.size)]
-        for unit, owner, each in zip(units, owners, lengths, strict=True):
-            all_lengths[owner] += each
-            mine += unit if owner == self.world.rank else []
-        return Minibatch(mine, all_lengths)
+        tokens = [sum(len(row.tokens) for row in unit) for unit in units]
+        pairs = zip(units, balance(tokens, ranks=self.world.size), strict=True)
+        mine = [row for unit, owner in pairs if owner == self.world.rank for row in unit]
+        return Minibatch(mine, sum(map(len, units)), sum(tokens))
 
     def update(self, batch: Minibatch) -> dict[str, float]:
         """Apply one optimizer update; skip it if no row has a loss."""
-        if not any(batch.all_lengths):
+        if not batch.num_rows:
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
             self.prepare(batch)
-            rows, lengths, size = batch.rows, batch.all_lengths, self.rows_per_example
-            return self.engine.train_batch(rows, lengths, self.loss_fn, rows_per_example=size)
+            size = self.rows_per_example
+            return self.engine.train_batch(batch.rows, self.loss_fn, rows_per_example=size)
 
     def checkpoint_and_eval(self, step: int) -> None:
         """Evaluate and checkpoint where they are due."""
@@ -148,12 +145,12 @@ class OfflineTrainer(BaseTrainer):
         """Write the step's metrics."""
         metrics = {("update/" if k in ENGINE else "train/") + k: v for k, v in stats.items()}
         metrics |= self.clock.lap()
-        tokens, seconds = sum(map(sum, batch.all_lengths)), metrics["time/step_s"]
+        seconds = metrics["time/step_s"]
         metrics |= {
-            "train/examples": float(sum(map(len, batch.all_lengths)) // self.rows_per_example),
+            "train/examples": float(batch.num_rows // self.rows_per_example),
             "train/epoch": float((step - 1) // self.epoch_steps),
             "train/total_steps": float(self.total_steps),
-            "throughput/trained_tokens_per_s": tokens / seconds,
+            "throughput/trained_tokens_per_s": batch.num_tokens / seconds,
         }
         self.write_metrics(step, metrics)
         logger.info("step trained", step=step, loss=stats.get("loss"), seconds=seconds)
@@ -207,7 +204,7 @@ class OfflineTrainer(BaseTrainer):
         """Write the loss of the held-out rows, in a line of its own."""
         with self.clock("time/eval_s"):
             batch = self.held_out
-            outputs = self.engine.forward(batch.rows, batch.all_lengths)
+            outputs = self.engine.forward(batch.rows)
             stats = self.loss_fn(as_loss_input(batch.rows, outputs))[1] if batch.rows else {}
             sums = self.world.sum({name: float(stats.get(name, 0.0)) for name in self.stats})
         metrics = {f"eval/{name}": value for name, value in sums.items()}

@@ -132,16 +132,16 @@ class PPOTrainer(BaseTrainer):
         if self.publisher is not None:
             with self.clock("wait/pause_s"):
                 self.publisher.pause_generation()
-        rows, lengths = batch.rows, batch.all_lengths
+        rows = batch.rows
         with self.clock("time/forward_s"):
             if not self.ppo.is_single_pass:
-                outputs = self.engine.forward(rows, lengths)
+                outputs = self.engine.forward(rows)
                 for name, field in RECORDED.items():
                     batch.fill(field, outputs[name])
             if self.reference is not None:
-                batch.fill("ref_logprobs", self.reference.forward(rows, lengths)["logprobs"])
+                batch.fill("ref_logprobs", self.reference.forward(rows)["logprobs"])
             if self.critic is not None:
-                batch.store_values(self.critic.forward(*batch.critic_rows())["values"])
+                batch.store_values(self.critic.forward(batch.critic_rows())["values"])
 
     def compute_advantages(self, batch: TrainBatch) -> list[Minibatch]:
         """Set the advantages of the rows; return the minibatch of each update."""
@@ -150,14 +150,14 @@ class PPOTrainer(BaseTrainer):
 
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """Apply one optimizer update; skip it if no rank has a row with a gradient."""
-        rows, lengths = minibatch.rows, minibatch.all_lengths
-        if not any(lengths):
+        rows = minibatch.rows
+        if not minibatch.num_rows:
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
             record = RECORDED if self.ppo.is_single_pass else None
-            stats = self.engine.train_batch(rows, lengths, self.loss_fn, record_outputs=record)
+            stats = self.engine.train_batch(rows, self.loss_fn, record_outputs=record)
             if self.critic is not None:
-                of_critic = self.critic.train_batch(rows, lengths, self.value_loss_fn)
+                of_critic = self.critic.train_batch(rows, self.value_loss_fn)
                 stats |= {f"critic/{name}": value for name, value in of_critic.items()}
             return stats
 

@@ -69,7 +69,7 @@ class DPOTrainer(OfflineTrainer):
         """Set the field `ref_logprobs` of the rows."""
         if self.components.reference is None:
             return
-        outputs = self.components.reference.forward(batch.rows, batch.all_lengths)
+        outputs = self.components.reference.forward(batch.rows)
         for row, logprobs_T in zip(batch.rows, outputs.get("logprobs", []), strict=True):
             row.fields["ref_logprobs"] = logprobs_T
 

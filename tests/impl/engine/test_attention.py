@@ -4,7 +4,9 @@ checked without a GPU."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.engine import Sequence
 from arealite.base.errors import UserError
 from arealite.impl.engine import attention
 from arealite.impl.engine.batch import collate
-from tests.impl.engine.helpers import assert_close, gradients, lengths, make_engine, make_rows
+from arealite.impl.engine.tree_attention import PrefixTree
+from tests.impl.engine.helpers import assert_close, gradients, make_engine, make_rows
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -30,7 +34,9 @@ def rows_with_short_ones() -> list[Sequence]:
     for at, length in ((0, 1), (3, 2), (7, 1), (15, 2)):
         mask = np.arange(length) == 1
         fields = {name: np.full(length, 0.05, np.float32) for name in rows[0].fields}
-        rows.insert(at, Sequence(np.arange(5, 5 + length, dtype=np.int32), mask, 0.7, fields))
+        rows.insert(
+            at, Sequence(np.arange(5 + at, 5 + at + length, dtype=np.int32), mask, 0.7, fields)
+        )
     return rows
 
 
@@ -50,11 +56,12 @@ def test_packed_and_padded_rows_have_equal_gradients(variant: str, model: Path) 
     for layout in ("padded", "packed"):
         engine = make_engine(model, layout=layout, **VARIANTS[variant])
         assert engine.layout == layout
-        both.append((*gradients(engine, rows, lengths([rows])), engine.forward(rows, [[]])))
+        both.append((*gradients(engine, rows), engine.forward(rows)))
     (expected, expected_stats, outputs), (got, got_stats, packed_outputs) = both
     assert_close(got, expected)
     assert got_stats["loss"] == pytest.approx(expected_stats["loss"], abs=1e-6)
-    assert got_stats["padded_tokens"] == got_stats["tokens"] < expected_stats["padded_tokens"]
+    assert got_stats["computed_tokens"] < sum(max(1, len(row.tokens) - 1) for row in rows)
+    assert got_stats["tokens"] == expected_stats["tokens"] < expected_stats["computed_tokens"]
     for name, values in outputs.items():
         for one, other in zip(values, packed_outputs[name], strict=True):
             np.testing.assert_allclose(other, one, atol=2e-5)
@@ -62,8 +69,8 @@ def test_packed_and_padded_rows_have_equal_gradients(variant: str, model: Path) 
 
 def test_rank_without_rows_has_zero_gradients(model: Path) -> None:
     engine = make_engine(model, layout="packed")
-    found, stats = gradients(engine, [], [[], [30, 9000]])
-    assert stats["microbatches"] == 2.0
+    found, stats = gradients(engine, [])
+    assert stats["microbatches"] == 1.0
     assert all(float(grad.abs().max()) == 0.0 for grad in found.values())
 
 
@@ -111,9 +118,9 @@ def test_rope_that_depends_on_other_rows_is_refused_for_long_rows(
     engine, rows = make_engine(path), make_rows()
     short = [row for row in rows if len(row.tokens) <= 32]
     assert 0 < len(short) < len(rows)
-    engine.forward(short, lengths([short]))
+    engine.forward(short)
     with pytest.raises(UserError, match=r"beyond 32 depend on .* llm_server.context_length=32"):
-        engine.forward(rows, lengths([rows]))
+        engine.forward(rows)
 
 
 def test_sliding_window_stays_within_each_row(tmp_path: Path) -> None:
@@ -121,12 +128,11 @@ def test_sliding_window_stays_within_each_row(tmp_path: Path) -> None:
     path = tiny_model(tmp_path, init_std=0.1, **window)
     rows = make_rows(6)
     found = [
-        gradients(make_engine(path, layout=layout), rows, lengths([rows]))[0]
-        for layout in ("padded", "packed")
+        gradients(make_engine(path, layout=layout), rows)[0] for layout in ("padded", "packed")
     ]
     assert_close(found[1], found[0])
     without = make_engine(tiny_model(tmp_path / "full", init_std=0.1), layout="packed")
-    other = gradients(without, rows, lengths([rows]))[0]["model.layers.1.self_attn.q_proj.weight"]
+    other = gradients(without, rows)[0]["model.layers.1.self_attn.q_proj.weight"]
     mine = found[1]["model.layers.1.self_attn.q_proj.weight"]
     assert float((other - mine).abs().max()) > 1e-3 * float(mine.abs().max())
 
@@ -134,12 +140,12 @@ def test_sliding_window_stays_within_each_row(tmp_path: Path) -> None:
 def test_rows_do_not_attend_to_other_rows(model: Path) -> None:
     rows = make_rows(3)
     engine = make_engine(model, layout="packed")
-    before = engine.forward(rows, [[]])["logprobs"]
+    before = engine.forward(rows)["logprobs"]
     rows[0].tokens[:] = 9
-    after = engine.forward(rows, [[]])["logprobs"]
+    after = engine.forward(rows)["logprobs"]
     assert np.abs(after[0] - before[0]).max() > 1e-2
     for one, other in zip(before[1:], after[1:], strict=True):
-        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 def test_collate_packs_rows() -> None:
@@ -152,9 +158,10 @@ def test_collate_packs_rows() -> None:
     assert batch.index_N.tolist() == [0, 1, 3]
     assert batch.targets_N.tolist() == [6, 7, 10]
     assert batch.attention["position_ids"].tolist() == [[0, 1, 0, 0]]
-    assert batch.attention["cu_seq_lens_q"].tolist() == [0, 2, 3, 4]
-    assert batch.attention["cu_seq_lens_q"].dtype == torch.int32
-    assert batch.attention["max_length_q"] == 2
+    tree: Any = batch.attention["prefix_tree"]
+    queries, keys, *longest = tree.flash_bounds
+    assert queries.tolist() == keys.tolist() == [0, 2, 3, 4] and queries.dtype == torch.int32
+    assert longest == [2, 2] and tree.keys is None
     assert collate([row(5, 6, 7), row(8)], CPU).attention == {}
 
 
@@ -170,12 +177,13 @@ def test_packed_model_accepts_an_explicit_attention_mask(model: Path) -> None:
     torch.testing.assert_close(*outputs)
 
 
-def test_layout_auto_packs_16_bit_models_on_cuda_if_supported(model: Path) -> None:
+def test_layout_auto_packs_on_cpus_and_16_bit_models_on_cuda_if_supported(model: Path) -> None:
     module = make_engine(model).module
     cuda, low = torch.device("cuda"), torch.bfloat16
-    assert attention.choose("auto", module, device=CPU, dtype=low) == "padded"
+    module.set_attn_implementation("sdpa")
     assert attention.choose("auto", module, device=cuda, dtype=torch.float32) == "padded"
     assert module.config._attn_implementation == "sdpa"
+    assert attention.choose("auto", module, device=CPU, dtype=low) == "packed"
     module.config.layer_types = ["linear_attention", "full_attention"]
     assert attention.choose("auto", module, device=cuda, dtype=low) == "padded"
     with pytest.raises(UserError, match=r"cannot be packed: use engine\.fsdp\.layout=padded"):
@@ -187,10 +195,10 @@ def test_layout_auto_packs_16_bit_models_on_cuda_if_supported(model: Path) -> No
 
 def test_packed_attention_refuses_unknown_arguments() -> None:
     some = torch.zeros(1, 2, 3, 8)
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    tree = PrefixTree.of(prefix_forest([np.arange(3)]), CPU)
     with pytest.raises(UserError, match=r"cannot be packed \(position_bias\)"):
         attention.attend(
-            torch.nn.Identity(), some, some, some, None, cu_seq_lens_q=bounds, position_bias=some
+            torch.nn.Identity(), some, some, some, None, prefix_tree=tree, position_bias=some
         )
 
 
@@ -207,7 +215,7 @@ def test_packed_rows_with_capped_scores_or_sinks_equal_padded_ones(
     path = tiny_model(tmp_path, family=family, **CAPPED[family])
     rows = rows_with_short_ones()
     engines = [make_engine(path, layout=layout) for layout in ("padded", "packed")]
-    expected, got = (gradients(engine, rows, lengths([rows]))[0] for engine in engines)
+    expected, got = (gradients(engine, rows)[0] for engine in engines)
     assert_close(got, expected, tolerance=1e-4)
     seen = banded(9, 0)[None, None]  # the shared server passes a boolean mask, eager adds one
     added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
@@ -222,12 +230,16 @@ def test_packed_rows_with_capped_scores_or_sinks_equal_padded_ones(
         torch.testing.assert_close(other, states[0], atol=1e-4, rtol=1e-4)
 
 
-def given() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return query of 4 heads, key and value of 2, [N, heads, D], and bounds of rows 5, 1, 3."""
+ROWS = [[1, 2, 3, 4, 5], [6], [7, 8, 9, 1]], [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9], [5]]
+"""Rows without a common beginning, and rows of which two begin with four tokens."""
+
+
+def given(rows: list[list[int]]) -> tuple[list[torch.Tensor], PrefixTree]:
+    """Return query of 4 heads, key and value of 2, [N, heads, D], and trees of 10 tokens."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (9, 4, 8), (9, 2, 8), (9, 2, 8)
+    shapes = (10, 4, 8), (10, 2, 8), (10, 2, 8)
     qkv = [torch.randn(shape, generator=generator) for shape in shapes]
-    return qkv, torch.tensor([0, 5, 6, 9], dtype=torch.int32)
+    return qkv, PrefixTree.of(prefix_forest([np.array(row) for row in rows]), CPU)
 
 
 def by_hand(
@@ -235,18 +247,20 @@ def by_hand(
     key: torch.Tensor,
     value: torch.Tensor,
     bounds: torch.Tensor,
+    key_bounds: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """Compute causal softmax attention within each row and window."""
+    """Compute softmax attention whose causal mask and window end with the keys of each row."""
     result = torch.empty_like(query)
     heads = query.shape[1] // key.shape[1]
-    for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+    parts = zip(pairwise(bounds.tolist()), pairwise(key_bounds.tolist()), strict=True)
+    for (start, end), (first, last) in parts:
         for at in range(start, end):
-            left = start if options["left"] < 0 else max(start, at - options["left"])
+            stop = last - end + at + 1
+            left = first if options["left"] < 0 else max(first, stop - 1 - options["left"])
             for head in range(query.shape[1]):
-                scores = key[left : at + 1, head // heads] @ query[at, head] * options["scale"]
-                seen = value[left : at + 1, head // heads]
-                result[at, head] = scores.softmax(0) @ seen
+                scores = key[left:stop, head // heads] @ query[at, head] * options["scale"]
+                result[at, head] = scores.softmax(0) @ value[left:stop, head // heads]
     return result
 
 
@@ -254,25 +268,30 @@ def banded(length: int, window: int) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
 
 
-@pytest.mark.parametrize("window", [0, 1, 2])
+@pytest.mark.parametrize("window", [0, 1, 2, 5])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("how", ["torch 2.13", "torch 2.11", "flash_attn"])
 def test_flash_attention_gets_the_right_arguments(
-    how: str, window: int, monkeypatch: pytest.MonkeyPatch
+    how: str, rows: list[list[int]], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    qkv, bounds = given()
-    expected = by_hand(*qkv, bounds, scale=0.3, left=window - 1 if window else -1)
-    rows = zip(*(tensor.transpose(0, 1)[None].split([5, 1, 3], 2) for tensor in qkv), strict=True)
-    plain = torch.cat(
-        [attention._row(*row, banded(row[0].shape[2], window), scale=0.3) for row in rows], 2
-    )
-    torch.testing.assert_close(plain[0].transpose(0, 1), expected)
+    qkv, tree = given(rows)
+    expected = torch.empty_like(qkv[0])
+    for path in map(torch.from_numpy, tree.paths):
+        row = (tensor[path].transpose(0, 1)[None] for tensor in qkv)
+        whole = attention._row(*row, banded(len(path), window), scale=0.3)
+        expected[path] = whole[0].transpose(0, 1)
+    four_d = [tensor.transpose(0, 1)[None] for tensor in qkv]
+    options = {"prefix_tree": tree, "sliding_window": window, "scaling": 0.3}
+    ours, _ = attention.attend(torch.nn.Identity(), *four_d, None, **options)
+    torch.testing.assert_close(ours[0], expected)
 
     def new(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):  # type: ignore[no-untyped-def]
-        assert (max_q, max_k, window_size[1], enable_gqa) == (5, 5, 0, True)
-        return by_hand(q, k, v, cu_q, scale=scale, left=window_size[0])
+        assert (window_size[1], enable_gqa) == (0, True)
+        assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+        return by_hand(q, k, v, cu_q, cu_k, scale=scale, left=window_size[0])
 
     def old(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):  # type: ignore[no-untyped-def]
-        assert q.shape == k.shape
+        assert q.shape[1:] == k.shape[1:]
         return new(q, k, v, cu_q, cu_k, max_q, max_k,
                    scale=scale, window_size=window_size, enable_gqa=True)  # fmt: skip
 
@@ -288,20 +307,21 @@ def test_flash_attention_gets_the_right_arguments(
     module = ModuleType("flash_attn")
     vars(module)["flash_attn_varlen_func"] = function
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    got = attention._flash(qkv, bounds, 5, scale=0.3, window=window)
+    got = attention._flash(qkv, tree, scale=0.3, window=window)
     torch.testing.assert_close(got, expected)
 
 
 def test_flash_attention_of_torch_accepts_the_shapes() -> None:
     """Run forward and backward of the installed torch's function on meta tensors."""
     query, key, value = (
-        torch.empty(9, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        torch.empty(10, heads, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
         for heads in (4, 2, 2)
     )
-    bounds = torch.empty(4, device="meta", dtype=torch.int32)
-    for window in (0, 3):
-        output = attention._flash([query, key, value], bounds, 5, scale=0.125, window=window)
-        assert output.shape == (9, 4, 64)
+    trees = [given(rows)[1] for rows in ROWS]
+    for window, tree in itertools.product((0, 3), trees):
+        tree.device = torch.device("meta")
+        output = attention._flash([query, key, value], tree, scale=0.125, window=window)
+        assert output.shape == (10, 4, 64)
         output.sum().backward()
     assert key.grad is not None
     assert key.grad.shape == key.shape

@@ -18,7 +18,6 @@ from tests.impl.engine.helpers import (
     add_routing,
     assert_close,
     gradients,
-    lengths,
     loss_of,
     make_engine,
     make_rows,
@@ -61,10 +60,10 @@ def test_ranks_that_share_rows_equal_one_rank(
     if "routed" in name:
         add_routing(rows)
     engine = make_engine(families / family, **options)
-    outputs = engine.forward(rows, lengths([rows]))
-    expected, _ = gradients(engine, rows, lengths([rows]))
+    outputs = engine.forward(rows)
+    expected, _ = gradients(engine, rows)
     record = None if engine.head == "value" else {"logprobs": "prox_logprobs"}
-    stats = engine.train_batch(rows, lengths([rows]), loss_of(engine), record_outputs=record)
+    stats = engine.train_batch(rows, loss_of(engine), record_outputs=record)
     for group in {2, len(outs)}:
         found = [out[f"{name} of {group}"] for out in outs]
         for kind, values in outputs.items():

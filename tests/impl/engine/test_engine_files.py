@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import UserError
 from arealite.impl.engine import checkpoint, hf_folder
-from tests.impl.engine.helpers import LOSS, lengths, load, make_engine, make_rows, save, weights
+from tests.impl.engine.helpers import LOSS, load, make_engine, make_rows, save, weights
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -25,13 +25,13 @@ def test_resumed_engine_is_bitwise_equal(model: Path, tmp_path: Path, updates_be
     rows = make_rows()
     engine = make_engine(model, optimizer={"schedule": "linear", "warmup_steps": 3})
     for _ in range(updates_before):
-        engine.train_batch(rows, lengths([rows]), LOSS)
+        engine.train_batch(rows, LOSS)
     save(engine, tmp_path / "step-2", {"step": 2, "note": ["a", 1]})
-    stats = engine.train_batch(rows, lengths([rows]), LOSS)
+    stats = engine.train_batch(rows, LOSS)
     other = make_engine(model, seed=5, optimizer={"schedule": "linear", "warmup_steps": 3})
-    other.forward(rows, lengths([rows]))
+    other.forward(rows)
     assert load(other, tmp_path / "step-2") == {"step": 2, "note": ["a", 1]}
-    assert other.train_batch(rows, lengths([rows]), LOSS) == stats
+    assert other.train_batch(rows, LOSS) == stats
     expected = weights(engine)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(other).items())
     facts = checkpoint.require(tmp_path / "step-2")
@@ -68,7 +68,7 @@ def test_export_loads_with_from_pretrained(
     path: Path = request.getfixturevalue(which)
     engine = make_engine(path, dtype=dtype)
     rows = make_rows()
-    engine.train_batch(rows, lengths([rows]), LOSS)
+    engine.train_batch(rows, LOSS)
     engine.export(tmp_path / "export")
     streamed = weights(engine)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -80,9 +80,7 @@ def test_export_loads_with_from_pretrained(
     assert list(streamed) == [name for name in state if name in streamed]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer.decode(tokenizer.encode("1+2")) == "1+2"
-    assert len(make_engine(tmp_path / "export").forward(rows, lengths([rows]))["logprobs"]) == len(
-        rows
-    )
+    assert len(make_engine(tmp_path / "export").forward(rows)["logprobs"]) == len(rows)
 
 
 def test_streamed_tensors_are_copies(model: Path) -> None:
@@ -90,7 +88,7 @@ def test_streamed_tensors_are_copies(model: Path) -> None:
     held = weights(engine)
     copies = {name: tensor.clone() for name, tensor in held.items()}
     rows = make_rows()
-    engine.train_batch(rows, lengths([rows]), LOSS)
+    engine.train_batch(rows, LOSS)
     assert all(torch.equal(held[name], copies[name]) for name in held)
 
 

@@ -19,7 +19,6 @@ from tests.impl.engine.helpers import (
     LOSS,
     assert_close,
     gradients,
-    lengths,
     load,
     make_engine,
     make_rows,
@@ -48,7 +47,7 @@ def test_forward_equals_transformers(
     path: Path = request.getfixturevalue(which)
     rows = make_rows()
     engine = make_engine(path, max_tokens_per_microbatch=budget, logits_chunk=13 * 64)
-    logprobs, entropies = engine.forward(rows, lengths([rows])).values()
+    logprobs, entropies = engine.forward(rows).values()
     reference = AutoModelForCausalLM.from_pretrained(path)
     for row, logprob, entropy in zip(rows, logprobs, entropies, strict=True):
         assert logprob.shape == entropy.shape == row.tokens.shape
@@ -82,7 +81,7 @@ def test_gradients_equal_autograd_with_any_microbatch_budget(
     expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     for budget in (1, 100, 8192):
         engine = make_engine(path, max_tokens_per_microbatch=budget, **options)
-        got, stats = gradients(engine, rows, lengths([rows]))
+        got, stats = gradients(engine, rows)
         assert_close(got, expected)
         assert stats["loss"] == pytest.approx(loss, abs=1e-6)
         assert stats["weight"] == pytest.approx(1.0)
@@ -94,26 +93,26 @@ def test_update_raises_logprobs_of_rows_with_positive_advantages(model: Path) ->
     for row in rows:
         row.fields["advantages"][:] = 1.0
     engine = make_engine(model)
-    before = engine.forward(rows, lengths([rows]))["logprobs"]
+    before = engine.forward(rows)["logprobs"]
     for row, logprob in zip(rows, before, strict=True):
         row.fields["prox_logprobs"] = row.fields["behav_logprobs"] = logprob
-    stats = engine.train_batch(rows, lengths([rows]), LOSS)
+    stats = engine.train_batch(rows, LOSS)
     assert stats["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert stats["approx_kl"] == pytest.approx(0.0, abs=1e-5)
     assert stats["skipped_update"] == 0.0
     assert stats["lr"] == 1e-2
-    after = engine.forward(rows, lengths([rows]))["logprobs"]
+    after = engine.forward(rows)["logprobs"]
     assert sum(a.sum() for a in after) > sum(b.sum() for b in before) + 10
 
 
 def test_recorded_outputs_of_an_update_equal_a_forward_before_it(model: Path) -> None:
     rows, noted = make_rows(), make_rows()
     engine = make_engine(model)
-    said = engine.forward(rows, lengths([rows]))
+    said = engine.forward(rows)
     for row in noted:
         del row.fields["prox_logprobs"]
     record_outputs = {"logprobs": "prox_logprobs", "entropy": "entropy"}
-    stats = engine.train_batch(noted, lengths([noted]), LOSS, record_outputs=record_outputs)
+    stats = engine.train_batch(noted, LOSS, record_outputs=record_outputs)
     assert stats["ratio"] == pytest.approx(stats["weight"], abs=1e-6)
     for name, field in record_outputs.items():
         for row, values_T in zip(noted, said[name], strict=True):
@@ -126,12 +125,12 @@ def test_non_finite_gradient_skips_the_update(model: Path) -> None:
     before = weights(engine)
     bad = make_rows()
     bad[3].fields["advantages"][:] = np.nan
-    stats = engine.train_batch(bad, lengths([bad]), LOSS)
+    stats = engine.train_batch(bad, LOSS)
     assert stats["skipped_update"] == 1.0
     assert not np.isfinite(stats["grad_norm"])
     after = weights(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert engine.train_batch(rows, lengths([rows]), LOSS)["skipped_update"] == 0.0
+    assert engine.train_batch(rows, LOSS)["skipped_update"] == 0.0
 
 
 @pytest.mark.parametrize("limit", [0, 2])
@@ -141,7 +140,7 @@ def test_too_many_consecutive_skipped_updates_raise_an_error(limit: int, model: 
     bad[0].fields["advantages"][:] = np.nan
 
     def skipped(batch: list[Sequence]) -> float:
-        return engine.train_batch(batch, lengths([batch]), LOSS)["skipped_update"]
+        return engine.train_batch(batch, LOSS)["skipped_update"]
 
     assert [skipped(batch) for batch in (bad, rows, bad)] == [1.0, 0.0, 1.0]  # no two in a row
     if not limit:
@@ -157,13 +156,13 @@ def test_error_names_non_finite_parameters(model: Path) -> None:
     with torch.no_grad():
         engine.module.get_decoder().norm.weight[0] = torch.nan
     with pytest.raises(InvariantError, match=r"as model\.norm\.weight"):
-        engine.train_batch(rows, lengths([rows]), LOSS)
+        engine.train_batch(rows, LOSS)
 
 
 def test_gradients_are_clipped_by_their_global_norm(model: Path) -> None:
     rows = make_rows()
     engine = make_engine(model, optimizer={"clip_grad_norm": 1e-3})
-    full, _ = gradients(engine, rows, lengths([rows]))
+    full, _ = gradients(engine, rows)
     norm = float(torch.stack([g.square().sum() for g in full.values()]).sum().sqrt())
     assert norm > 1e-3
     seen: list[float] = []
@@ -174,7 +173,7 @@ def test_gradients_are_clipped_by_their_global_norm(model: Path) -> None:
             sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None) ** 0.5
         )
     )
-    stats = engine.train_batch(rows, lengths([rows]), LOSS)
+    stats = engine.train_batch(rows, LOSS)
     assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert seen == [pytest.approx(1e-3, rel=1e-4)]
 
@@ -185,7 +184,7 @@ def test_weight_decay_applies_only_to_matrices(model: Path) -> None:
         row.fields["loss_weight"][:] = 0.0
     engine = make_engine(model, optimizer={"weight_decay": 0.5})
     before = weights(engine)
-    engine.train_batch(rows, lengths([rows]), LOSS)
+    engine.train_batch(rows, LOSS)
     for name, tensor in weights(engine).items():
         shrunk = before[name] * (1 - 0.5 * 1e-2 * (tensor.ndim > 1))
         torch.testing.assert_close(tensor, shrunk, rtol=1e-6, atol=1e-8)
@@ -196,11 +195,11 @@ def test_bfloat16_engine_keeps_float32_master_weights(model: Path) -> None:
     low, full = make_engine(model, dtype="bfloat16"), make_engine(model)
     for engine in (low, full):
         assert all(p.dtype == torch.float32 for p in engine._model.parameters())
-    theirs = full.forward(rows, lengths([rows]))["logprobs"]
-    ours = low.forward(rows, lengths([rows]))["logprobs"]
+    theirs = full.forward(rows)["logprobs"]
+    ours = low.forward(rows)["logprobs"]
     worst = max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
     assert 0.0 < worst < 0.1
-    assert low.train_batch(rows, lengths([rows]), LOSS)["skipped_update"] == 0.0
+    assert low.train_batch(rows, LOSS)["skipped_update"] == 0.0
     assert all(tensor.dtype == torch.bfloat16 for tensor in weights(low).values())
 
 
@@ -211,7 +210,7 @@ def test_engine_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
         make_engine(model, dtype="fp8")
     rows = [Sequence(np.arange(4, dtype=np.int32), np.array([0, 0, 1, 1], bool), 0.0)]
     with pytest.raises(UserError, match="temperature must be above 0"):
-        make_engine(model).forward(rows, [[4]])
+        make_engine(model).forward(rows)
 
 
 def test_rows_without_loss_tokens_change_no_weights(model: Path) -> None:
@@ -220,11 +219,11 @@ def test_rows_without_loss_tokens_change_no_weights(model: Path) -> None:
     silent = make_rows(3)
     for row in silent:
         row.loss_mask[:] = False
-    logprobs = engine.forward(silent, lengths([silent]))["logprobs"]
+    logprobs = engine.forward(silent)["logprobs"]
     assert not any(values.any() for values in logprobs)
-    assert engine.forward([], [[]]) == {"logprobs": [], "entropy": []}
-    assert engine.train_batch(silent, lengths([silent]), LOSS)["grad_norm"] == 0.0
-    assert engine.train_batch([], [[]], LOSS)["grad_norm"] == 0.0
+    assert engine.forward([]) == {"logprobs": [], "entropy": []}
+    assert engine.train_batch(silent, LOSS)["grad_norm"] == 0.0
+    assert engine.train_batch([], LOSS)["grad_norm"] == 0.0
     after = weights(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert set(FIELDS) < set(silent[0].fields)
@@ -241,8 +240,8 @@ def test_training_is_deterministic_and_draws_no_random_numbers(model: Path) -> N
         engine = make_engine(model, seed=seed, max_tokens_per_microbatch=64)
         before = random_states()
         for _ in range(3):
-            engine.forward(rows, lengths([rows]))
-            engine.train_batch(rows, lengths([rows]), LOSS)
+            engine.forward(rows)
+            engine.train_batch(rows, LOSS)
         assert random_states() == before
         seen.add(engine.fingerprint())
     assert len(seen) == 1
@@ -259,16 +258,16 @@ def test_float16_trains_as_float32_within_rounding(lora: int, model: Path) -> No
         return (batch.outputs["logprobs"] * batch.fields["loss_weight"]).sum(), {}
 
     for _ in range(2):
-        expected, _ = gradients(full, rows, lengths([rows]), loss)
-        found, _ = gradients(low, rows, lengths([rows]), loss)
+        expected, _ = gradients(full, rows, loss)
+        found, _ = gradients(low, rows, loss)
         scaled = {name: gradient / 2.0**16 for name, gradient in found.items()}
         assert_close(scaled, expected, tolerance=6e-3)
-        stats = low.train_batch(rows, lengths([rows]), loss)
-        theirs = full.train_batch(rows, lengths([rows]), loss)
+        stats = low.train_batch(rows, loss)
+        theirs = full.train_batch(rows, loss)
         assert stats["loss_scale"] == 2.0**16
         assert stats["skipped_update"] == 0.0
         assert stats["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-3)
-    pairs = zip(*(e.forward(rows, lengths([rows]))["logprobs"] for e in (low, full)), strict=True)
+    pairs = zip(*(e.forward(rows)["logprobs"] for e in (low, full)), strict=True)
     assert max(float(np.abs(a - b).max()) for a, b in pairs) < 0.02
     assert {tensor.dtype for tensor in weights(low).values()} == {torch.float16}
 
@@ -281,7 +280,7 @@ def test_float16_overflow_halves_the_loss_scale_and_is_no_failure(
     for row in rows:
         row.fields["loss_weight"] *= 1e4
     before, scales = weights(engine), list[float]()
-    while (stats := engine.train_batch(rows, lengths([rows]), LOSS))["skipped_update"]:
+    while (stats := engine.train_batch(rows, LOSS))["skipped_update"]:
         scales.append(stats["loss_scale"])
         assert all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
     assert scales == [2.0**16 / 2**i for i in range(len(scales))]
@@ -309,5 +308,5 @@ def test_broken_float16_parameters_end_in_an_error(model: Path) -> None:
         engine.module.get_decoder().norm.weight.to_local()[0] = torch.nan
     with pytest.raises(InvariantError, match=r"as model\.norm\.weight"):
         for _ in range(20):
-            engine.train_batch(rows, lengths([rows]), LOSS)
+            engine.train_batch(rows, LOSS)
     assert engine.optimizer.scale.value == 1.0

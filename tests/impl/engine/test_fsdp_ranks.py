@@ -20,7 +20,6 @@ from tests.impl.engine.helpers import (
     VARIANTS,
     assert_close,
     gradients,
-    lengths,
     load,
     loss_of,
     make_engine,
@@ -68,9 +67,9 @@ def test_gradients_do_not_depend_on_ranks_or_micro_batches(
 ) -> None:
     rows = make_rows()
     engine = make_engine(model, layout="packed")
-    expected, stats = gradients(engine, rows, lengths([rows]))
+    expected, stats = gradients(engine, rows)
     assert stats["microbatches"] == 1.0
-    logprobs = engine.forward(rows, lengths([rows]))["logprobs"]
+    logprobs = engine.forward(rows)["logprobs"]
     for rank, out in enumerate(outs):
         got, got_stats = out[name]
         assert_close(got, expected)
@@ -109,7 +108,7 @@ def test_resume_on_one_rank_is_equal_within_rounding(
     rows = make_rows()
     engine = make_engine(model)
     load(engine, folder / "step-1")
-    stats = engine.train_batch(rows, lengths([rows]), LOSS)
+    stats = engine.train_batch(rows, LOSS)
     assert stats["grad_norm"] == pytest.approx(outs[0]["stats"]["grad_norm"], rel=1e-4)
     assert_close(weights(engine), outs[0]["weights"], tolerance=1e-3)
 
@@ -127,7 +126,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     path, rows = tmp_path_factory.mktemp("variants"), make_rows()
     for name, options in VARIANTS.items():
         engine = make_engine(model, **options)
-        engine.train_batch(rows, lengths([rows]), loss_of(engine))
+        engine.train_batch(rows, loss_of(engine))
         save(engine, path / f"{name}-of-one", {"step": 1})
     assert launch("variants", path, model, 2) == [0, 0]
     return path
@@ -140,17 +139,17 @@ def test_variants_agree_between_one_rank_and_two(name: str, variants: Path, mode
     assert first["resumed"] and second["resumed"]
     rows, low = make_rows(), "low" in name
     engine = make_engine(model, **VARIANTS[name])
-    expected, _ = gradients(engine, rows, lengths([rows]))
+    expected, _ = gradients(engine, rows)
     assert_close(first["gradients"], expected, tolerance=3e-2 if low else 1e-5)
     for _ in range(2):
-        stats = engine.train_batch(rows, lengths([rows]), loss_of(engine))
+        stats = engine.train_batch(rows, loss_of(engine))
     assert stats["grad_norm"] == pytest.approx(first["stats"]["grad_norm"], rel=1e-2)
     assert_close(weights(engine), first["weights"], tolerance=2e-2 if low else 1e-3)
     load(engine, variants / f"{name}-of-one")
     assert all(torch.equal(t, first["of one"][name]) for name, t in weights(engine).items())
     load(engine, variants / f"{name}-2")
     assert all(torch.equal(t, first["weights"][name]) for name, t in weights(engine).items())
-    outputs = engine.forward(rows, lengths([rows]))
+    outputs = engine.forward(rows)
     for kind, values in outputs.items():
         theirs = first["forward"][kind] + second["forward"][kind]
         for ours, other in zip(values, theirs, strict=True):
@@ -161,7 +160,7 @@ def test_frozen_engine_and_disabled_adapter_equal_the_initial_policy(
     variants: Path, model: Path
 ) -> None:
     rows, outs = make_rows(), results(variants)
-    expected = make_engine(model).forward(rows, lengths([rows]))
+    expected = make_engine(model).forward(rows)
     for found in (outs, [out["lora"] for out in outs]):
         for name, values in expected.items():
             theirs = [row for out in found for row in out["base"][name]]

@@ -18,7 +18,7 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import check_shapes, read_shapes
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.weights import ServedWeights, load_model, stage_weights
-from tests.impl.engine.helpers import LOSS, lengths, make_engine, make_rows, weights
+from tests.impl.engine.helpers import LOSS, make_engine, make_rows, weights
 from tests.impl.engine.test_fsdp_one_rank import plain
 from tests.impl.engine.test_fsdp_ranks import launch, results
 from tests.impl.engine.worker import UNEVEN
@@ -48,8 +48,8 @@ def check_logprobs(path: Path, rows: list[Sequence], logprobs: list[np.ndarray])
 def test_persistent_buffers_are_loaded_exported_and_streamed(family: str, tmp_path: Path) -> None:
     path, rows = tiny_mixture(tmp_path / "model", family), make_rows()
     engine = make_engine(path)
-    check_logprobs(path, rows, engine.forward(rows, lengths([rows]))["logprobs"])
-    engine.train_batch(rows, lengths([rows]), LOSS)
+    check_logprobs(path, rows, engine.forward(rows)["logprobs"])
+    engine.train_batch(rows, LOSS)
     engine.export(tmp_path / "export")
     streamed, files = weights(engine), load_file(tmp_path / "export" / "model.safetensors")
     given = load_file(path / "model.safetensors")
@@ -60,7 +60,7 @@ def test_persistent_buffers_are_loaded_exported_and_streamed(family: str, tmp_pa
     assert all(torch.equal(files[name], tensor) for name, tensor in streamed.items())
     again = make_engine(tmp_path / "export")
     assert again.fingerprint() == engine.fingerprint()
-    check_logprobs(tmp_path / "export", rows, engine.forward(rows, lengths([rows]))["logprobs"])
+    check_logprobs(tmp_path / "export", rows, engine.forward(rows)["logprobs"])
 
 
 def test_exported_buffers_keep_their_dtype(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_lora_on_attention_with_fused_experts_starts_as_the_base_model(
 ) -> None:
     path, rows = tiny_mixture(tmp_path, family), make_rows()
     engine = make_engine(path, lora=LoRAConfig(rank=4, targets=ATTENTION))
-    check_logprobs(path, rows, engine.forward(rows, lengths([rows]))["logprobs"])
+    check_logprobs(path, rows, engine.forward(rows)["logprobs"])
 
 
 def lose(tensors: Tensors) -> None:
@@ -151,12 +151,12 @@ def test_model_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
 
 def test_unused_tensors_of_a_model_folder_are_ignored(tmp_path: Path) -> None:
     path, rows = tiny_model(tmp_path / "model"), make_rows()
-    expected = make_engine(path).forward(rows, lengths([rows]))["logprobs"]
+    expected = make_engine(path).forward(rows)["logprobs"]
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    got = make_engine(path).forward(rows, lengths([rows]))["logprobs"]
+    got = make_engine(path).forward(rows)["logprobs"]
     assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -168,10 +168,10 @@ def test_model_with_fused_experts_can_be_published(family: str, tmp_path: Path) 
     engine = make_engine(tmp_path / "fused")
     sent = {name: list(tensor.shape) for name, tensor in weights(engine).items()}
     check_shapes(sent, read_shapes(tmp_path / "fused"), where="the folder")
-    check_logprobs(path, rows, engine.forward(rows, lengths([rows]))["logprobs"])
+    check_logprobs(path, rows, engine.forward(rows)["logprobs"])
     tiny_tokenizer().save_pretrained(tmp_path / "fused")
     served = load_model(str(tmp_path / "fused"), dtype="float32", device="cpu")[0]
-    engine.train_batch(rows, lengths([rows]), LOSS)
+    engine.train_batch(rows, LOSS)
     engine.export(tmp_path / "export")
     stage_weights(ServedWeights(served, tmp_path / "fused"), str(tmp_path / "export"))()
     held = served.state_dict()
@@ -214,7 +214,7 @@ def test_capped_scores_are_not_left_to_sdpa(
     path = tiny_model(tmp_path, family="gemma2", head_dim=8)
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     served, _ = load_model(str(path), dtype="float32", device="cpu")
-    for model in make_engine(path).module, served:
+    for model in make_engine(path, layout="padded").module, served:
         assert model.config._attn_implementation == "eager"
-    other = make_engine(tiny_model(tmp_path / "other")).module
+    other = make_engine(tiny_model(tmp_path / "other"), layout="padded").module
     assert other.config._attn_implementation == "sdpa"

@@ -22,7 +22,6 @@ from tests.families.configs import CONFIGS
 from tests.families.folders import build, write
 from tests.impl.engine.helpers import (
     LOSS,
-    lengths,
     load,
     loss_of,
     make_engine,
@@ -39,7 +38,7 @@ theirs_warns = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Fut
 def trained(model: Path, updates: int = 3, **options: object) -> tuple[FSDPEngine, list[Sequence]]:
     engine, rows = make_engine(model, lora=LoRAConfig(rank=4), **options), make_rows()  # type: ignore[arg-type]
     for _ in range(updates):
-        engine.train_batch(rows, lengths([rows]), loss_of(engine))
+        engine.train_batch(rows, loss_of(engine))
     return engine, rows
 
 
@@ -50,20 +49,20 @@ def farthest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 def test_lora_starts_as_the_base_model_and_trains_only_adapters(model: Path) -> None:
     engine, rows = trained(model, 0)
     other = make_engine(model)
-    before = other.forward(rows, lengths([rows]))["logprobs"]
-    assert farthest(engine.forward(rows, lengths([rows]))["logprobs"], before) == 0.0
+    before = other.forward(rows)["logprobs"]
+    assert farthest(engine.forward(rows)["logprobs"], before) == 0.0
     reference = engine.without_adapter()
     base = {n: p.clone() for n, p in engine.module.named_parameters() if not p.requires_grad}
     assert len(base) == len(weights(engine))
     for _ in range(3):
-        engine.train_batch(rows, lengths([rows]), LOSS)
+        engine.train_batch(rows, LOSS)
     now = dict(engine.module.named_parameters())
     assert all(torch.equal(now[name], tensor) for name, tensor in base.items())
-    assert farthest(engine.forward(rows, lengths([rows]))["logprobs"], before) > 0.1
-    assert farthest(reference.forward(rows, lengths([rows]))["logprobs"], before) == 0.0
-    assert farthest(engine.forward(rows, lengths([rows]))["logprobs"], before) > 0.1
+    assert farthest(engine.forward(rows)["logprobs"], before) > 0.1
+    assert farthest(reference.forward(rows)["logprobs"], before) == 0.0
+    assert farthest(engine.forward(rows)["logprobs"], before) > 0.1
     with pytest.raises(InvariantError, match="frozen"):
-        reference.train_batch(rows, lengths([rows]), LOSS)
+        reference.train_batch(rows, LOSS)
 
 
 @theirs_warns
@@ -80,8 +79,8 @@ def test_export_has_merged_weights_and_the_adapter(
     streamed = weights(engine)
     assert streamed.keys() == load_file(path / "model.safetensors").keys() == files.keys()
     assert all(torch.equal(files[name], tensor) for name, tensor in streamed.items())
-    merged = make_engine(tmp_path / "export").forward(rows, lengths([rows]))["logprobs"]
-    ours = engine.forward(rows, lengths([rows]))["logprobs"]
+    merged = make_engine(tmp_path / "export").forward(rows)["logprobs"]
+    ours = engine.forward(rows)["logprobs"]
     assert farthest(merged, ours) < 1e-4
     theirs = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(path), str(tmp_path / "export" / "adapter")
@@ -101,7 +100,7 @@ def test_lora_checkpoint_has_only_adapters_and_resumes_bitwise(model: Path, tmp_
     assert other.fingerprint() != engine.fingerprint()
     load(other, tmp_path / "step-3")
     for each in (engine, other):
-        each.train_batch(rows, lengths([rows]), LOSS)
+        each.train_batch(rows, LOSS)
     assert other.fingerprint() == engine.fingerprint()
 
 
@@ -111,8 +110,8 @@ def test_value_head_is_trained_with_lora_adapters(model: Path, tmp_path: Path) -
 
     engine, rows = trained(model, head="value")
     engine.export(tmp_path / "export")
-    again = make_engine(tmp_path / "export", head="value").forward(rows, lengths([rows]))["values"]
-    assert farthest(again, engine.forward(rows, lengths([rows]))["values"]) < 1e-4
+    again = make_engine(tmp_path / "export", head="value").forward(rows)["values"]
+    assert farthest(again, engine.forward(rows)["values"]) < 1e-4
     assert farthest(again, [np.zeros_like(values) for values in again]) > 1e-2
     base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "export" / "adapter"))
@@ -153,12 +152,12 @@ def test_all_linear_adapts_each_linear_layer_and_merges(
     engine, rows = make_engine(path, lora=LoRAConfig(rank=4, targets=["all-linear"])), make_rows()
     assert lora.coverage(engine.module) == (layers, without)
     for _ in range(3):
-        engine.train_batch(rows, lengths([rows]), LOSS)
+        engine.train_batch(rows, LOSS)
     engine.export(tmp_path / "export")
-    merged = make_engine(tmp_path / "export").forward(rows, lengths([rows]))["logprobs"]
-    ours = engine.forward(rows, lengths([rows]))["logprobs"]
+    merged = make_engine(tmp_path / "export").forward(rows)["logprobs"]
+    ours = engine.forward(rows)["logprobs"]
     assert farthest(merged, ours) < 1e-4
-    base = make_engine(path).forward(rows, lengths([rows]))["logprobs"]
+    base = make_engine(path).forward(rows)["logprobs"]
     assert farthest(merged, base) > 0.1
 
 
@@ -198,22 +197,22 @@ def test_adapter_of_peft_is_the_start_and_the_reference(model: Path, tmp_path: P
         theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
     theirs.save_pretrained(str(tmp_path / "adapter"))
     theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
-    expected = make_engine(tmp_path / "merged").forward(rows, lengths([rows]))["logprobs"]
+    expected = make_engine(tmp_path / "merged").forward(rows)["logprobs"]
     engine = make_engine(model, adapter=str(tmp_path / "adapter"))
     other = make_engine(model, adapter=str(tmp_path / "adapter"), cpu_offload=True)
     for each in (engine, other):
         reference = each.without_adapter()
-        assert farthest(each.forward(rows, lengths([rows]))["logprobs"], expected) < 1e-4
-        each.train_batch(rows, lengths([rows]), LOSS)
-        moved = each.forward(rows, lengths([rows]))["logprobs"]
+        assert farthest(each.forward(rows)["logprobs"], expected) < 1e-4
+        each.train_batch(rows, LOSS)
+        moved = each.forward(rows)["logprobs"]
         assert farthest(moved, expected) > 0.01
-        assert farthest(reference.forward(rows, lengths([rows]))["logprobs"], expected) < 1e-4
-        assert farthest(each.forward(rows, lengths([rows]))["logprobs"], moved) == 0.0
+        assert farthest(reference.forward(rows)["logprobs"], expected) < 1e-4
+        assert farthest(each.forward(rows)["logprobs"], moved) == 0.0
     engine.export(tmp_path / "export")
     again = make_engine(model, adapter=str(tmp_path / "export" / "adapter"))
     assert again.fingerprint() == engine.fingerprint()
-    merged = make_engine(tmp_path / "export").forward(rows, lengths([rows]))["logprobs"]
-    ours = engine.forward(rows, lengths([rows]))["logprobs"]
+    merged = make_engine(tmp_path / "export").forward(rows)["logprobs"]
+    ours = engine.forward(rows)["logprobs"]
     assert farthest(merged, ours) < 1e-4
 
 

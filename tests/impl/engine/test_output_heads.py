@@ -15,7 +15,7 @@ from arealite.api.engine import LossInput
 from arealite.base.errors import UserError
 from arealite.impl.engine.head import logit_change
 from arealite.impl.engine.loading import empty_model
-from tests.impl.engine.helpers import assert_close, gradients, lengths, make_engine, make_rows
+from tests.impl.engine.helpers import assert_close, gradients, make_engine, make_rows
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -69,7 +69,7 @@ def test_outputs_and_gradients_equal_plain_transformers(family: str, tmp_path: P
         total = total + logp.gather(1, targets[:, None]).sum() - 0.1 * (logp.exp() * logp).sum()
     total.backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    found, stats = gradients(engine, rows, lengths([rows]), loss)
+    found, stats = gradients(engine, rows, loss)
     assert stats["loss"] == pytest.approx(float(total.detach()), rel=1e-5)
     assert_close(found, expected, tolerance=2e-4)  # type: ignore[arg-type]
 

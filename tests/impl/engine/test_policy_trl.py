@@ -214,7 +214,7 @@ def gradients(
     )
     before = {name: tensor.clone() for name, tensor in weights(engine).items()}
     loss_fn: LossFn = make_policy_loss(loss, kl)
-    stats = engine.train_batch(rows, [[len(row.tokens) for row in rows]], loss_fn)
+    stats = engine.train_batch(rows, loss_fn)
     assert stats["microbatches"] > 1
     after = weights(engine)
     return {name: (before[name] - after[name]) / LR for name in before}, stats

@@ -27,7 +27,6 @@ from tests.impl.engine.helpers import (
     VARIANTS,
     add_routing,
     gradients,
-    lengths,
     load,
     loss_of,
     make_engine,
@@ -57,17 +56,17 @@ def ranks(folder: Path, model: str, shard_size: int = 0) -> None:
     more = [[]] * (dist.get_world_size() - 2)
     for name, partition in {"uneven": UNEVEN + more, "one_empty": ONE_EMPTY + more}.items():
         parts = [[rows[i] for i in indices] for indices in partition]
-        out[name] = gradients(engine, parts[rank], lengths(parts))
-        out[f"{name}_forward"] = engine.forward(parts[rank], lengths(parts))
+        out[name] = gradients(engine, parts[rank])
+        out[f"{name}_forward"] = engine.forward(parts[rank])
     parts = [[rows[i] for i in indices] for indices in UNEVEN + more]
-    engine.train_batch(parts[rank], lengths(parts), LOSS)
+    engine.train_batch(parts[rank], LOSS)
     save(engine, folder / "step-1", {"step": 1})
-    out["stats"] = engine.train_batch(parts[rank], lengths(parts), LOSS)
+    out["stats"] = engine.train_batch(parts[rank], LOSS)
     out["weights"] = weights(engine)
     out["fingerprint"] = engine.fingerprint()
     again = make_engine(model, max_tokens_per_microbatch=64, seed=9, shard_size=shard_size)
     out["extra"] = load(again, folder / "step-1")
-    again.train_batch(parts[rank], lengths(parts), LOSS)
+    again.train_batch(parts[rank], LOSS)
     out["resumed"] = weights(again)
     out["resumed_fingerprint"] = again.fingerprint()
     engine.export(folder / "export")
@@ -84,19 +83,19 @@ def variants(folder: Path, model: str) -> None:
     rank, rows = dist.get_rank(), make_rows()
     parts = [[rows[i] for i in indices] for indices in UNEVEN]
     frozen = FSDPEngine(FSDPConfig(), model_path=model, seed=0)
-    out: dict[str, dict[str, object]] = {"base": frozen.forward(parts[rank], lengths(parts))}
+    out: dict[str, dict[str, object]] = {"base": frozen.forward(parts[rank])}
     for name, options in VARIANTS.items():
         engine, other = (make_engine(model, **options) for _ in range(2))
         reference = engine.without_adapter()
-        found = out[name] = {"gradients": gradients(engine, parts[rank], lengths(parts))[0]}
+        found = out[name] = {"gradients": gradients(engine, parts[rank])[0]}
         for path in (folder / f"{name}-1", folder / f"{name}-2"):
-            found["stats"] = engine.train_batch(parts[rank], lengths(parts), loss_of(engine))
+            found["stats"] = engine.train_batch(parts[rank], loss_of(engine))
             save(engine, path, {"step": 1})
-        found["forward"] = engine.forward(parts[rank], lengths(parts))
-        found["base"] = reference.forward(parts[rank], lengths(parts))
+        found["forward"] = engine.forward(parts[rank])
+        found["base"] = reference.forward(parts[rank])
         found["weights"] = weights(engine)
         load(other, folder / f"{name}-1")
-        other.train_batch(parts[rank], lengths(parts), loss_of(engine))
+        other.train_batch(parts[rank], loss_of(engine))
         found["resumed"] = engine.fingerprint() == other.fingerprint()
         load(other, folder / f"{name}-of-one")
         found["of one"] = weights(other)
@@ -117,13 +116,11 @@ def contexts(folder: Path, model: str) -> None:
             options = options | {"context_parallel": group, "max_tokens_per_microbatch": 32}
             engine = make_engine(Path(model) / family, **options)
             found = out[f"{name} of {group}"] = {
-                "forward": engine.forward(parts[rank], lengths(parts)),
-                "gradients": gradients(engine, parts[rank], lengths(parts))[0],
+                "forward": engine.forward(parts[rank]),
+                "gradients": gradients(engine, parts[rank])[0],
             }
             record = None if engine.head == "value" else {"logprobs": "prox_logprobs"}
-            found["stats"] = engine.train_batch(
-                parts[rank], lengths(parts), loss_of(engine), record_outputs=record
-            )
+            found["stats"] = engine.train_batch(parts[rank], loss_of(engine), record_outputs=record)
             found["recorded"] = [row.fields["prox_logprobs"] for row in parts[rank]]
             found["weights"] = weights(engine)
     torch.save(out, folder / f"out-{rank}.pt")
@@ -139,8 +136,8 @@ def experts(folder: Path, model: str) -> None:
         rows = random_record(make_rows(), Path(model))
         parts = [[rows[i] for i in indices] for indices in UNEVEN]
         engine = make_engine(model, optimizer={"type": "sgd"}, **options)
-        found, stats = gradients(engine, parts[rank], lengths(parts))
-        engine.train_batch(parts[rank], lengths(parts), LOSS)
+        found, stats = gradients(engine, parts[rank])
+        engine.train_batch(parts[rank], LOSS)
         out[name] = {"gradients": found, "stats": stats, "weights": weights(engine)}
     torch.save(out, folder / f"out-{rank}.pt")
 
@@ -153,8 +150,8 @@ def buffers(folder: Path, model: str) -> None:
     for shards in (0, 1):
         engine = make_engine(model, shard_size=shards)
         path = folder / f"shards-{shards}"
-        found = {"forward": engine.forward(parts[rank], lengths(parts)), "weights": weights(engine)}
-        engine.train_batch(parts[rank], lengths(parts), LOSS)
+        found = {"forward": engine.forward(parts[rank]), "weights": weights(engine)}
+        engine.train_batch(parts[rank], LOSS)
         save(engine, path / "step-1", {"step": 1})
         engine.export(path / "export")
         again = make_engine(path / "export", shard_size=shards)

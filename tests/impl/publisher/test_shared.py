@@ -50,8 +50,7 @@ class Pair:
     def learn(self) -> None:
         """Update the parameters as a trainer does."""
         rows = make_rows()
-        lengths = [[len(row.tokens) for row in rows]]
-        stats = self.engine.train_batch(rows, lengths, loss_of(self.engine))
+        stats = self.engine.train_batch(rows, loss_of(self.engine))
         assert stats["grad_norm"] > 0
 
     def release(self, version: int) -> None:
@@ -64,7 +63,7 @@ class Pair:
         whole = np.array(PROMPT + tokens, np.int32)
         mask = np.arange(len(whole)) >= len(PROMPT)
         row = Sequence(whole, mask, 1.0, {})
-        return self.engine.forward([row], [[len(whole)]])["logprobs"][0][len(PROMPT) :]
+        return self.engine.forward([row])["logprobs"][0][len(PROMPT) :]
 
 
 async def ask(url: str, *, count: int = 16) -> dict[str, Any]:
@@ -175,6 +174,7 @@ async def test_engine_crash_raises_an_error_in_the_trainer(pair: Pair) -> None:
 
 
 def test_unsupported_model_is_a_user_error(pair: Pair, monkeypatch: Any) -> None:
+    pair.engine.module.set_attn_implementation("sdpa")
     monkeypatch.setattr(pair.engine.module.config, "layer_types", ["linear_attention"])
     config = replace(pair.config, trial_name="other")
     with pytest.raises(

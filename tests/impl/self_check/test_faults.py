@@ -315,5 +315,6 @@ def test_rows_padded_on_the_wrong_side_are_named(
         return replace(batch, input_ids_BW=torch.stack(moved), index_N=index)
 
     run = Run(write(tmp_path))
+    run.engine = make_engine(run.folder, layout="padded")
     monkeypatch.setattr(fsdp, "collate", left_padded)
     assert "padding: a row's log-probabilities depend on the other rows" in run.refusal()

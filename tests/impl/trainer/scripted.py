@@ -59,9 +59,7 @@ class ScriptedEngine(TrainEngine):
     def without_adapter(self) -> TrainEngine:
         return self
 
-    def forward(
-        self, rows: list[Sequence], all_lengths: list[list[int]]
-    ) -> dict[str, list[np.ndarray]]:
+    def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
         self.events.add(f"{self.name}forward")
         if self.name == "critic ":
             return {"values": [row.loss_mask * np.float32(0.25) for row in rows]}
@@ -73,7 +71,6 @@ class ScriptedEngine(TrainEngine):
     def train_batch(
         self,
         rows: list[Sequence],
-        all_lengths: list[list[int]],
         loss_fn: Any,
         *,
         rows_per_example: int = 1,

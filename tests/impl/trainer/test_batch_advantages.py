@@ -39,7 +39,7 @@ def forward(made: TrainBatch) -> None:
 
     made.fill("prox_logprobs", said(made.rows, 0.1, -1.25))
     made.fill("ref_logprobs", said(made.rows, 0.2, -1.5))
-    made.store_values(said(made.critic_rows()[0], 0.5, 0.25))
+    made.store_values(said(made.critic_rows(), 0.5, 0.25))
 
 
 def estimated(
@@ -101,9 +101,7 @@ def test_last_row_of_a_truncated_episode_has_one_more_token_for_the_critic_only(
     whole = episode("g/1/agent", segment([5, 6, 7, 8], sampled=2))
     sent = batch([cut, whole], ranks=[0, 1])
     made = make_train_batch(*sent, config("gae"), rank=0, world_size=2)
-    rows, lengths = made.critic_rows()
-    assert lengths == [[2, 4], [4]]
-    assert made.all_lengths == [[2, 3], [4]]
+    rows = made.critic_rows()
     assert [row.tokens.tolist() for row in rows] == [[5, 6], [5, 6, 7, 7]]
     assert rows[1].loss_mask.tolist() == [False, False, True, True]
     assert [row.tokens.tolist() for row in made.rows] == [[5, 6], [5, 6, 7]]
@@ -116,7 +114,7 @@ def test_masked_stale_token_still_has_a_value_for_returns() -> None:
         *batch([episode("g/0/agent", parts)], step=2), ppo, rank=0, world_size=1
     )
     assert made.rows[0].loss_mask.tolist() == [False, False, True]
-    assert made.critic_rows()[0][0].loss_mask.tolist() == [False, True, True]
+    assert made.critic_rows()[0].loss_mask.tolist() == [False, True, True]
     forward(made)
     compute_advantages(made, ppo, World())
     assert made.local[0].gather("values") == pytest.approx([0.75, 1.25])
@@ -197,9 +195,8 @@ def test_trajectories_with_zero_advantage_are_excluded_from_updates_on_every_ran
     zero = group("a", [1.0, 1.0]) if kind == "grpo" else group("a", [0.0, 0.0])
     trajectories = zero + group("b", [-1.0, 2.0])
     sent = lambda rank: batch(trajectories, rank=rank, ranks=[0, 0, 1, 1])  # noqa: E731
-    for rank, (made, (minibatch,)) in enumerate(on_two_ranks(config(kind), sent)):
-        assert made.all_lengths == [[3, 4], [3, 4]]
-        assert minibatch.all_lengths == [[], [3, 4]]
+    for rank, (_, (minibatch,)) in enumerate(on_two_ranks(config(kind), sent)):
+        assert (minibatch.num_rows, minibatch.num_tokens) == (2, 7)
         assert len(minibatch.rows) == 2 * rank
         # The loss weight counts the excluded tokens, too.
         for row in minibatch.rows:
@@ -218,14 +215,14 @@ def test_trajectories_with_zero_advantage_stay_if_another_loss_term_has_a_gradie
     ppo: PPOConfig,
 ) -> None:
     _, (minibatch,) = estimated(group("a", [1.0, 1.0]), ppo)
-    assert minibatch.all_lengths == [[3, 4]]
+    assert (minibatch.num_rows, minibatch.num_tokens) == (2, 7)
 
 
 def test_kl_in_the_reward_adds_no_gradient() -> None:
     kl = KLConfig(coef=0.1, place="reward", reference="initial")
     played = [episode(f"g/{i}/agent", segment([5, 6], sampled=1, reward=1.0)) for i in (0, 1)]
     _, (minibatch,) = estimated(played, config(kl=kl))
-    assert minibatch.all_lengths == [[]]
+    assert minibatch.num_rows == 0
 
 
 # ---------------------------------------------------------------- ranks
@@ -293,6 +290,5 @@ def test_advantages_of_two_ranks_are_bitwise_equal_to_one_rank(
                 assert np.array_equal(array, other.fields[name]), name
     for number, minibatch in enumerate(minibatches):
         both = [found[number] for _, found in parts]
-        assert both[0].all_lengths == both[1].all_lengths
-        assert [[len(row.tokens) for row in each.rows] for each in both] == both[0].all_lengths
-        assert sum(map(sum, both[0].all_lengths)) == sum(map(sum, minibatch.all_lengths))
+        assert {each.num_tokens for each in both} == {minibatch.num_tokens}
+        assert minibatch.num_tokens == sum(len(row.tokens) for each in both for row in each.rows)

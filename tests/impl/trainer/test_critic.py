@@ -90,7 +90,7 @@ def test_tabular_critic_learns_the_values_of_a_markov_chain(lam: float, bootstra
     for _ in range(60):
         made = make_train_batch(*batch(played), ppo, rank=0, world_size=1)
         made.fill("prox_logprobs", [row.fields["behav_logprobs"] for row in made.rows])
-        made.store_values(critic.forward(made.critic_rows()[0]))
+        made.store_values(critic.forward(made.critic_rows()))
         (minibatch,) = compute_advantages(made, ppo, World())
         critic.train_batch(minibatch.rows)
     start, later = critic.values[2].item(), critic.values[STAY].item()

@@ -123,14 +123,14 @@ def test_update_metrics_are_means_over_trained_tokens() -> None:
         "behav_weight_sq": 0.5,
         "grad_norm": 2.0,
         "tokens": 60.0,
-        "padded_tokens": 80.0,
+        "computed_tokens": 80.0,
     }
     got = metrics.update_metrics([update, {**update, "grad_norm": 4.0}, {"skipped_update": 1.0}])
     assert got["loss/ratio"] == 1.0
     assert got["loss/policy"] == pytest.approx(0.1)
     assert got["loss/behav_weight_ess"] == pytest.approx(1.0)
     assert (got["update/grad_norm"], got["update/count"]) == (3.0, 3.0)
-    assert got["update/pad_frac"] == pytest.approx(0.25)
+    assert got["update/computed_frac"] == pytest.approx(80 / 60)
 
 
 def test_critic_metrics_have_the_prefix_critic() -> None:

@@ -96,20 +96,18 @@ class FakeEngine:
     def __init__(self, head: str = "logprobs") -> None:
         self.head = head
         self.batches: list[list[Sequence]] = []
-        self.all_lengths: list[list[list[int]]] = []
         self.saved: list[int] = []
         self.exported = 0
         self.after: Callable[[int], None] = lambda step: None
 
-    def forward(self, rows: list[Sequence], all_lengths: Any) -> dict[str, list[np.ndarray]]:
+    def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
         names = ("logprobs", "entropy") if self.head == "logprobs" else ("values",)
         return {n: [np.full(len(row.tokens), -0.5, np.float32) for row in rows] for n in names}
 
     def train_batch(
-        self, rows: list[Sequence], all_lengths: Any, loss_fn: LossFn, *, rows_per_example: int = 1
+        self, rows: list[Sequence], loss_fn: LossFn, *, rows_per_example: int = 1
     ) -> dict[str, float]:
         self.batches.append(rows)
-        self.all_lengths.append(all_lengths)
         self.after(len(self.batches))
         return {"loss": 1.0, "lr": 0.1}
 
@@ -193,9 +191,9 @@ def test_ranks_get_disjoint_shards_of_a_batch(tmp_path, model, kind):
     config = settings(tmp_path, model, kind)
     whole = first_batch(config)
     parts = [first_batch(config, rank=rank, size=3) for rank in range(3)]
-    assert all(part.all_lengths == parts[0].all_lengths for part in parts)
-    for rank, part in enumerate(parts):
-        assert [len(row.tokens) for row in part.rows] == parts[0].all_lengths[rank]
+    tokens = sum(len(row.tokens) for part in parts for row in part.rows)
+    for part in parts:
+        assert (part.num_rows, part.num_tokens) == (len(whole.rows), tokens)
         assert len(part.rows) % (1 if kind == "sft" else 2) == 0
     got = sorted(row.tokens.tolist() for part in parts for row in part.rows)
     assert got == sorted(row.tokens.tolist() for row in whole.rows)
@@ -251,7 +249,7 @@ def test_rows_without_answer_tokens_are_skipped(tmp_path, model):
     assert metrics(trainer.config)[0]["update/skipped_update"] == 1.0
     batch = first_batch(settings(tmp_path / "dpo", model, "dpo", max_tokens=3))
     assert [len(row.tokens) for row in batch.rows] == [3] * 8, "two rows an example"
-    assert batch.all_lengths == [[3] * 8]
+    assert (batch.num_rows, batch.num_tokens) == (8, 24)
 
 
 def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path, model):

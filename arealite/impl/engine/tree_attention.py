@@ -1,0 +1,220 @@
+"""Causal attention over prefix trees on a CPU, without a mask and without copies of shared tokens.
+
+The tokens of a tree are in depth-first order. Nodes that continue each other directly are a chain:
+its tokens are consecutive and attend to each other causally. All that branches off behind a node is
+consecutive, too, and attends to the chain up to that node. The parts of a query are joined by their
+log-sum-exp, as flash attention joins blocks.
+
+Shape letters: N = tokens of a micro-batch, D = width of a head.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arealite.algo.prefix_tree import Forest
+
+_forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+LEAST_TOKENS = 128
+"""Chains of one length with fewer tokens together are computed with others, padded."""
+MOST_PADDING = 8
+"""Share of padded tokens in a call: 1 / MOST_PADDING."""
+
+
+@dataclass
+class Call:
+    """Chains of which each attends to itself, in one call: rows [B, W]."""
+
+    rows: int
+    where: slice | Tensor
+    """Their tokens: consecutive, or int64 [B · W] with repeated tokens as padding."""
+    places: slice | Tensor
+    """Their tokens without the padding."""
+    real: Tensor | None = None
+    """int64: which of [B · W] are no padding; None: all."""
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return [B, heads, W, …] of values [N, heads, …]."""
+        return values[self.where].unflatten(0, (self.rows, -1)).transpose(1, 2)
+
+    def put(self, into: Tensor, values: Tensor) -> None:
+        """Write values [B, heads, W, …] into [N, heads, …]."""
+        flat = values.transpose(1, 2).flatten(0, 1)
+        if self.real is not None:
+            flat = flat[self.real]
+        into[self.places] = flat
+
+
+@dataclass
+class PrefixTree:
+    """Where the nodes of prefix trees are among the N tokens of a micro-batch."""
+
+    device: torch.device
+    bounds: list[int]
+    """Where each node begins, and N."""
+    parents: list[int]
+    """The node before each node; -1: none."""
+    paths: list[np.ndarray]
+    """int64 for each node: the tokens of its ancestors and its own."""
+
+    @classmethod
+    def of(cls, forest: Forest, device: torch.device) -> "PrefixTree":
+        """Return the nodes of a forest end to end."""
+        bounds = [0, *accumulate(node.end - node.begin for node in forest.nodes)]
+        tree = cls(device, bounds, [node.parent for node in forest.nodes], [])
+        for parent, (begin, end) in zip(tree.parents, pairwise(bounds), strict=True):
+            before = tree.paths[parent] if parent >= 0 else np.zeros(0, np.int64)
+            tree.paths.append(np.concatenate([before, np.arange(begin, end)]))
+        return tree
+
+    def padded(self, missing: int) -> "PrefixTree":
+        """Return the trees with `missing` tokens behind them, as a tree of their own."""
+        end = self.bounds[-1]
+        paths = [*self.paths, np.arange(end, end + missing)]
+        return PrefixTree(self.device, [*self.bounds, end + missing], [*self.parents, -1], paths)
+
+    def put(self, values: np.ndarray | list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return numbers as a tensor on the device."""
+        return torch.as_tensor(values, dtype=dtype).to(self.device)
+
+    @cached_property
+    def keys(self) -> Tensor | None:
+        """The keys of each node, node after node; None if no tokens are shared."""
+        return self.put(np.concatenate(self.paths)) if max(self.parents) >= 0 else None
+
+    @cached_property
+    def flash_bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """int32 bounds of the nodes' queries and keys, and the largest numbers of both."""
+        queries, keys = np.diff(self.bounds), [len(path) for path in self.paths]
+        starts = self.put(self.bounds, torch.int32), self.put([0, *accumulate(keys)], torch.int32)
+        return *starts, int(queries.max()), max(keys)
+
+    @cached_property
+    def chains(self) -> list[int]:
+        """The first node of the chain of each node: nodes that continue each other directly."""
+        found = list[int]()
+        for node, parent in enumerate(self.parents):
+            found.append(found[parent] if 0 <= parent == node - 1 else node)
+        return found
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """The calls in which chains attend to themselves."""
+        found, short = list[Call](), list[tuple[int, int]]()
+        starts = [self.bounds[node] for node, chain in enumerate(self.chains) if chain == node]
+        spans = [(end - begin, begin) for begin, end in pairwise([*starts, self.bounds[-1]])]
+        for length, run in groupby(spans, key=lambda span: span[0]):
+            begins = [begin for _, begin in run]
+            if length * len(begins) >= LEAST_TOKENS:
+                where = slice(begins[0], begins[0] + length * len(begins))
+                found.append(Call(len(begins), where, where))
+            else:
+                short += [(length, begin) for begin in begins]
+        short.sort(reverse=True)
+        while short:
+            width, tokens, rows = short[0][0], 0, 0
+            while rows < len(short):
+                more = tokens + short[rows][0]
+                if rows and (width * (rows + 1) - more) * MOST_PADDING > width * (rows + 1):
+                    break
+                tokens, rows = more, rows + 1
+            part, short = np.array(short[:rows]), short[rows:]
+            column = np.arange(width)
+            places = part[:, 1:] + np.minimum(column, part[:, :1] - 1)
+            where = torch.from_numpy(places.reshape(-1))
+            real = torch.from_numpy(np.flatnonzero(column < part[:, :1]))
+            padding = (where[real], real) if tokens < width * rows else (where,)
+            found.append(Call(rows, where, *padding))
+        return found
+
+    @cached_property
+    def shared(self) -> list[tuple[slice, slice]]:
+        """(keys, queries): a chain up to a node, and the other chains that begin behind it."""
+        stops, branch = self.bounds[1:], dict[int, int]()
+        for node in range(len(self.parents) - 1, -1, -1):
+            if (parent := self.parents[node]) >= 0:
+                stops[parent] = max(stops[parent], stops[node])
+                if parent != node - 1:
+                    branch[parent] = self.bounds[node]
+        chains, bounds = self.chains, self.bounds
+        return [
+            (slice(bounds[chains[node]], bounds[node + 1]), slice(begin, stops[node]))
+            for node, begin in sorted(branch.items())
+        ]
+
+
+class TreeAttention(torch.autograd.Function):
+    """Attends within prefix trees: query, key and value [N, heads, D] to [N, heads, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """Attend; the inputs are query, key, value, the PrefixTree and the scale."""
+        query, key, value, tree, scale = inputs
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
+        for call in tree.calls:
+            taken = (call.take(each) for each in (query, key, value))
+            attended, sums = _forward(*taken, 0.0, True, scale=scale)
+            call.put(out, attended)
+            call.put(lse, sums)
+        for keys, queries in tree.shared:
+            taken = (_row(query[queries]), _row(key[keys]), _row(value[keys]))
+            attended, sums = (_flat(each) for each in _forward(*taken, 0.0, False, scale=scale)[:2])
+            before, total = lse[queries], torch.logaddexp(lse[queries], sums)
+            part = out[queries] * (before - total).exp_()[..., None].to(out.dtype)
+            out[queries] = part.addcmul_(attended, (sums - total).exp_()[..., None].to(out.dtype))
+            lse[queries] = total
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.options = tree, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key and value.
+
+        The gradient of each part needs only the joined output and log-sum-exp.
+        """
+        saved, (tree, scale) = ctx.saved_tensors, ctx.options
+        found = [torch.empty_like(each) for each in saved[:3]]
+        grad = grads[0]
+        for call in tree.calls:
+            given, *taken = (call.take(each) for each in (grad, *saved))
+            if call.real is not None:
+                given = _without_padding(given, call)
+            parts = _backward(given, *taken, 0.0, True, scale=scale)
+            for into, part in zip(found, parts, strict=True):
+                call.put(into, part)
+        for keys, queries in tree.shared:
+            places = queries, queries, keys, keys, queries, queries
+            taken = [_row(each[at]) for each, at in zip((grad, *saved), places, strict=True)]
+            parts = _backward(*taken, 0.0, False, scale=scale)
+            for into, part, at in zip(found, parts, places[1:4], strict=True):
+                into[at] += _flat(part)
+        return *found, None, None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of log-sum-exps."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _row(values: Tensor) -> Tensor:
+    """Return [1, heads, N, …] of [N, heads, …]."""
+    return values.transpose(0, 1)[None]
+
+
+def _flat(values: Tensor) -> Tensor:
+    """Return [N, heads, …] of [1, heads, N, …]."""
+    return values[0].transpose(0, 1)
+
+
+def _without_padding(grad: Tensor, call: Call) -> Tensor:
+    """Return the gradient [B, heads, W, D] with 0 for padding."""
+    flat = torch.zeros_like(grad.transpose(1, 2).contiguous()).flatten(0, 1)
+    flat[call.real] = grad.transpose(1, 2).flatten(0, 1)[call.real]
+    return flat.unflatten(0, (call.rows, -1)).transpose(1, 2)

@@ -1,0 +1,75 @@
+"""Rows in prefix trees have the logprobs and gradients of separate rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from arealite.algo.prefix_tree import prefix_forest
+from arealite.impl.engine.tree_attention import PrefixTree, TreeAttention
+
+CPU, HEADS, KV_HEADS, WIDTH = torch.device("cpu"), 4, 2, 8
+
+
+@st.composite
+def forests(draw: Any) -> list[np.ndarray]:
+    """Draw rows that continue each other's beginnings."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rows = [rng.integers(0, 9, rng.integers(1, 90))]
+    for _ in range(draw(st.integers(0, 20))):
+        begin = rows[rng.integers(len(rows))]
+        begin = begin[: rng.integers(0, len(begin) + 1)]
+        rows.append(np.concatenate([begin, rng.integers(0, 9, rng.integers(1, 60))]))
+    return rows
+
+
+@settings(deadline=None)
+@given(forests())
+def test_attention_over_trees_equals_attention_over_rows(rows: list[np.ndarray]) -> None:
+    forest = prefix_forest(rows)
+    tree = PrefixTree.of(forest, CPU)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int) -> torch.Tensor:
+        shape = tree.bounds[-1], heads, WIDTH
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    inputs = random(HEADS), random(KV_HEADS), random(KV_HEADS)
+    weights = [torch.randn(len(row), HEADS, WIDTH, dtype=torch.float64) for row in rows]
+    out = TreeAttention.apply(*inputs, tree, 0.4)  # type: ignore[no-untyped-call]
+    total = out.new_zeros(())
+    for last, weight in zip(forest.last, weights, strict=True):
+        total = total + (out[torch.from_numpy(tree.paths[last])] * weight).sum()
+    found = torch.autograd.grad(total, inputs)
+    expected = out.new_zeros(())
+    for last, weight in zip(forest.last, weights, strict=True):
+        places = torch.from_numpy(tree.paths[last])
+        q, k, v = (each[places].transpose(0, 1)[None] for each in inputs)
+        alone = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4, enable_gqa=True)
+        torch.testing.assert_close(alone[0].transpose(0, 1), out[places], rtol=0, atol=1e-12)
+        expected = expected + (alone[0].transpose(0, 1) * weight).sum()
+    for one, other in zip(found, torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_close_as_separate_rows(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 9, 50)
+    rows = [np.concatenate([prompt, rng.integers(0, 9, 30)]) for _ in range(4)]
+    tree = PrefixTree.of(prefix_forest(rows), CPU)
+    exact = [torch.randn(tree.bounds[-1], 4, WIDTH, requires_grad=True) for _ in range(3)]
+    low = [each.detach().to(dtype).requires_grad_() for each in exact]
+    outs = [TreeAttention.apply(*each, tree, 0.4) for each in (exact, low)]  # type: ignore[no-untyped-call]
+    assert outs[1].dtype == dtype
+    torch.testing.assert_close(outs[1].float(), outs[0], rtol=0.02, atol=0.02)
+    for out in outs:
+        out.sum().backward()
+    for one, other in zip(low, exact, strict=True):
+        torch.testing.assert_close(one.grad.float(), other.grad, rtol=0.05, atol=0.05)  # type: ignore[union-attr]
