@@ -6,6 +6,7 @@ The functions are deterministic, so that all ranks, a restarted datapipe and a r
 import heapq
 import random
 from collections.abc import Sequence
+from itertools import count, takewhile
 
 from arealite.api.trainer_messages import Batch, BatchRequest
 from arealite.api.trajectory import TrajectoryHeader
@@ -49,15 +50,47 @@ def balance(tokens: Sequence[int], *, ranks: int) -> list[int]:
     return result
 
 
+def together(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[int]:
+    """Return the rank of each trajectory, so that the most loaded rank computes few tokens.
+
+    Trajectories of a group with one prompt stay on one rank, which computes the prompt once, or are
+    divided into halves, quarters, … if the ranks are better balanced then.
+    """
+    prompts = dict[tuple[str, bytes | str], list[int]]()
+    for index, header in enumerate(headers):
+        key = header.group_id, header.prompt or header.trajectory_id
+        prompts.setdefault(key, []).append(index)
+    most, best, result = max(map(len, prompts.values()), default=1), float("inf"), list[int]()
+    for size in takewhile(bool, (most >> power for power in count())):
+        parts = [one[i : i + size] for one in prompts.values() for i in range(0, len(one), size)]
+        costs = [_computed([headers[i] for i in part]) for part in parts]
+        loads, found = [0] * ranks, [0] * len(headers)
+        for part, cost, rank in zip(parts, costs, balance(costs, ranks=ranks), strict=True):
+            loads[rank] += cost
+            for index in part:
+                found[index] = rank
+        if max(loads) < best:
+            best, result = max(loads), found
+    return result
+
+
+def _computed(headers: Sequence[TrajectoryHeader]) -> int:
+    """Return the computed tokens of trajectories with one prompt."""
+    tokens = sum(header.computed_tokens or header.num_tokens for header in headers)
+    return tokens - (len(headers) - 1) * headers[0].prompt_tokens
+
+
 def partition(
-    group_ids: Sequence[str], tokens: Sequence[int], *, updates: int, ranks: int, seed: int | None
+    headers: Sequence[TrajectoryHeader], *, updates: int, ranks: int, seed: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return (minibatch, rank) of each trajectory; tokens are balanced within each minibatch."""
-    minibatches = deal_groups(group_ids, updates=updates, seed=seed)
-    rank_of = [0] * len(tokens)
+    """Return (minibatch, rank) of each trajectory; ranks are balanced within each minibatch."""
+    group_ids = [header.group_id for header in headers]
+    minibatches, rank_of = deal_groups(group_ids, updates=updates, seed=seed), [0] * len(headers)
     for update in range(updates):
         rows = [index for index, at in enumerate(minibatches) if at == update]
-        for index, rank in zip(rows, balance([tokens[i] for i in rows], ranks=ranks), strict=True):
+        for index, rank in zip(
+            rows, together([headers[i] for i in rows], ranks=ranks), strict=True
+        ):
             rank_of[index] = rank
     return minibatches, rank_of
 
@@ -79,9 +112,8 @@ def batch_for_rank(
         seed: Seed of the run.
         waits: Metrics of the datapipe.
     """
-    group_ids, tokens = [h.group_id for h in headers], [h.num_tokens for h in headers]
-    updates, seed = min(updates, len(set(group_ids))), seed + request.step
-    size = request.world_size
-    minibatches, ranks = partition(group_ids, tokens, updates=updates, ranks=size, seed=seed)
+    updates = min(updates, len({header.group_id for header in headers}))
+    seed, size = seed + request.step, request.world_size
+    minibatches, ranks = partition(headers, updates=updates, ranks=size, seed=seed)
     mine = [index for index, rank in enumerate(ranks) if rank == request.rank]
     return Batch(request.step, headers, ranks, minibatches, mine, waits)

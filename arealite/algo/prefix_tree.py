@@ -38,11 +38,6 @@ class Forest(NamedTuple):
     last: list[int]
     """The node in which each row ends."""
 
-    @property
-    def order(self) -> list[int]:
-        """Row indices in the order of the trees."""
-        return sorted(range(len(self.last)), key=lambda row: (self.last[row], row))
-
 
 @dataclass
 class _Draft:
@@ -119,24 +114,18 @@ def tree_chunks(
         (rows of each part, computed tokens of each part), most tokens first.
     """
     size, forest = rows_per_example, prefix_forest(rows)
-    found = list[tuple[int, list[int]]]()
-    if size > 1:
-        for begin in range(0, len(rows), size):
-            nodes = prefix_forest(rows[begin : begin + size]).nodes
-            found.append((sum(n.end - n.begin for n in nodes), [*range(begin, begin + size)]))
-    else:
-        path = set[int]()
-        """The nodes of the row before."""
-        for row in forest.order:
-            before, path, node = path, set[int](), forest.last[row]
-            while node >= 0:
-                path.add(node)
-                node = forest.nodes[node].parent
-            shared = max((forest.nodes[n].end for n in path & before), default=0)
-            more = len(rows[row]) - shared
-            if shared and found[-1][0] + more <= budget:
-                found[-1] = found[-1][0] + more, [*found[-1][1], row]
-            else:
-                found.append((len(rows[row]), [row]))
+    found, path = list[tuple[int, list[int]]](), set[int]()
+    order = sorted(range(len(rows)), key=lambda row: forest.last[row] if size == 1 else row)
+    for number, row in enumerate(order):
+        before, path, node = path, set[int](), forest.last[row]
+        while node >= 0:
+            path.add(node)
+            node = forest.nodes[node].parent
+        shared = max((forest.nodes[n].end for n in path & before), default=0)
+        more = len(rows[row]) - shared
+        if number % size or (size == 1 and shared and found[-1][0] + more <= budget):
+            found[-1] = found[-1][0] + more, [*found[-1][1], row]
+        else:
+            found.append((len(rows[row]), [row]))
     found.sort(key=lambda part: (-part[0], part[1]))
     return [part for _, part in found], [tokens for tokens, _ in found]

@@ -50,6 +50,12 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     """`Task.source`."""
     payload_sum: Count = 0
     """`ledger.payloads.payload_sum` of the payload; 0 if the worker computed none."""
+    prompt: bytes = b""
+    """Hash of the first turn's prompt, as `TurnReceipt.prompt`; b"": an older AReaLite."""
+    prompt_tokens: Count = 0
+    """Length of that prompt. Trajectories of a group with one prompt compute it once."""
+    computed_tokens: Count = 0
+    """Tokens of all turns, of which those that turns share count once; 0: an older AReaLite."""
 
     @property
     def num_tokens(self) -> int:

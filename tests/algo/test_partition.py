@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from arealite.algo.partition import balance, deal_groups, partition
+from arealite.api.trajectory import TrajectoryHeader
 
 batches = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 500)), min_size=4, max_size=20)
+
+
+def header(group: str, tokens: int, *, prompt: int = 0, computed: int = 0) -> TrajectoryHeader:
+    """Make a header; a prompt of 0 tokens is that of an older version, which recorded none."""
+    facts = (f"{group}/0/agent", group, 0, "agent", "task", 0.0, {}, [tokens], 1, 0, 0, 1)
+    name = group.encode() if prompt else b""
+    return TrajectoryHeader(*facts, False, 0, 0.0, {}, "", 0, name, prompt, computed)
 
 
 @given(batches, st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(0, 99))
@@ -19,10 +29,10 @@ def test_partition_keeps_groups_whole_and_is_deterministic(
 ) -> None:
     group_ids = [f"g{i}" for i, (size, _) in enumerate(shape) for _ in range(size)]
     tokens = [length + 7 * k for size, length in shape for k in range(size)]
-    minibatches, rank_of = partition(group_ids, tokens, updates=updates, ranks=ranks, seed=seed)
-    assert (minibatches, rank_of) == partition(
-        group_ids, tokens, updates=updates, ranks=ranks, seed=seed
-    )
+    headers = [header(group, count) for group, count in zip(group_ids, tokens, strict=True)]
+    headers = [msgspec.structs.replace(h, trajectory_id=str(i)) for i, h in enumerate(headers)]
+    minibatches, rank_of = partition(headers, updates=updates, ranks=ranks, seed=seed)
+    assert (minibatches, rank_of) == partition(headers, updates=updates, ranks=ranks, seed=seed)
     homes = {group: {m for g, m in zip(group_ids, minibatches, strict=True) if g == group}
              for group in group_ids}  # fmt: skip
     assert all(len(home) == 1 for home in homes.values())
@@ -57,3 +67,34 @@ def test_groups_keep_their_order_without_a_seed_and_are_shuffled_with_one() -> N
 def test_too_few_groups_raise_an_error() -> None:
     with pytest.raises(ValueError, match="2 groups cannot fill 3 updates"):
         deal_groups(["a", "b"], updates=3, seed=None)
+
+
+def loads(headers: list[TrajectoryHeader], ranks: int) -> tuple[list[int], int]:
+    """Return the computed tokens of each rank, and how many groups are divided."""
+    rank_of = partition(headers, updates=1, ranks=ranks, seed=None)[1]
+    homes, totals = dict[str, set[int]](), [0] * ranks
+    for each, rank in zip(headers, rank_of, strict=True):
+        if rank not in homes.setdefault(each.group_id, set()):
+            totals[rank] += each.prompt_tokens
+        homes[each.group_id].add(rank)
+        totals[rank] += each.computed_tokens - each.prompt_tokens
+    return totals, sum(len(home) > 1 for home in homes.values())
+
+
+def test_groups_with_one_prompt_stay_on_one_rank_and_ranks_are_balanced() -> None:
+    rng = np.random.default_rng(0)
+    headers = [
+        header(f"g{i}", 9999, prompt=prompt, computed=prompt + int(answer))
+        for i, prompt in enumerate(rng.integers(200, 1000, 256).tolist())
+        for answer in np.clip(rng.lognormal(np.log(300), 0.8, 8), 4, 4096)
+    ]
+    totals, divided = loads(headers, 8)
+    assert divided == 0 and min(totals) >= 0.97 * max(totals)
+
+
+def test_group_is_divided_if_ranks_would_be_idle_or_late() -> None:
+    group = [header("a", 0, prompt=100, computed=150) for _ in range(8)]
+    assert loads(group, 2) == ([300, 300], 1)
+    assert loads(group * 2, 1) == ([100 + 16 * 50], 0)
+    long = [header("b", 0, prompt=100, computed=1000) for _ in range(4)]
+    assert loads([*group, *long], 2) == ([2200, 2200], 2)

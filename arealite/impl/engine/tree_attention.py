@@ -36,8 +36,8 @@ class Call:
     """Their tokens: consecutive, or int64 [B · W] with repeated tokens as padding."""
     places: slice | Tensor
     """Their tokens without the padding."""
-    real: Tensor | None = None
-    """int64: which of [B · W] are no padding; None: all."""
+    mask: Tensor | None = None
+    """bool [B, 1, W, 1]: which of them are no padding; None: all."""
 
     def take(self, values: Tensor) -> Tensor:
         """Return [B, heads, W, …] of values [N, heads, …]."""
@@ -46,9 +46,7 @@ class Call:
     def put(self, into: Tensor, values: Tensor) -> None:
         """Write values [B, heads, W, …] into [N, heads, …]."""
         flat = values.transpose(1, 2).flatten(0, 1)
-        if self.real is not None:
-            flat = flat[self.real]
-        into[self.places] = flat
+        into[self.places] = flat if self.mask is None else flat[self.mask.flatten()]
 
 
 @dataclass
@@ -128,9 +126,8 @@ class PrefixTree:
             column = np.arange(width)
             places = part[:, 1:] + np.minimum(column, part[:, :1] - 1)
             where = torch.from_numpy(places.reshape(-1))
-            real = torch.from_numpy(np.flatnonzero(column < part[:, :1]))
-            padding = (where[real], real) if tokens < width * rows else (where,)
-            found.append(Call(rows, where, *padding))
+            mask = torch.from_numpy(column < part[:, :1])[:, None, :, None]
+            found.append(Call(rows, where, where[mask.flatten()], mask))
         return found
 
     @cached_property
@@ -156,7 +153,8 @@ class TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Attend; the inputs are query, key, value, the PrefixTree and the scale."""
         query, key, value, tree, scale = inputs
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=_wide(query))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=wide)
         for call in tree.calls:
             taken = (call.take(each) for each in (query, key, value))
             attended, sums = _forward(*taken, 0.0, True, scale=scale)
@@ -184,8 +182,8 @@ class TreeAttention(torch.autograd.Function):
         grad = grads[0]
         for call in tree.calls:
             given, *taken = (call.take(each) for each in (grad, *saved))
-            if call.real is not None:
-                given = _without_padding(given, call)
+            if call.mask is not None:
+                given = given * call.mask
             parts = _backward(given, *taken, 0.0, True, scale=scale)
             for into, part in zip(found, parts, strict=True):
                 call.put(into, part)
@@ -198,11 +196,6 @@ class TreeAttention(torch.autograd.Function):
         return *found, None, None
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of log-sum-exps."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _row(values: Tensor) -> Tensor:
     """Return [1, heads, N, …] of [N, heads, …]."""
     return values.transpose(0, 1)[None]
@@ -211,10 +204,3 @@ def _row(values: Tensor) -> Tensor:
 def _flat(values: Tensor) -> Tensor:
     """Return [N, heads, …] of [1, heads, N, …]."""
     return values[0].transpose(0, 1)
-
-
-def _without_padding(grad: Tensor, call: Call) -> Tensor:
-    """Return the gradient [B, heads, W, D] with 0 for padding."""
-    flat = torch.zeros_like(grad.transpose(1, 2).contiguous()).flatten(0, 1)
-    flat[call.real] = grad.transpose(1, 2).flatten(0, 1)[call.real]
-    return flat.unflatten(0, (call.rows, -1)).transpose(1, 2)

@@ -266,6 +266,9 @@ def make_trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) 
         },
         source=lease.task.source,
         payload_sum=payload_sum(payload),
+        prompt=turns[0].prompt,
+        prompt_tokens=turns[0].start,
+        computed_tokens=sum([turn.end - turn.known for turn in turns]),
     )
     return header, payload
 
