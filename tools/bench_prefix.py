@@ -1,16 +1,17 @@
-"""Measure updates on rows that begin alike: prefix trees against separate rows.
+"""Measure updates on rows with a common prefix: prefix trees against separate rows.
 
-`layout=packed` computes each shared token once; `layout=padded` computes every row, as the engine
-did before it had prefix trees. Both run alternately in one process, on one thread; a ratio is the
-median over the pairs of seconds with separate rows / seconds with trees.
+`layout=packed` computes each shared token once. `layout=padded` computes every row separately. Both
+layouts run alternately in one process, on one thread. A speedup is the median over the pairs of
+(seconds with separate rows / seconds with trees).
 
 * group: prompts of 1,000 tokens with 8 answers of 100 tokens each (GRPO).
 * tree: an episode of 20 turns. The chat template drops the thoughts of earlier turns, so each turn
-  is a row of its own: a common past without thoughts, then the turn's thought and answer.
-* unshared: rows of log-normal lengths without a common token at their beginning.
+  is a separate row: the earlier turns without thoughts, then the thought and answer of the turn.
+* unshared: rows of log-normal lengths without a common prefix.
 
 Models are random Qwen2s of 0.8 M and of 19 M parameters with a context of 2,048 tokens.
-`memory_ratio` compares the growth of the peak memory of a process that updates one group.
+`memory_ratio` is the growth of a process's peak memory by an update on one group, with separate
+rows relative to trees.
 
     python tools/bench_prefix.py [--pairs 5] [--out out/bench/prefix.json]
 """

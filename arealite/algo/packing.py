@@ -1,7 +1,7 @@
 """Divide rows of unequal length into micro-batches: right-padded, or packed end to end.
 
 An example is `rows_per_example` consecutive rows, which stay in one micro-batch in their order: a
-pair of answers of DPO, or a single row. Equal rows give equal plans.
+pair of answers of DPO, or a single row. A plan is a deterministic function of the rows.
 """
 
 from bisect import bisect_left, insort
@@ -43,10 +43,10 @@ def padded(rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1
 def packed(rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1) -> Plan:
     """Plan micro-batches of at most `budget` tokens without padding, with about equal sums.
 
-    Tokens that rows share are counted once (see prefix_tree). A part of a tree may exceed the
-    budget if it is a single example. The number of micro-batches is that of best-fit decreasing (at
-    most about 11/9 of the optimum, Johnson et al. 1974), or one more. If it keeps the budget, the
-    parts are redistributed, each to the least loaded micro-batch.
+    A token that rows of a part share is counted once (see `tree_chunks`). A single example may
+    exceed the budget. The number of micro-batches is that of best-fit decreasing (at most about
+    11/9 of the optimum, Johnson et al. 1974), or one more. The parts are then redistributed, each
+    to the least loaded micro-batch, if every micro-batch stays within the budget.
     """
     if not rows:
         return []

@@ -50,11 +50,12 @@ def balance(tokens: Sequence[int], *, ranks: int) -> list[int]:
     return result
 
 
-def together(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[int]:
+def balance_groups(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[int]:
     """Return the rank of each trajectory, so that the most loaded rank computes few tokens.
 
-    Trajectories of a group with one prompt stay on one rank, which computes the prompt once, or are
-    divided into halves, quarters, … if the ranks are better balanced then.
+    Trajectories of a group with equal prompts stay on one rank, which computes the prompt once. If
+    this leaves one rank with too many tokens, all these sets are cut into halves, quarters, and so
+    on. The result is the largest size with the smallest load of the most loaded rank.
     """
     prompts = dict[tuple[str, bytes | str], list[int]]()
     for index, header in enumerate(headers):
@@ -75,7 +76,7 @@ def together(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[int]:
 
 
 def _computed(headers: Sequence[TrajectoryHeader]) -> int:
-    """Return the computed tokens of trajectories with one prompt."""
+    """Return the computed tokens of trajectories with equal prompts; the prompt counts once."""
     tokens = sum(header.computed_tokens or header.num_tokens for header in headers)
     return tokens - (len(headers) - 1) * headers[0].prompt_tokens
 
@@ -89,7 +90,7 @@ def partition(
     for update in range(updates):
         rows = [index for index, at in enumerate(minibatches) if at == update]
         for index, rank in zip(
-            rows, together([headers[i] for i in rows], ranks=ranks), strict=True
+            rows, balance_groups([headers[i] for i in rows], ranks=ranks), strict=True
         ):
             rank_of[index] = rank
     return minibatches, rank_of

@@ -1,8 +1,8 @@
-"""Merge rows of tokens that begin alike into prefix trees, so that shared tokens are computed once.
+"""Merge rows with a common prefix into prefix trees, so that shared tokens are computed once.
 
-Under causal attention, the hidden state of a token depends only on the tokens before it. Rows that
-begin alike, for example the prompt of a group or the earlier turns of an episode, have the same
-states there. A tree has each shared run of tokens as one node.
+Under causal attention, the hidden state of a token depends only on that token and on the tokens
+before it. Rows therefore have equal hidden states in their common prefix, for example the prompt of
+a group or the earlier turns of an episode. A tree holds each shared run of tokens in one node.
 """
 
 from collections.abc import Sequence
@@ -12,36 +12,40 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_SHARED = 4
-"""Tokens from which on a common beginning is shared. A first token that all rows have is not."""
+"""Smallest length of a shared prefix. A start token that all rows have is not shared."""
 MOST_BEHIND = 16
-"""Tokens of a row behind a shared token. Attention to a shared beginning costs a product for each
-token behind it: with more of them (measured on a CPU, hidden size 128), sharing saves nothing."""
+"""Largest ratio of the tokens after a shared prefix to the tokens of the prefix. Every later token
+of the row attends to the prefix in a separate product. Above this ratio, the products cost as much
+as sharing saves (measured on a CPU, hidden size 128)."""
 
 
 class Node(NamedTuple):
-    """Consecutive tokens that the same rows have."""
+    """A run of consecutive tokens that all rows of the node share."""
 
     row: int
-    """One of these rows."""
+    """Index of one of these rows."""
     begin: int
     """Position of the first token in the row, which is the number of tokens before it."""
     end: int
+    """Position after the last token in the row."""
     parent: int
-    """Index of the node before it; -1 for the root of a tree."""
+    """Index of the node that ends where this node begins; -1 for the root of a tree."""
 
 
 class Forest(NamedTuple):
-    """Trees in depth-first order: the descendants of a node directly follow it, and first of them
-    the child with the longest row."""
+    """Trees in depth-first order: the descendants of a node directly follow it.
+
+    The first descendant is the child with the longest row.
+    """
 
     nodes: list[Node]
     last: list[int]
-    """The node in which each row ends."""
+    """Index of the node in which each row ends."""
 
 
 @dataclass
 class _Draft:
-    """A node while rows are added."""
+    """A node of the trees under construction."""
 
     row: int
     begin: int
@@ -49,19 +53,22 @@ class _Draft:
     children: "dict[bytes, _Draft]" = field(default_factory=lambda: dict[bytes, _Draft]())
     ends: list[int] = field(default_factory=lambda: list[int]())
     longest: int = 0
-    """Length of the longest row that passes."""
+    """Length of the longest row that contains the node."""
 
 
 def _key(row: np.ndarray, begin: int, end: int | None = None) -> bytes:
-    """Return the tokens from `begin` that must be equal before more of them are compared."""
+    """Return the first tokens from `begin` on; two rows are compared only if these are equal."""
     return row[begin:end][:LEAST_SHARED].tobytes()
 
 
 def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
-    """Merge rows into prefix trees, in time linear in their tokens.
+    """Merge rows into prefix trees, in time linear in the number of tokens.
+
+    The trees depend on the order of the rows: each row joins the trees of the rows before it.
 
     Args:
-        rows: The tokens of each row, [T] with T > 0, of one dtype. Equal items are equal tokens.
+        rows: The tokens of each row, [T] with T > 0, all of one dtype. Items of rows are shared if
+            they are equal.
     """
     roots = _Draft(0, 0, 0)
     for number, row in enumerate(rows):
@@ -76,7 +83,7 @@ def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
             own.begin, key = 0, _key(row, 0) + number.to_bytes(8, "little")
             roots.children[key] = own
         else:
-            if at < child.end:  # the row leaves the tree inside a node, which is divided
+            if at < child.end:  # the row differs inside this node: split the node
                 rest = replace(child, begin=at)
                 child.end, child.children = at, {_key(rows[child.row], at, child.end): rest}
                 child.ends = []
@@ -103,15 +110,18 @@ def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
 def tree_chunks(
     rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1
 ) -> tuple[list[list[int]], list[int]]:
-    """Divide rows into parts of trees that one micro-batch computes, and count their tokens.
+    """Divide rows into parts of trees, and count the computed tokens of each part.
+
+    A micro-batch computes one or more whole parts.
 
     Args:
         rows: As in `prefix_forest`.
         budget: Largest number of computed tokens of a part; a single example may exceed it.
-        rows_per_example: Consecutive rows that stay together; from 2 on, each example is a part.
+        rows_per_example: Number of consecutive rows that stay together. If it is 2 or more, each
+            example is a part.
 
     Returns:
-        (rows of each part, computed tokens of each part), most tokens first.
+        (row indices of each part, computed tokens of each part), largest parts first.
     """
     size, forest = rows_per_example, prefix_forest(rows)
     found, path = list[tuple[int, list[int]]](), set[int]()

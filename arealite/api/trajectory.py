@@ -51,11 +51,11 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     payload_sum: Count = 0
     """`ledger.payloads.payload_sum` of the payload; 0 if the worker computed none."""
     prompt: bytes = b""
-    """Hash of the first turn's prompt, as `TurnReceipt.prompt`; b"": an older AReaLite."""
+    """`TurnReceipt.prompt` of the first turn; b"": an older version recorded none."""
     prompt_tokens: Count = 0
-    """Length of that prompt. Trajectories of a group with one prompt compute it once."""
+    """Length of that prompt. Trajectories of a group with equal prompts compute it once."""
     computed_tokens: Count = 0
-    """Tokens of all turns, of which those that turns share count once; 0: an older AReaLite."""
+    """Tokens of all turns; a token that turns share counts once. 0: an older version."""
 
     @property
     def num_tokens(self) -> int:

@@ -33,7 +33,7 @@ def draw(mix: str, count: int, seed: int = 0) -> list[int]:
 def microbatches(
     lengths: list[int], budget: int, layout: str = "padded", rows_per_example: int = 1
 ) -> packing.Plan:
-    """Plan rows of the lengths without a common token at their beginning."""
+    """Plan rows of these lengths that have no common prefix."""
     rows = [np.arange(length) - 1000 * (i + 1) for i, length in enumerate(lengths)]
     return LAYOUTS[layout](rows, budget, rows_per_example=rows_per_example)
 

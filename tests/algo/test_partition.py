@@ -17,7 +17,7 @@ batches = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 500)), min_size=4
 
 
 def header(group: str, tokens: int, *, prompt: int = 0, computed: int = 0) -> TrajectoryHeader:
-    """Make a header; a prompt of 0 tokens is that of an older version, which recorded none."""
+    """Make a header; `prompt=0` makes a header of an older version, which recorded no prompt."""
     facts = (f"{group}/0/agent", group, 0, "agent", "task", 0.0, {}, [tokens], 1, 0, 0, 1)
     name = group.encode() if prompt else b""
     return TrajectoryHeader(*facts, False, 0, 0.0, {}, "", 0, name, prompt, computed)
@@ -70,7 +70,7 @@ def test_too_few_groups_raise_an_error() -> None:
 
 
 def loads(headers: list[TrajectoryHeader], ranks: int) -> tuple[list[int], int]:
-    """Return the computed tokens of each rank, and how many groups are divided."""
+    """Return the computed tokens of each rank, and the number of groups on several ranks."""
     rank_of = partition(headers, updates=1, ranks=ranks, seed=None)[1]
     homes, totals = dict[str, set[int]](), [0] * ranks
     for each, rank in zip(headers, rank_of, strict=True):
@@ -81,7 +81,7 @@ def loads(headers: list[TrajectoryHeader], ranks: int) -> tuple[list[int], int]:
     return totals, sum(len(home) > 1 for home in homes.values())
 
 
-def test_groups_with_one_prompt_stay_on_one_rank_and_ranks_are_balanced() -> None:
+def test_groups_with_equal_prompts_stay_on_one_rank_and_ranks_are_balanced() -> None:
     rng = np.random.default_rng(0)
     headers = [
         header(f"g{i}", 9999, prompt=prompt, computed=prompt + int(answer))
@@ -92,7 +92,7 @@ def test_groups_with_one_prompt_stay_on_one_rank_and_ranks_are_balanced() -> Non
     assert divided == 0 and min(totals) >= 0.97 * max(totals)
 
 
-def test_group_is_divided_if_ranks_would_be_idle_or_late() -> None:
+def test_group_is_divided_if_a_rank_would_be_idle_or_overloaded() -> None:
     group = [header("a", 0, prompt=100, computed=150) for _ in range(8)]
     assert loads(group, 2) == ([300, 300], 1)
     assert loads(group * 2, 1) == ([100 + 16 * 50], 0)

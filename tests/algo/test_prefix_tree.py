@@ -1,4 +1,4 @@
-"""Prefix trees contain every row as a path, share common beginnings, and order rows by trees."""
+"""Prefix trees contain every row as a path, share common prefixes, and keep the order of trees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def arrays(rows: list[list[int]]) -> list[np.ndarray]:
 
 
 def path(forest: Forest, rows: list[np.ndarray], node: int) -> list[int]:
-    """Return the tokens from the root to the end of a node."""
+    """Return the tokens from the root of the tree to the end of a node."""
     row, begin, end, parent = forest.nodes[node]
     before = path(forest, rows, parent) if parent >= 0 else []
     assert len(before) == begin
@@ -41,7 +41,7 @@ def test_every_row_is_a_path_and_descendants_follow_their_node(rows: list[list[i
 
 
 @given(rows_of)
-def test_rows_share_exactly_their_common_beginning(rows: list[list[int]]) -> None:
+def test_two_rows_share_exactly_their_common_prefix(rows: list[list[int]]) -> None:
     forest = prefix_forest(arrays(rows))
     for a, b in pairwise(rows):
         common = 0
@@ -65,7 +65,7 @@ def test_parts_have_every_row_once_and_keep_the_budget(rows: list[list[int]], bu
         assert len(part) == 1 or counted <= budget
 
 
-def test_group_with_one_prompt_is_one_part_of_its_tree_tokens() -> None:
+def test_group_with_one_prompt_is_one_part_that_counts_the_prompt_once() -> None:
     rows = [[5] * 100 + [row] * 10 for row in range(8)]
     other = [[6] * 50]
     assert tree_chunks(arrays(rows + other), 1000) == ([[*range(8)], [8]], [180, 50])

@@ -1,4 +1,4 @@
-"""Causal attention over rows packed end to end, as an attention function of transformers.
+"""Causal attention over packed prefix trees, as an attention function of transformers.
 
 The function has its own name, because transformers builds masks only for its own attention
 functions. Packed rows therefore never need a dense [tokens × tokens] mask.
@@ -85,8 +85,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend within each prefix tree of [1, heads, N, D]; return [1, N, heads, D].
 
-    `prefix_tree` comes from the decoder's caller: a query sees the tokens of its path. Without it
-    this is transformers' SDPA, for an embedded server that shares the model.
+    The caller of the decoder passes `prefix_tree`. A query attends to the earlier tokens of its
+    path and to itself. Without `prefix_tree`, this function is transformers' SDPA, for an embedded
+    server that shares the model.
     """
     tree, name = options.get("prefix_tree"), type(module).__name__
     has_window = getattr(getattr(module, "config", None), "sliding_window", None)
@@ -132,8 +133,9 @@ def _flash(
 ) -> Tensor:
     """Attend over [N, heads, D] with flash_attn if it is installed, else with torch.
 
-    The keys of a node are those of its path. Its queries are the last of them: both kernels align
-    the causal mask to the end of a row.
+    A node is a row of the kernel. The keys of the row are the tokens of the node's path. The
+    queries are the tokens of the node, which end the path. Both kernels align the causal mask to
+    the last query and the last key of a row.
     """
     query, key, value = qkv
     width = value.shape[-1]

@@ -21,11 +21,12 @@ class MicroBatch:
     """Tensors of one forward pass, on the engine's device."""
 
     input_ids_BW: torch.Tensor
-    """int64, right-padded with 0, or prefix trees; the last token of a row is no input."""
+    """int64: rows right-padded with 0, or packed prefix trees [1, W]. The last token of a row is no
+    input."""
     attention: dict[str, object]
     """Further arguments of the decoder for packed rows; {} for padded ones."""
     inputs: list[torch.Tensor]
-    """int64 for each row: where its inputs are in the flattened [B · W] tokens."""
+    """int64 for each row: positions of its inputs in the flattened [B · W] tokens."""
     index_N: torch.Tensor
     """int64: which of the flattened [B · W] hidden states predicts each loss token."""
     targets_N: torch.Tensor
@@ -98,7 +99,7 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
 
 
 def input_keys(rows: Seq[Sequence]) -> list[np.ndarray]:
-    """Return the inputs of each row, as items that are equal where tokens and experts are."""
+    """Return the inputs of each row; items are equal if tokens and recorded experts are equal."""
     keys = [row.tokens for row in rows]
     if (routing := _routing(rows)) is not None:
         ids = np.concatenate(keys).astype(np.int32)[:, None].view(np.uint8)

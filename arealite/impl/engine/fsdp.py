@@ -269,7 +269,8 @@ class FSDPEngine(TrainEngine):
     def _plan(self, rows: list[Sequence], rows_per_example: int = 1) -> Plan:
         """Return the row indices of each micro-batch; the rows of an example stay together.
 
-        All ranks run equally many micro-batches, so that their collectives stay aligned.
+        The plans of all ranks have equally many micro-batches, so that collectives stay aligned. A
+        shorter plan ends with empty micro-batches.
         """
         budget = self.config.max_tokens_per_microbatch * self._context.size
         plan = LAYOUTS[self.layout](input_keys(rows), budget, rows_per_example=rows_per_example)

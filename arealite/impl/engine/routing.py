@@ -201,7 +201,7 @@ class Balance:
         Args:
             loss_fn: A loss function.
             inputs: `MicroBatch.inputs`.
-            tokens: The inputs of all rows of the update, on all ranks.
+            tokens: Number of inputs of all rows of the update, on all ranks.
         """
 
         def with_balance(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,11 +1,13 @@
 """Causal attention over prefix trees on a CPU, without a mask and without copies of shared tokens.
 
-The tokens of a tree are in depth-first order. Nodes that continue each other directly are a chain:
-its tokens are consecutive and attend to each other causally. All that branches off behind a node is
-consecutive, too, and attends to the chain up to that node. The parts of a query are joined by their
-log-sum-exp, as flash attention joins blocks.
+The tokens of a tree are in depth-first order. A chain is a run of nodes in which each node is the
+parent of the next one. The tokens of a chain are consecutive and attend to each other causally. The
+other descendants of a node of the chain are consecutive, too. They attend to the whole chain up to
+that node. A query thus has several partial results. They are merged by their log-sum-exp, as flash
+attention merges blocks.
 
-Shape letters: N = tokens of a micro-batch, D = width of a head.
+Shape letters: N = tokens of a micro-batch, D = width of a head, B = chains of a call, W = tokens of
+the longest of these chains.
 """
 
 from dataclasses import dataclass
@@ -22,48 +24,50 @@ from arealite.algo.prefix_tree import Forest
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 LEAST_TOKENS = 128
-"""Chains of one length with fewer tokens together are computed with others, padded."""
+"""Smallest number of tokens of an unpadded call. Neighboring chains of one length with fewer tokens
+in total share a padded call with other chains."""
 MOST_PADDING = 8
-"""Share of padded tokens in a call: 1 / MOST_PADDING."""
+"""Largest share of padding in a call, as a divisor: at most 1 / MOST_PADDING of the tokens."""
 
 
 @dataclass
 class Call:
-    """Chains of which each attends to itself, in one call: rows [B, W]."""
+    """One call of the kernel: B chains of up to W tokens, each of which attends to itself."""
 
     rows: int
     where: slice | Tensor
-    """Their tokens: consecutive, or int64 [B · W] with repeated tokens as padding."""
+    """Positions [B · W] of the tokens among the N tokens: a slice, or int64. Padding repeats the
+    last token of a chain."""
     places: slice | Tensor
-    """Their tokens without the padding."""
+    """The same positions without the padding."""
     mask: Tensor | None = None
-    """bool [B, 1, W, 1]: which of them are no padding; None: all."""
+    """bool [B, 1, W, 1]: False for padding; None: there is no padding."""
 
     def take(self, values: Tensor) -> Tensor:
         """Return [B, heads, W, …] of values [N, heads, …]."""
         return values[self.where].unflatten(0, (self.rows, -1)).transpose(1, 2)
 
     def put(self, into: Tensor, values: Tensor) -> None:
-        """Write values [B, heads, W, …] into [N, heads, …]."""
+        """Write values [B, heads, W, …] without the padding into [N, heads, …]."""
         flat = values.transpose(1, 2).flatten(0, 1)
         into[self.places] = flat if self.mask is None else flat[self.mask.flatten()]
 
 
 @dataclass
 class PrefixTree:
-    """Where the nodes of prefix trees are among the N tokens of a micro-batch."""
+    """Prefix trees of a micro-batch: the positions of their nodes among its N tokens."""
 
     device: torch.device
     bounds: list[int]
-    """Where each node begins, and N."""
+    """The first position of each node, and N as the last item."""
     parents: list[int]
-    """The node before each node; -1: none."""
+    """Index of the parent of each node; -1: the node is a root."""
     paths: list[np.ndarray]
-    """int64 for each node: the tokens of its ancestors and its own."""
+    """int64 for each node: positions of the tokens of its ancestors and of its own tokens."""
 
     @classmethod
     def of(cls, forest: Forest, device: torch.device) -> "PrefixTree":
-        """Return the nodes of a forest end to end."""
+        """Place the nodes of a forest end to end, in their order."""
         bounds = [0, *accumulate(node.end - node.begin for node in forest.nodes)]
         tree = cls(device, bounds, [node.parent for node in forest.nodes], [])
         for parent, (begin, end) in zip(tree.parents, pairwise(bounds), strict=True):
@@ -72,7 +76,7 @@ class PrefixTree:
         return tree
 
     def padded(self, missing: int) -> "PrefixTree":
-        """Return the trees with `missing` tokens behind them, as a tree of their own."""
+        """Return these trees, followed by a tree of `missing` tokens of padding."""
         end = self.bounds[-1]
         paths = [*self.paths, np.arange(end, end + missing)]
         return PrefixTree(self.device, [*self.bounds, end + missing], [*self.parents, -1], paths)
@@ -83,19 +87,19 @@ class PrefixTree:
 
     @cached_property
     def keys(self) -> Tensor | None:
-        """The keys of each node, node after node; None if no tokens are shared."""
+        """Positions of the keys, int64, node after node; None: no tokens are shared."""
         return self.put(np.concatenate(self.paths)) if max(self.parents) >= 0 else None
 
     @cached_property
     def flash_bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """int32 bounds of the nodes' queries and keys, and the largest numbers of both."""
+        """Bounds of each node's queries and keys, int32, and the largest numbers of both."""
         queries, keys = np.diff(self.bounds), [len(path) for path in self.paths]
         starts = self.put(self.bounds, torch.int32), self.put([0, *accumulate(keys)], torch.int32)
         return *starts, int(queries.max()), max(keys)
 
     @cached_property
     def chains(self) -> list[int]:
-        """The first node of the chain of each node: nodes that continue each other directly."""
+        """For each node, the index of the first node of its chain."""
         found = list[int]()
         for node, parent in enumerate(self.parents):
             found.append(found[parent] if 0 <= parent == node - 1 else node)
@@ -103,7 +107,7 @@ class PrefixTree:
 
     @cached_property
     def calls(self) -> list[Call]:
-        """The calls in which chains attend to themselves."""
+        """The calls of the kernel in which chains attend to themselves; each chain is in one."""
         found, short = list[Call](), list[tuple[int, int]]()
         starts = [self.bounds[node] for node, chain in enumerate(self.chains) if chain == node]
         spans = [(end - begin, begin) for begin, end in pairwise([*starts, self.bounds[-1]])]
@@ -132,7 +136,7 @@ class PrefixTree:
 
     @cached_property
     def shared(self) -> list[tuple[slice, slice]]:
-        """(keys, queries): a chain up to a node, and the other chains that begin behind it."""
+        """(keys, queries): a chain up to a node; the descendants of the node in other chains."""
         stops, branch = self.bounds[1:], dict[int, int]()
         for node in range(len(self.parents) - 1, -1, -1):
             if (parent := self.parents[node]) >= 0:
@@ -147,7 +151,7 @@ class PrefixTree:
 
 
 class TreeAttention(torch.autograd.Function):
-    """Attends within prefix trees: query, key and value [N, heads, D] to [N, heads, D]."""
+    """Causal attention within prefix trees: query, key and value [N, heads, D] to [N, heads, D]."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -175,7 +179,7 @@ class TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key and value.
 
-        The gradient of each part needs only the joined output and log-sum-exp.
+        The gradients of a partial result need only the merged output and the merged log-sum-exp.
         """
         saved, (tree, scale) = ctx.saved_tensors, ctx.options
         found = [torch.empty_like(each) for each in saved[:3]]

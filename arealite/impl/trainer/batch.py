@@ -42,9 +42,9 @@ class Minibatch:
 
     rows: list[Sequence]
     num_rows: int
-    """Rows of all ranks."""
+    """Number of rows on all ranks."""
     num_tokens: int
-    """Tokens of the rows of all ranks."""
+    """Number of tokens of these rows."""
 
 
 @dataclass

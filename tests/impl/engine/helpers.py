@@ -63,7 +63,7 @@ def loss_of(engine: FSDPEngine) -> LossFn:
 def make_rows(count: int = 12, seed: int = 0, temperature: float | None = None) -> list[Sequence]:
     """Draw rows of 3 to 40 tokens, loss on scattered tokens, weights for a token mean.
 
-    Every second row begins like the row before it; both have loss there.
+    Every second row begins with a prefix of the row before it; both rows have loss in the prefix.
     """
     rng = np.random.default_rng(seed)
     rows = []
@@ -178,7 +178,8 @@ def assert_close(
 ) -> None:
     """Compare tensors by name, to `tolerance` of the largest entry of each.
 
-    A gradient that is 0 but for rounding, as that of the keys' bias, has no such entry.
+    A gradient that is 0 up to rounding has no such entry, for example that of the keys' bias. It is
+    compared to a small absolute tolerance.
     """
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -231,7 +231,7 @@ def test_packed_rows_with_capped_scores_or_sinks_equal_padded_ones(
 
 
 ROWS = [[1, 2, 3, 4, 5], [6], [7, 8, 9, 1]], [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9], [5]]
-"""Rows without a common beginning, and rows of which two begin with four tokens."""
+"""Rows without a common prefix, and rows of which two share a prefix of four tokens."""
 
 
 def given(rows: list[list[int]]) -> tuple[list[torch.Tensor], PrefixTree]:

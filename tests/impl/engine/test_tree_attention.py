@@ -1,4 +1,4 @@
-"""Rows in prefix trees have the logprobs and gradients of separate rows."""
+"""Attention over prefix trees has the outputs and gradients of attention over separate rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU, HEADS, KV_HEADS, WIDTH = torch.device("cpu"), 4, 2, 8
 
 @st.composite
 def forests(draw: Any) -> list[np.ndarray]:
-    """Draw rows that continue each other's beginnings."""
+    """Draw rows of which each begins with a prefix of an earlier row."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = [rng.integers(0, 9, rng.integers(1, 90))]
     for _ in range(draw(st.integers(0, 20))):
@@ -59,7 +59,7 @@ def test_attention_over_trees_equals_attention_over_rows(rows: list[np.ndarray])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_as_close_as_separate_rows(dtype: torch.dtype) -> None:
+def test_16_bit_outputs_and_gradients_are_close_to_float32(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 9, 50)
     rows = [np.concatenate([prompt, rng.integers(0, 9, 30)]) for _ in range(4)]
