@@ -13,10 +13,6 @@ import numpy as np
 
 LEAST_SHARED = 4
 """Smallest length of a shared prefix. A start token that all rows have is not shared."""
-MOST_BEHIND = 16
-"""Largest ratio of the tokens after a shared prefix to the tokens of the prefix. Every later token
-of the row attends to the prefix in a separate product. Above this ratio, the products cost as much
-as sharing saves (measured on a CPU, hidden size 128)."""
 
 
 class Node(NamedTuple):
@@ -56,15 +52,15 @@ class _Draft:
     """Length of the longest row that contains the node."""
 
 
-def _key(row: np.ndarray, begin: int, end: int | None = None) -> bytes:
-    """Return the first tokens from `begin` on; two rows are compared only if these are equal."""
-    return row[begin:end][:LEAST_SHARED].tobytes()
+def _key(row: np.ndarray, at: int) -> bytes:
+    """Return the tokens at `at` by which rows are found that may share more of them."""
+    return row[at : at + (1 if at else LEAST_SHARED)].tobytes()
 
 
 def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
     """Merge rows into prefix trees, in time linear in the number of tokens.
 
-    The trees depend on the order of the rows: each row joins the trees of the rows before it.
+    The number of tokens in the trees does not depend on the order of the rows.
 
     Args:
         rows: The tokens of each row, [T] with T > 0, all of one dtype. Items of rows are shared if
@@ -79,21 +75,16 @@ def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
             at = at + int(differs.argmax()) if differs.any() else stop
             path += [child] if at == child.end else []
         own = _Draft(number, at, len(row), longest=len(row))
-        if 0 < at * MOST_BEHIND < len(row) - at:
-            own.begin, key = 0, _key(row, 0) + number.to_bytes(8, "little")
-            roots.children[key] = own
+        if at < child.end:  # the row differs inside this node: split the node
+            rest = replace(child, begin=at)
+            child.end, child.children, child.ends = at, {_key(rows[child.row], at): rest}, []
+            path.append(child)
+        for node in path:
+            node.longest = max(node.longest, len(row))
+        if at < len(row):
+            path[-1].children[_key(row, at)] = own
         else:
-            if at < child.end:  # the row differs inside this node: split the node
-                rest = replace(child, begin=at)
-                child.end, child.children = at, {_key(rows[child.row], at, child.end): rest}
-                child.ends = []
-                path.append(child)
-            for node in path:
-                node.longest = max(node.longest, len(row))
-            if at < len(row):
-                path[-1].children[_key(row, at)] = own
-            else:
-                own = path[-1]
+            own = path[-1]
         own.ends.append(number)
     nodes, last = list[Node](), [0] * len(rows)
     waiting = [(child, -1) for child in reversed(roots.children.values())]

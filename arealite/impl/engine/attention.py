@@ -108,7 +108,7 @@ def attend(
     if query.is_meta:
         return query.new_empty((*query.shape[:-1], value.shape[-1])).transpose(1, 2), None
     window, width = options.get("sliding_window") or 0, query.shape[-1]
-    is_plain = sinks is None and softcap is None
+    is_plain = sinks is None and softcap is None and value.shape[-1] <= width
     has_kernel = sinks is None and (softcap is None or HAS_FLASH_ATTN)
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     if query.is_cuda and query.dtype in LOW and has_kernel and width in KERNEL_WIDTHS:

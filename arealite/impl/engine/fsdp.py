@@ -156,10 +156,10 @@ class FSDPEngine(TrainEngine):
                 root.set_is_last_backward(last)
             part = [rows[i] for i in indices]
             batch = self._collate(part)
-            computed += batch.input_ids_BW.numel()
             if not part:  # other ranks have rows, and their collectives need this rank
                 torch.cat([*self._model(batch).values()]).sum().backward()
                 continue
+            computed += batch.input_ids_BW.numel() * self._context.size
             scale, loss_of = optimizer.scale.value, loss_fn
             if self._balance is not None:
                 loss_of = self._balance.added_to(loss_fn, batch.inputs, inputs)

@@ -63,7 +63,9 @@ def _hidden(module: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     # Padded rows need no mask and no position ids: padding is on the right, so under causal
     # attention no real token sees it and positions count from 0; SDPA takes its causal fast path.
     output = decoder_of(module)(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
-    return output.last_hidden_state.flatten(0, 1)[batch.index_N]
+    states = output.last_hidden_state.flatten(0, 1)
+    # Rows of one prompt read the same state. The gradient of [] adds them in the order of threads.
+    return states.index_select(0, batch.index_N)
 
 
 def layers_of(module: PreTrainedModel) -> nn.ModuleList:
