@@ -1,7 +1,8 @@
 """Compare trained samples per second with TRL's GRPOTrainer: same model, prompts and loss.
 
-Three cases: answers that end by themselves within 8 tokens, answers of exactly 128 tokens, and
-answers of heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128). AReaLite runs as a
+Four cases: answers that end by themselves within 8 tokens, answers of exactly 128 tokens, answers
+of heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128), all to prompts of 7 tokens,
+and answers of exactly 64 tokens to prompts of 512. AReaLite runs as a
 user starts it: `train.py` with datapipe, worker, trainer and an embedded server, four processes.
 TRL generates with transformers in the trainer's process. Both have both cores and run alternately.
 Model: a random Qwen2 of 0.8 M parameters; 32 prompts × 8 samples per step, one update per step,
@@ -10,7 +11,7 @@ no checkpoints, logs, evaluation or gradient checkpointing, and its fastest micr
 (`trl_rows`). AReaLite's settings are in `OURS` and in the printed table. The first and last steps
 are left out, because buffers fill and empty there.
 
-    .venv-peers/bin/python tools/bench_trl.py [--repeats 3] [--cases short fixed heavy]
+    .venv-peers/bin/python tools/bench_trl.py [--repeats 3] [--cases short fixed heavy prompts]
 
 Writes out/bench/trl.json.
 """
@@ -61,6 +62,8 @@ class Case:
     staleness: int
     trl_rows: int
     """Rows of a micro-batch."""
+    prompt: int = 7
+    """Tokens of a prompt."""
     ours: tuple[str, ...] = ()
 
 
@@ -70,10 +73,13 @@ OURS = (
     "launcher.llm_servers=1",
 )
 CASES = {
-    "short": Case(8, 20, 40, 1.0, staleness=2, trl_rows=256, ours=OURS),
-    "fixed": Case(MOST, 6, 10, 1.0, staleness=2, trl_rows=256, ours=OURS),
-    "heavy": Case(MOST, 8, 20, 3.0, staleness=2, trl_rows=256, ours=OURS),
+    "short": Case(8, 20, 40, 1.5, staleness=2, trl_rows=256, ours=OURS),
+    "fixed": Case(MOST, 6, 10, 1.5, staleness=2, trl_rows=256, ours=OURS),
+    "heavy": Case(MOST, 8, 20, 5.0, staleness=2, trl_rows=256, ours=OURS),
+    "prompts": Case(64, 4, 8, 4.0, staleness=2, trl_rows=32, prompt=512, ours=OURS),
 }
+EXACT = "fixed", "prompts"
+"""Cases in which every answer has the longest length."""
 SPLIT = "rows", "forward", "advantages", "update", "report", "stage", "log", "other"
 
 
@@ -121,12 +127,13 @@ class HeavyAgent(LengthAgent):
         return heavy_length(random.Random(self.seat.episode_id))
 
 
-agents.register("fixed")(LengthAgent)
+for name in ("fixed", "prompts"):
+    agents.register(name)(LengthAgent)
 agents.register("short")(MathCodeSingleStepAgent)
 
 
-def make_kit(folder: Path) -> None:
-    """Write the model and the demo's prompts, of 7 tokens."""
+def make_kit(folder: Path, length: int) -> None:
+    """Write the model, and prompts of `length` tokens that end like those of the demo."""
     from tests.models import tiny_model
 
     tiny_model(
@@ -135,9 +142,13 @@ def make_kit(folder: Path) -> None:
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
+        max_position_embeddings=1024,
         init_std=0.02,
     )
-    rows = [{"prompt": question(each), "ground_truth": ""} for each in draw(random.Random(0), 2048)]
+    rng, rows = random.Random(0), list[dict[str, str]]()
+    for each in draw(random.Random(0), 2048):
+        before = "".join(rng.choices("123456789", k=length - len(question(each))))
+        rows.append({"prompt": before + question(each), "ground_truth": ""})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -171,7 +182,7 @@ def trl_side(name: str, kit: Path) -> None:
         gradient_accumulation_steps=BATCH // case.trl_rows,
         num_generations=SAMPLES,
         max_completion_length=case.longest,
-        generation_kwargs={"min_new_tokens": MOST} if name == "fixed" else None,
+        generation_kwargs={"min_new_tokens": case.longest} if name in EXACT else None,
         max_steps=steps,
         learning_rate=LR,
         adam_beta2=0.95,
@@ -341,7 +352,7 @@ def compare(name: str, repeats: int) -> dict[str, Any]:
     for repeat in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             kit, pair = Path(folder), dict[str, dict[str, float]]()
-            make_kit(kit)
+            make_kit(kit, case.prompt)
             wait_for_quiet()
             pair["trl"] = run_trl(name, kit)
             wait_for_quiet()
