@@ -26,9 +26,9 @@ if __name__ == "__main__":
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
 from arealite.api.llm import clients
+from arealite.api.payloads import decode_segments
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
-from arealite.api.trajectory import decode_segments
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.cli.main import run

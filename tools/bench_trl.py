@@ -1,10 +1,10 @@
 """Compare trained samples per second with TRL's GRPOTrainer: same model, prompts and loss.
 
 Four cases: answers that end by themselves within 8 tokens, answers of exactly 128 tokens, answers
-of heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128), all to prompts of 7 tokens,
-and answers of exactly 64 tokens to prompts of 512. AReaLite runs as a
-user starts it: `train.py` with datapipe, worker, trainer and an embedded server, four processes.
-TRL generates with transformers in the trainer's process. Both have both cores and run alternately.
+of heavy-tailed lengths (log-normal, median 20, σ 1, clipped to 4 … 128), all to prompts of 7
+tokens, and answers of exactly 64 tokens to prompts of 512 tokens. AReaLite runs as a user starts
+it: `train.py` with datapipe, worker, trainer and an embedded server, four processes. TRL generates
+with transformers in the trainer's process. Both have both cores and run alternately.
 Model: a random Qwen2 of 0.8 M parameters; 32 prompts × 8 samples per step, one update per step,
 GRPO with group std, token mean, clip 0.2, no reference, AdamW, float32. TRL has two torch threads,
 no checkpoints, logs, evaluation or gradient checkpointing, and its fastest micro-batch

@@ -5,7 +5,7 @@ the payload as bytes. Shapes: T = tokens of one segment.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -105,6 +105,9 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     routing: bytes = b""
     """uint8, or uint16 from 256 experts on, [T, layers, experts per token]: the experts that the
     server chose, all bits set where none are recorded; b"" without a record."""
+    common: Count = 0
+    """In a payload frame: the number of first tokens that are those of the segment before. They
+    have no loss, and the five arrays leave them out."""
 
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -114,9 +117,3 @@ def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in record.items():
             found[name].append(value)
     return {name: sum(values) / len(values) for name, values in sorted(found.items())}
-
-
-encode_segments: Callable[[list[Segment]], bytes] = msgspec.msgpack.Encoder().encode
-"""Pack a trajectory's segments into one payload frame."""
-decode_segments = msgspec.msgpack.Decoder(list[Segment]).decode
-"""Unpack a payload frame; bytes that are no payload raise `msgspec.MsgspecError`."""

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from arealite.api.agent import load_tokenizer
+from arealite.api.payloads import decode_segments
 from arealite.api.sampling import CollectConfig
 from arealite.api.task import Task
-from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.base.registry import unknown

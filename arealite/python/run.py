@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from arealite.api.agent import load_tokenizer
-from arealite.api.trajectory import decode_segments
+from arealite.api.payloads import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.cli.collect import columns

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
+from arealite.api.payloads import decode_segments, encode_segments
 from arealite.api.rollout_messages import Episode, Result
-from arealite.api.trajectory import decode_segments, encode_segments
 from arealite.system.links import wire
 from arealite.system.links.worker_link import WorkerLink
 

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from arealite.api.trajectory import decode_segments
+from arealite.api.payloads import decode_segments
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
 from tests.attacks import garbling

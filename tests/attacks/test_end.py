@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from arealite.api.payloads import decode_segments
 from arealite.api.trainer_messages import Ticket, TrainerStart, Waiting
-from arealite.api.trajectory import decode_segments
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
 from tests.attacks.conftest import Live, stop

@@ -22,7 +22,8 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from arealite.api.trajectory import Segment, decode_segments
+from arealite.api.payloads import decode_segments
+from arealite.api.trajectory import Segment
 from arealite.api.turns import arrays, blake2b, decode_turn
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit

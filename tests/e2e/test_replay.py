@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import pytest
 
-from arealite.api.trajectory import decode_segments, encode_segments
+from arealite.api.payloads import decode_segments, encode_segments
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header

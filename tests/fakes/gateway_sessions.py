@@ -12,7 +12,8 @@ from arealite.api.agent import Agent
 from arealite.api.episode import Action, Seat
 from arealite.api.gateway_config import GatewayConfig
 from arealite.api.llm import LLMRequest, SamplingConfig
-from arealite.api.trajectory import Segment, decode_segments
+from arealite.api.payloads import decode_segments
+from arealite.api.trajectory import Segment
 from arealite.api.trial import TrialConfig
 from arealite.impl.gateway.gateway import Gateway
 from arealite.impl.gateway.session import Session

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from arealite.api.config import ExperimentConfig
+from arealite.api.payloads import encode_segments
 from arealite.api.publisher import PublishReport, WeightPublisher
 from arealite.api.trainer_messages import Batch, FromTrainer, StepReport, TrainerReady
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.config import check_constraints
 from arealite.cli.configs import CONFIG_DIR, load
 from arealite.impl.server.decoder import Decoder

@@ -12,8 +12,9 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from arealite.api.payloads import decode_segments
 from arealite.api.trainer_messages import Batch, Checkpointed, Finish, Published, StepReport
-from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from tests.simulation.links import async_link
 from tests.simulation.loop import Process
 from tests.simulation.players import MARK, logprob

@@ -17,9 +17,10 @@ import zmq
 
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.datapipe import DatapipeConfig
+from arealite.api.payloads import encode_segments
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.links.worker_link import WorkerLink
 from tests.waiting import settle

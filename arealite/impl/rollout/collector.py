@@ -20,9 +20,10 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.env import Env
 from arealite.api.episode import Seat
 from arealite.api.llm import LLMClient
+from arealite.api.payloads import encode_segments
 from arealite.api.rollout_messages import Episode, Failure, Lease, TurnHeader
 from arealite.api.task import Task
-from arealite.api.trajectory import Segment, TrajectoryHeader, TurnReceipt, encode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader, TurnReceipt
 from arealite.api.turns import Turn, blake2b
 from arealite.base import errors, log
 from arealite.base.errors import DeadlineError, EpisodeError, EpisodeTimeout, UserError

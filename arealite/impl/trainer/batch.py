@@ -16,9 +16,10 @@ import numpy as np
 from arealite.algo.reduction import token_weights
 from arealite.api import trainer_messages as messages
 from arealite.api.engine import Sequence
+from arealite.api.payloads import decode_segments
 from arealite.api.trainer import PPOConfig
 from arealite.api.trainer_messages import Batch
-from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.impl.trainer.world import World

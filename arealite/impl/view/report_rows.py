@@ -14,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from arealite.api.trajectory import TrajectoryHeader, decode_segments
+from arealite.api.payloads import decode_segments
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.base.names import RunPaths
 from arealite.system.ledger import token_stats
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads

@@ -17,7 +17,7 @@ import numpy as np
 
 from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
-from arealite.api.trajectory import decode_segments
+from arealite.api.payloads import decode_segments
 from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths

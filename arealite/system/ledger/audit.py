@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from arealite.api.trajectory import decode_segments
+from arealite.api.payloads import decode_segments
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths

@@ -9,7 +9,8 @@ import math
 import msgspec
 import numpy as np
 
-from arealite.api.trajectory import Segment, TrajectoryHeader, decode_segments
+from arealite.api.payloads import decode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.turns import blake2b
 
 TOKEN_BYTES = 17

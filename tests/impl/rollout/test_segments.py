@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from arealite.api.episode import RECENT, Record
 from arealite.api.llm import LLMResponse, SamplingConfig
-from arealite.api.trajectory import Segment, decode_segments, encode_segments
+from arealite.api.payloads import decode_segments, encode_segments
+from arealite.api.trajectory import Segment
 from arealite.api.turns import Origin, Turn
 from arealite.impl.rollout.collector import make_segments
 

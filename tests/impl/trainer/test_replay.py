@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from arealite.api.payloads import decode_segments, encode_segments
 from arealite.api.trainer_messages import StepReport
-from arealite.api.trajectory import decode_segments, encode_segments
 from arealite.impl.trainer.replay import Differs, LedgerLink
 from tests.system.ledger.small_run import Shape, make_run
 from tests.system.scenes import experiment

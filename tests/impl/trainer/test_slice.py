@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig, LoggerConfig, ModelConfig, run_paths
+from arealite.api.payloads import encode_segments
 from arealite.api.publisher_config import PublisherConfig
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
 from arealite.api.trainer import CheckpointConfig, PPOConfig, TrainerConfig
-from arealite.api.trajectory import encode_segments
 from arealite.api.trial import ClusterConfig
 from arealite.impl.trainer.ppo import AsyncPPOTrainer, PPOTrainer
 from arealite.system.datapipe.datapipe import Datapipe

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from arealite.api.payloads import encode_segments
 from arealite.api.trainer_messages import Batch
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 
 
 def segment(

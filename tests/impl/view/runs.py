@@ -15,10 +15,11 @@ from tokenizers.models import BPE
 
 from arealite.api.episode import Origin, Record
 from arealite.api.llm import LLMResponse, SamplingConfig
+from arealite.api.payloads import encode_segments
 from arealite.api.rollout_messages import Failure
 from arealite.api.task import Task
 from arealite.api.trainer_messages import StepReport
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base import config as base_config
 from arealite.base.names import RunPaths
 from arealite.impl.rollout.collector import make_segments

@@ -14,8 +14,9 @@ from arealite.api.config import DatasetConfig, ExperimentConfig
 from arealite.api.episode import Record
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.offline import OfflineConfig, SFTConfig
+from arealite.api.payloads import encode_segments
 from arealite.api.trainer import TrainerConfig
-from arealite.api.trajectory import Segment, TrajectoryHeader, encode_segments
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.demo.tiny_model import make_tokenizer

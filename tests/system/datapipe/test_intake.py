@@ -15,6 +15,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from arealite.api.config import run_paths
+from arealite.api.payloads import decode_segments, encode_segments
 from arealite.api.rollout_messages import (
     Ack,
     Episode,
@@ -34,7 +35,6 @@ from arealite.api.trainer_messages import (
     StepReport,
     TrainerStart,
 )
-from arealite.api.trajectory import decode_segments, encode_segments
 from arealite.system.datapipe import workers
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.datapipe.intake import MAX_SENDERS, Rejections, check_episode

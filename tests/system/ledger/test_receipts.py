@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from arealite.api.trajectory import Segment, encode_segments
+from arealite.api.payloads import encode_segments
+from arealite.api.trajectory import Segment
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.audit_report import AuditReport
 from arealite.system.ledger.payloads import find_mismatch

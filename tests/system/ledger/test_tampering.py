@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from arealite.api.trajectory import decode_segments, encode_segments
+from arealite.api.payloads import decode_segments, encode_segments
 from arealite.base.names import RunPaths
 from arealite.cli import main as cli
 from arealite.system.ledger.audit import audit
