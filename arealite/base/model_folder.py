@@ -156,10 +156,8 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
             what = f"{key}={path} is no Hugging Face model folder (no {name} in it)"
             fix = "Use a folder that save_pretrained wrote or that you downloaded."
             raise UserError(f"{what}. {fix}")
-    index, files = (
-        "model.safetensors.index.json",
-        [file.name for file in folder.glob("*.safetensors")],
-    )
+    index = "model.safetensors.index.json"
+    files = [file.name for file in folder.glob("*.safetensors")]
     is_whole = not files or "model.safetensors" in files
     if not is_whole and not read_json(folder, index).get("weight_map"):
         what = f"{key}={path} has neither model.safetensors nor a {index} with a weight_map"
