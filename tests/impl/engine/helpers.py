@@ -176,8 +176,14 @@ def gradients(
 def assert_close(
     got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, tolerance: float = 1e-5
 ) -> None:
-    """Compare tensors by name, to `tolerance` of the largest entry of each."""
+    """Compare tensors by name, to `tolerance` of the largest entry of each.
+
+    A gradient that is 0 but for rounding, as that of the keys' bias, has no such entry.
+    """
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         worst = float((got[name] - tensor).abs().max())
-        assert worst <= tolerance * float(tensor.abs().max()) + 1e-9, (name, worst)
+        assert worst <= tolerance * float(tensor.abs().max()) + max(1e-9, 1e-5 * tolerance), (
+            name,
+            worst,
+        )
