@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ Play = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Play]:
     """Run `arealite play` with given input lines; return exit code, stdout and stderr."""
-    kept = os.dup(0)
+    kept, before = os.dup(0), {*threading.enumerate()}
 
     def run(typed: str, *argv: str, from_file: bool = False) -> tuple[int, str, str]:
         if from_file:
@@ -34,6 +35,10 @@ def play(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Play]:
         os.dup2(end, 0)
         os.close(end)
         code = cli.main(["play", *argv])
+        # A thread that still reads would take the input of the next run.
+        for thread in {*threading.enumerate()} - before:
+            thread.join(60)
+            assert not thread.is_alive()
         return code, *capsys.readouterr()
 
     yield run

@@ -32,6 +32,6 @@ def model_folder(tmp_path: Path) -> Path:
     about = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 64}
     (folder / "config.json").write_text(json.dumps(about))
     save_file(
-        {"model.embed_tokens.weight": np.zeros((64, 4), np.float32)}, folder / "m.safetensors"
+        {"model.embed_tokens.weight": np.zeros((64, 4), np.float32)}, folder / "model.safetensors"
     )
     return folder
