@@ -6,7 +6,6 @@ the model itself makes. The requests of a batch have equal lengths, so no model 
 Shape letters: B = rows of a batch, L = prompt length, V = vocabulary.
 """
 
-import inspect
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +25,6 @@ from arealite.impl.weights.sums import check_finite
 
 logger = log.get(__name__)
 
-CACHES = "past_key_values", "cache_params"
-"""Names of a model's cache, as an argument and in the output."""
 WINDOWS = "sliding_window", "attention_chunk_size"
 """Config fields that limit how far attention reaches, in tokens."""
 PROBE_WINDOW = 4
@@ -51,8 +48,6 @@ class CacheDecoder(BaseDecoder):
     def __init__(self, model: Model, *, max_rows: int, seed: int) -> None:
         super().__init__(model, max_rows=max_rows, seed=seed)
         self._batches: list[Batch] = []
-        self._known = inspect.signature(model.forward).parameters
-        self._name = next((name for name in CACHES if name in self._known), CACHES[0])
 
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)

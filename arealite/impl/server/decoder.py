@@ -7,6 +7,7 @@ Shape letters: B = rows of a batch, L = padded prompt length, T = positions read
 the cache: S = rows, T = positions, H = key heads, D = head size.
 """
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
@@ -29,6 +30,8 @@ WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
 BLOCK = 64
 """The cache holds a multiple of this many rows and positions, so that it rarely grows."""
+CACHES = "cache", "past_key_values", "cache_params"
+"""Names of a model's cache, as an argument and in the output; transformers 5.24 has only `cache`."""
 Ids = tuple[int, ...]
 """A prompt."""
 Index = tuple[slice | Tensor, slice | Tensor]
@@ -87,7 +90,7 @@ class SlotCache(Cache):
         self._index, self._width = index, width
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values [rows, H, L, D]; return those that attention reads."""
         read = [key_states, value_states]
@@ -126,6 +129,8 @@ class BaseDecoder(ABC):
         self._device = str(next(model.parameters()).device)
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._recorder = RoutingRecorder(model)
+        self._known = inspect.signature(model.forward).parameters
+        self._name = next((name for name in CACHES if name in self._known), CACHES[0])
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
     @abstractmethod
@@ -228,7 +233,7 @@ class Decoder(BaseDecoder):
             input_ids=tokens_BL.to(self._device),
             attention_mask=self._mask(positions_L[None], longest),
             position_ids=positions_L.expand(len(prompts), -1),
-            past_key_values=self._cache,
+            **{self._name: self._cache},
             use_cache=True,
             logits_to_keep=torch.tensor(positions, device=self._device),
         ).logits
@@ -244,7 +249,7 @@ class Decoder(BaseDecoder):
                 input_ids=self._tokens_B[:, None],
                 attention_mask=self._mask(self._lengths_B[:, None], width),
                 position_ids=self._lengths_B[:, None],
-                past_key_values=self._cache,
+                **{self._name: self._cache},
                 use_cache=True,
             ).logits
         self._lengths_B = self._lengths_B + 1
