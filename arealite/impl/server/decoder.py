@@ -31,7 +31,7 @@ WIDTH_BLOCK = 16
 BLOCK = 64
 """The cache holds a multiple of this many rows and positions, so that it rarely grows."""
 CACHES = "cache", "past_key_values", "cache_params"
-"""Names of a model's cache, as an argument and in the output; transformers 5.24 has only `cache`."""
+"""Names of a model's cache, as an argument and in the output; from transformers 5.24: `cache`."""
 Ids = tuple[int, ...]
 """A prompt."""
 Index = tuple[slice | Tensor, slice | Tensor]
@@ -77,9 +77,14 @@ class SlotCache(Cache):
         length = max(old_length, -(-length // BLOCK) * BLOCK)
         self._shape = (rows, length)
         for place, old in enumerate(self._tensors_STHD):
-            new = old.new_zeros((rows, length, *old.shape[2:]))
+            new = self._allocate(old, old.shape[2])
             new[:old_rows, :old_length] = old
             self._tensors_STHD[place] = new
+
+    def _allocate(self, like: Tensor, heads: int) -> Tensor:
+        """Return zeros in which all positions of a head are adjacent: attention is faster."""
+        rows, length = self._shape
+        return like.new_zeros((rows, heads, length, like.shape[-1])).transpose(1, 2)
 
     def start(self, index: Index, *, width: int | None = None) -> None:
         """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
@@ -97,7 +102,7 @@ class SlotCache(Cache):
         for i, new in enumerate((key_states, value_states)):
             place = 2 * layer_idx + i
             if place == len(self._tensors_STHD):
-                self._tensors_STHD.append(new.new_zeros((*self._shape, new.shape[1], new.shape[3])))
+                self._tensors_STHD.append(self._allocate(new, new.shape[1]))
             tensor_STHD = self._tensors_STHD[place]
             tensor_STHD[self._index] = new.transpose(1, 2)
             if self._width is not None:
