@@ -106,8 +106,8 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """uint8, or uint16 from 256 experts on, [T, layers, experts per token]: the experts that the
     server chose, all bits set where none are recorded; b"" without a record."""
     common: Count = 0
-    """In a payload frame: the number of first tokens that are those of the segment before. They
-    have no loss, and the five arrays leave them out."""
+    """In a payload: how many first tokens the five arrays leave out, because the prompt or the
+    segment before has them. They have no loss."""
 
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from arealite.python.command import Command
 from arealite.system.health.snapshot import Line, Metrics, RunReader
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import decode_header, open_read_only
+from arealite.system.ledger.payloads import whole_payload
 
 SHOWN = {
     "reward": "reward/mean",
@@ -143,7 +144,10 @@ class Run:
             UserError: The run has no ledger: no step is sampled yet, or it is sft, dpo or reward.
         """
         with open_read_only(self.paths.ledger) as db:
-            found = db.execute(SELECT, (step, step, most)).fetchall()
+            found = [
+                (*row, whole_payload(db, payload or b""))  # it may have been dropped
+                for *row, payload in db.execute(SELECT, (step, step, most)).fetchall()
+            ]
         folder = next(filter(Path.is_dir, model_folders(self.paths)), None)
         tokenizer: Any = load_tokenizer(str(folder)) if folder else None
         decode: Any = tokenizer.decode if tokenizer else _ids
@@ -152,7 +156,7 @@ class Run:
             header = {k: v for k, v in asdict(decode_header(packed)).items() if k not in HIDDEN}
             parts = header.pop("reward_parts").items()
             header |= {f"reward/{name}": value for name, value in parts}
-            for segment in decode_segments(payload) if payload else ():  # it may have been dropped
+            for segment in decode_segments(payload) if payload else ():
                 own: dict[str, Any] = columns(segment, decode)
                 prompt = decode(own["tokens"][: segment.loss_mask.find(1)])
                 texts = {"prompt": prompt, "completion": own.pop("text")}

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.api.payloads import decode_segments, encode_segments
+from arealite.api.payloads import (
+    decode_segments,
+    drop_repeated_heads,
+    encode_segments,
+    restore_heads,
+    split_head,
+)
 from arealite.api.trajectory import Segment
 
 
@@ -69,3 +77,31 @@ def test_small_payload_that_would_fill_the_memory_is_refused() -> None:
     rest = msgspec.structs.replace(segment(np.zeros(0), 0), common=1 << 20)
     with pytest.raises(msgspec.MsgspecError, match="shares 1048576 tokens"):
         decode_segments(msgspec.msgpack.encode([first, *[rest] * 1000]))
+
+
+def test_trajectories_with_one_prompt_have_equal_heads() -> None:
+    prompt, rng = np.arange(500), np.random.default_rng(0)
+    answers = [np.concatenate([prompt, rng.integers(0, 9, size)]) for size in (3, 40, 300)]
+    made = [encode_segments([segment(each, len(each) - 500)]) for each in answers]
+    heads = {split_head(payload)[0] for payload in made}
+    assert [head[5:] for head in heads] == [prompt.astype("<i4").tobytes()]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=8))
+def test_heads_that_a_message_leaves_out_are_restored(shapes: list[tuple[int, int]]) -> None:
+    made = [encode_segments([segment(np.arange(4 * p + n), n)]) for p, n in shapes]
+    frames = drop_repeated_heads(made)
+    assert restore_heads(frames) == made
+    for (before, after), frame in zip(pairwise(shapes), frames[1:], strict=True):
+        assert bool(split_head(frame)[0]) == (before[0] != after[0])
+
+
+def test_message_of_payloads_of_an_older_version_is_unchanged() -> None:
+    made = [msgspec.msgpack.encode(episode(turns)) for turns in (1, 2)]
+    assert restore_heads(drop_repeated_heads(made)) == made
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\xc1\xff\xff\xff\xff", b"\xc0"])
+def test_garbage_is_refused(payload: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode_segments(payload)

@@ -17,6 +17,7 @@ import pytest
 from arealite.api.payloads import decode_segments
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
+from arealite.system.ledger.payloads import whole_payload
 from tests.attacks import garbling
 from tests.attacks.conftest import Live, start, stop
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Site
@@ -99,6 +100,7 @@ def test_nothing_garbled_is_in_the_ledger(run: Live) -> None:
     wrong = {line["sha"] for line in garbled(run)}
     with closing(connect(run.paths.ledger, read_only=True)) as db:
         rows = db.execute("SELECT payload, reward FROM trajectories").fetchall()
+        rows = [(whole_payload(db, payload), reward) for payload, reward in rows]
     assert len(rows) >= 16 * STEPS
     for payload, reward in rows:
         assert sha256(payload).hexdigest() not in wrong

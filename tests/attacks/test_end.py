@@ -15,6 +15,7 @@ from arealite.api.payloads import decode_segments
 from arealite.api.trainer_messages import Ticket, TrainerStart, Waiting
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect
+from arealite.system.ledger.payloads import whole_payload
 from tests.attacks.conftest import Live, stop
 from tests.attacks.peers import MARKER, insider
 from tests.e2e.conftest import SLOW_S
@@ -64,7 +65,7 @@ def test_resume_finds_the_checkpoint_and_the_secret(live: Live) -> None:
 def test_all_trajectories_are_from_the_runs_workers(live: Live) -> None:
     with closing(connect(live.paths.ledger, read_only=True)) as db:
         rows = db.execute("SELECT trajectory_id, reward, payload, header FROM trajectories")
-        found = rows.fetchall()
+        found = [(*row, whole_payload(db, payload), h) for *row, payload, h in rows.fetchall()]
     assert len(found) > 16
     for name, reward, payload, header in found:
         assert re.fullmatch(r"g\d+/[0-3]/agent", name)

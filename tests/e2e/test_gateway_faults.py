@@ -27,7 +27,7 @@ from arealite.api.trajectory import Segment
 from arealite.api.turns import arrays, blake2b, decode_turn
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
-from arealite.system.ledger.ledger import connect, decode_header
+from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 from tests.e2e import gated, sessions
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.fakes.ports import held_port
@@ -133,7 +133,9 @@ class Live:
     def trained(self) -> dict[Key, Trained]:
         """Return the finished trajectories."""
         found = dict[Key, Trained]()
-        for raw, payload in self.read("SELECT header, payload FROM trajectories"):
+        rows = self.read("SELECT trajectory_id, header FROM trajectories")
+        payloads = read_payloads(self.paths.ledger, [key for key, _ in rows])
+        for (_, raw), payload in zip(rows, payloads, strict=True):
             header, segments = decode_header(raw), decode_segments(payload)
             turns = [(t.prompt.hex(), t.answer.hex()) for s in segments for t in s.turns]
             attempt = int(header.reward_parts["attempt"])

@@ -26,7 +26,7 @@ from arealite.api.payloads import decode_segments, encode_segments
 from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import connect, decode_header
-from arealite.system.ledger.payloads import payload_sum
+from arealite.system.ledger.payloads import payload_sum, whole_payload
 from tests.e2e import gated
 from tests.e2e.conftest import ENVIRONMENT, SLOW_S, Finished, Site, all_gone
 from tests.waiting import until
@@ -211,6 +211,7 @@ def test_replay_finds_the_step_of_a_changed_trajectory(history: History, tmp_pat
             "WHERE step = 1 ORDER BY reward DESC LIMIT 1"
         )
         key, header, payload = db.execute(sql).fetchone()
+        payload = whole_payload(db, payload)
         changed = with_another_token(payload)
         assert changed != payload
         # Update the checksum too, so that only the training step detects the change.

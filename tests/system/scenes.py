@@ -89,7 +89,11 @@ def failed(lease: Lease, member: int, name: str = "episode_timeout") -> Episode:
 
 
 def payload(header: TrajectoryHeader) -> bytes:
-    """Return a payload that matches its header; its tokens identify the trajectory."""
+    """Return a payload that matches its header.
+
+    The prompt identifies the group, and the sampled tokens identify the trajectory.
+    """
+    shared = zlib.crc32(header.group_id.encode()) >> 1
     segments = list[Segment]()
     left, versions = header.trained_tokens, (header.oldest_version, header.newest_version)
     for length in header.segment_lengths:
@@ -98,7 +102,8 @@ def payload(header: TrajectoryHeader) -> bytes:
         prompt = length - sampled
         seed = zlib.crc32(f"{header.trajectory_id}/{len(segments)}".encode()) >> 1
         ages = [-1] * prompt + [versions[n % 2] for n in range(sampled)]
-        arrays = array("i", [seed ^ n for n in range(length)]), bytes(prompt) + b"\1" * sampled
+        ids = [(shared if n < prompt else seed) ^ n for n in range(length)]
+        arrays = array("i", ids), bytes(prompt) + b"\1" * sampled
         logprobs, rewards = (
             array("f", [0.0] * prompt + [-1.0] * sampled),
             array("f", bytes(4 * length)),

@@ -25,6 +25,7 @@ from arealite.system.data.dataset import EMPTY, identity
 from arealite.system.data.forms import chat_row, check_prompt, for_template, renamed, tool_calls
 from arealite.system.data.sources import is_saved, read_rows
 from arealite.system.ledger.ledger import open_read_only
+from arealite.system.ledger.payloads import whole_payload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -199,7 +200,7 @@ def _collected(ledger: Path) -> list[Row]:
         return [
             (f"{ledger}, {name}", {"tokens": s.tokens, "loss_mask": s.loss_mask, "reward": reward})
             for name, reward, payload in db.execute(sql)
-            for s in decode_segments(payload)
+            for s in decode_segments(whole_payload(db, payload))
         ]
 
 

@@ -25,7 +25,7 @@ from arealite.base.names import RunPaths
 from arealite.system.ledger import schema
 from arealite.system.ledger.audit_report import IN_STATE, AuditReport, Balance
 from arealite.system.ledger.ledger import columns, connect, decode_header
-from arealite.system.ledger.payloads import find_mismatch
+from arealite.system.ledger.payloads import find_mismatch, whole_payload
 
 CLOSED = ("durable", "filtered")
 """Final states of groups; only a roll-back changes them."""
@@ -271,9 +271,11 @@ class Audit:
                 self.has_sums and schema.checksum(name, payload=payload) != found
             ):
                 what = "payloads differ from their checksum"
-            elif not is_unusable and (different := find_mismatch(h, payload)):
+            elif is_unusable:
+                pass
+            elif different := find_mismatch(h, payload := whole_payload(self.db, payload)):
                 what = f"payloads differ from their header ({different})"
-            elif not is_unusable:
+            else:
                 self._count_turns(payload, tally)
             tally[f"tokens {state}"] += row[5]
             tally["newest"] = max(tally["newest"], h.newest_version + 1)
@@ -368,7 +370,7 @@ def _line(what: str, names: list[str]) -> str:
 
 
 def _unreadable(path: Path) -> str:
-    """Return a sentence with the last readable row of each damaged table; "" for none."""
+    """Return a sentence with the last readable row of each damaged table."""
     found = list[str]()
     with suppress(sqlite3.Error), closing(connect(path, read_only=True)) as db:
         db.execute("PRAGMA writable_schema = ON")  # reads what is left of a truncated file
@@ -379,4 +381,8 @@ def _unreadable(path: Path) -> str:
                     last = row[0]
             except sqlite3.Error:
                 found.append(f"{table} after {last}")
-    return f" Unreadable: {', '.join(found)}." if found else ""
+    return (
+        f" Unreadable: {', '.join(found)}."
+        if found
+        else " All rows can be read: an index is damaged."
+    )

@@ -24,13 +24,16 @@ from typing import Any
 
 import msgspec
 
+from arealite.api.payloads import split_head
 from arealite.api.rollout_messages import Failure, Lease, TurnHeader
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.turns import blake2b
 from arealite.base import log
 from arealite.base.errors import InvariantError, UserError
 from arealite.system.ledger import schema
 from arealite.system.ledger.group import Group
+from arealite.system.ledger.payloads import REFERENCE, whole_payload
 
 logger = log.get(__name__)
 
@@ -42,6 +45,7 @@ READERS_MS, MAX_READERS_MS = 200, 2000
 """Time to wait for readers at LOG_BYTES, and at most; it grows with the size of the log."""
 BUSY_MS = 10_000
 """Time for which a connection waits for a lock."""
+MAX_HEADS = 1 << 16
 ROWS = 32
 """Maximum number of rows in one statement."""
 PRAGMAS = "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192", "secure_delete=OFF"
@@ -72,6 +76,8 @@ class Ledger:
         self._groups: dict[int, Group] = {}
         """By seq: groups that changed since the last transaction."""
         self._trajectories: list[tuple[object, ...]] = []
+        self._heads: dict[tuple[str, str], tuple[str, bytes]] = {}
+        """By group and seat: the first trajectory since the start, and a hash of its head."""
         self._log_limit, self._transactions = LOG_BYTES, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,6 +155,13 @@ class Ledger:
 
     def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
         """Write a trajectory; ignore it if its id is stored already."""
+        head, rest = split_head(payload)
+        own, digest = header.trajectory_id, blake2b(head).digest()
+        first, known = self._heads.setdefault((header.group_id, header.seat), (own, digest))
+        if head and first != own and known == digest:
+            payload = b"%s%s\0%s" % (REFERENCE, first.encode(), rest)
+        if len(self._heads) > MAX_HEADS:
+            self._heads.pop(next(iter(self._heads)))
         self._trajectories.append((*columns(header), _encode(header), payload))
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
@@ -358,7 +371,7 @@ def read_payloads(path: Path, ids: Sequence[str], *, dropped: bytes | None = Non
             row = db.execute(sql, (dropped, key)).fetchone()
             if row is None or row[0] is None:
                 raise InvariantError(f"trajectory {key} is in a batch but not in the ledger {path}")
-            payloads.append(row[0])
+            payloads.append(whole_payload(db, row[0]))
     return payloads
 
 

@@ -5,20 +5,34 @@ and the audit for every stored payload. The arrays are numpy views: no data is c
 """
 
 import math
+import sqlite3
 
 import msgspec
 import numpy as np
 
-from arealite.api.payloads import decode_segments
+from arealite.api.payloads import decode_segments, split_head
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.turns import blake2b
 
+REFERENCE = b"\xc0"
+"""First byte of a stored payload without its head. The id of a trajectory of the group with an
+equal head follows, then a zero byte, then the rest of the payload."""
 TOKEN_BYTES = 17
 """Size of a token in a payload: id 4, mask 1, logprob 4, version 4 and reward 4."""
 ROUNDING = 1e-5
 """Relative tolerance between a sum of float32 rewards and the header's float64 reward."""
 MIN_TEMPERATURE = 1e-6
 """Lowest sampling temperature of trained trajectories: training divides logits by it."""
+
+
+def whole_payload(db: sqlite3.Connection, stored: bytes) -> bytes:
+    """Return a stored payload with its head; b"" if the head is missing."""
+    if stored[:1] != REFERENCE:
+        return stored
+    first, _, rest = stored[1:].partition(b"\0")
+    sql = "SELECT payload FROM main.trajectories WHERE trajectory_id = CAST(? AS TEXT)"
+    row = db.execute(sql, (first,)).fetchone()
+    return split_head(row[0])[0] + rest if row and row[0] else b""
 
 
 def payload_sum(payload: bytes) -> int:

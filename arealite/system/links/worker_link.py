@@ -9,11 +9,13 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from zlib import crc32
 
 import zmq
 
 from arealite.api import rollout_messages as messages
+from arealite.api.payloads import drop_repeated_heads
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader, WorkerState
 from arealite.base import log
 from arealite.base.errors import RoleError
@@ -196,9 +198,9 @@ class WorkerLink:
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         episodes = [episode for episode, _ in outbox]
-        frames = [wire.encode(messages.Result(self.worker_id, episodes))]
-        for _, payloads in outbox:
-            frames += payloads
+        payloads = chain.from_iterable(payloads for _, payloads in outbox)
+        result = wire.encode(messages.Result(self.worker_id, episodes))
+        frames = [result, *drop_repeated_heads(payloads)]
         self._unacknowledged[crc32(frames[0])] = _Unacknowledged(frames, episodes)
         if self._channel is not None:
             self._channel.send(frames)

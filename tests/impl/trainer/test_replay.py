@@ -16,6 +16,7 @@ import pytest
 from arealite.api.payloads import decode_segments, encode_segments
 from arealite.api.trainer_messages import StepReport
 from arealite.impl.trainer.replay import Differs, LedgerLink
+from arealite.system.ledger.payloads import whole_payload
 from tests.system.ledger.small_run import Shape, make_run
 from tests.system.scenes import experiment
 
@@ -34,7 +35,7 @@ def test_replay_detects_a_changed_reward_of_a_payload(
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as db, db:
         sql = "SELECT trajectory_id, payload FROM trajectories JOIN groups USING (group_id) "
         key, payload = db.execute(sql + "WHERE step = 1 AND member = 0").fetchone()
-        (segment,) = decode_segments(payload)
+        (segment,) = decode_segments(whole_payload(db, payload))
         rewards = np.frombuffer(segment.rewards, "<f4") + 1.0
         changed = encode_segments([msgspec.structs.replace(segment, rewards=rewards.tobytes())])
         db.execute("UPDATE trajectories SET payload = ? WHERE trajectory_id = ?", (changed, key))
