@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -21,16 +21,29 @@ CPU, HEADS, KV_HEADS, WIDTH = torch.device("cpu"), 4, 2, 8
 def forests(draw: Any) -> list[np.ndarray]:
     """Draw rows of which each begins with a prefix of an earlier row."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    rows = [rng.integers(0, 9, rng.integers(1, 90))]
+    unit = draw(st.sampled_from([1, 5, 20]))  # lengths are multiples: runs have equally many keys
+    rows = [rng.integers(0, 9, unit * rng.integers(1, 1 + 90 // unit))]
     for _ in range(draw(st.integers(0, 20))):
         begin = rows[rng.integers(len(rows))]
-        begin = begin[: rng.integers(0, len(begin) + 1)]
-        rows.append(np.concatenate([begin, rng.integers(0, 9, rng.integers(1, 60))]))
+        begin = begin[: unit * rng.integers(0, len(begin) // unit + 1)]
+        own = rng.integers(0, 9, unit * rng.integers(1, 1 + 60 // unit))
+        rows.append(np.concatenate([begin, own]))
+    return rows
+
+
+def nested() -> list[np.ndarray]:
+    """Return rows of which tokens are below two nodes with equally many keys."""
+    rows = list[np.ndarray]()
+    for trunk in (np.full(5, 10 * tree) for tree in range(9)):
+        branch = np.concatenate([trunk, trunk + 1])
+        tails = zip((trunk, branch, branch), (70, 50, 50), strict=True)
+        rows += [np.concatenate([before, np.full(n, 2 + i)]) for i, (before, n) in enumerate(tails)]
     return rows
 
 
 @settings(deadline=None)
 @given(forests())
+@example(nested())
 def test_attention_over_trees_equals_attention_over_rows(rows: list[np.ndarray]) -> None:
     forest = prefix_forest(rows)
     tree = PrefixTree.of(forest, CPU)
