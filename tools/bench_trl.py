@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from arealite.api.agent import Agent, agents  # noqa: E402
 from arealite.api.env import Env, envs  # noqa: E402
+from arealite.api.observation import observe  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
 from arealite.impl.demo.sorting import draw, question  # noqa: E402
@@ -103,7 +104,14 @@ class DigitsEnv(Env):
         agent.reward(score(action.text))
 
 
-class LengthAgent(MathCodeSingleStepAgent):
+class TextAgent(MathCodeSingleStepAgent):
+    """Agent that sends the prompt as it is, like TRL: without a chat template."""
+
+    def build_prompt(self, observation: object) -> str:
+        return observe(observation).content
+
+
+class LengthAgent(TextAgent):
     """Agent that generates exactly `length` tokens."""
 
     def __init__(self, config: Any, **context: Any) -> None:
@@ -129,7 +137,7 @@ class HeavyAgent(LengthAgent):
 
 for name in ("fixed", "prompts"):
     agents.register(name)(LengthAgent)
-agents.register("short")(MathCodeSingleStepAgent)
+agents.register("short")(TextAgent)
 
 
 def make_kit(folder: Path, length: int) -> None:
