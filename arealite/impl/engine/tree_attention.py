@@ -13,7 +13,7 @@ the longest of these chains.
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,60 +24,33 @@ from arealite.algo.prefix_tree import Forest
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 LEAST_TOKENS = 128
-"""Smallest number of tokens of an unpadded call. Fewer tokens share a padded call with others."""
+"""Smallest number of tokens of an unpadded call. Neighboring chains of one length with fewer tokens
+in total share a padded call with other chains."""
 MOST_PADDING = 8
 """Largest share of padding in a call, as a divisor: at most 1 / MOST_PADDING of the tokens."""
 
 
-class Piece(NamedTuple):
-    """Consecutive tokens that attend to the same keys, or a chain that attends to itself."""
-
-    num_keys: int
-    """0 for a chain."""
-    depth: int
-    """Pieces of one depth with equally many keys have no token in common."""
-    length: int
-    """Number of tokens."""
-    key: int
-    """Position of the first key."""
-    query: int
-    """Position of the first token."""
-
-
 @dataclass
 class Call:
-    """One call of the kernel: B runs of up to W tokens, each with its own keys."""
+    """One call of the kernel: B chains of up to W tokens, each of which attends to itself."""
 
     rows: int
-    queries: slice | Tensor
+    where: slice | Tensor
     """Positions [B · W] of the tokens among the N tokens: a slice, or int64. Padding repeats the
-    last token of a run."""
+    last token of a chain."""
     places: slice | Tensor
     """The same positions without the padding."""
-    keys: slice | Tensor | None = None
-    """Positions of the keys; None: the runs are chains that attend to themselves."""
     mask: Tensor | None = None
     """bool [B, 1, W, 1]: False for padding; None: there is no padding."""
 
-    def take(self, values: Tensor, *, keys: bool = False) -> Tensor:
-        """Return [B, heads, W, …] of values [N, heads, …]: of the tokens, or of their keys."""
-        at = self.keys if keys and self.keys is not None else self.queries
-        return values[at].unflatten(0, (self.rows, -1)).transpose(1, 2)
+    def take(self, values: Tensor) -> Tensor:
+        """Return [B, heads, W, …] of values [N, heads, …]."""
+        return values[self.where].unflatten(0, (self.rows, -1)).transpose(1, 2)
 
     def put(self, into: Tensor, values: Tensor) -> None:
         """Write values [B, heads, W, …] without the padding into [N, heads, …]."""
-        into[self.places] = self._flat(values)
-
-    def add(self, into: Tensor, values: Tensor, *, keys: bool) -> None:
-        """Add values [B, heads, W, …] of the tokens, or of their keys, to [N, heads, …]."""
-        if keys and self.keys is not None:
-            into[self.keys] += values.transpose(1, 2).flatten(0, 1)
-        else:
-            into[self.places] += self._flat(values)
-
-    def _flat(self, values: Tensor) -> Tensor:
         flat = values.transpose(1, 2).flatten(0, 1)
-        return flat if self.mask is None else flat[self.mask.flatten()]
+        into[self.places] = flat if self.mask is None else flat[self.mask.flatten()]
 
 
 @dataclass
@@ -134,59 +107,47 @@ class PrefixTree:
 
     @cached_property
     def calls(self) -> list[Call]:
-        """The calls of the kernel, those in which chains attend to themselves first."""
-        found, short = list[Call](), list[Piece]()
+        """The calls of the kernel in which chains attend to themselves; each chain is in one."""
+        found, short = list[Call](), list[tuple[int, int]]()
         starts = [self.bounds[node] for node, chain in enumerate(self.chains) if chain == node]
-        bounds = pairwise([*starts, self.bounds[-1]])
-        pieces = [Piece(0, 0, end - begin, begin, begin) for begin, end in bounds]
-        for (keys, _, length), run in groupby([*pieces, *self._shared()], lambda each: each[:3]):
-            for part in [[*run]] if not keys else [[each] for each in run]:
-                begin, end = part[0].query, part[-1].query + length
-                if end - begin >= LEAST_TOKENS:
-                    at = slice(part[0].key, part[0].key + keys) if keys else None
-                    found.append(Call(len(part), slice(begin, end), slice(begin, end), at))
-                else:
-                    short += part
-        short.sort(key=lambda each: (*each[:2], -each.length))
+        spans = [(end - begin, begin) for begin, end in pairwise([*starts, self.bounds[-1]])]
+        for length, run in groupby(spans, key=lambda span: span[0]):
+            begins = [begin for _, begin in run]
+            if length * len(begins) >= LEAST_TOKENS:
+                where = slice(begins[0], begins[0] + length * len(begins))
+                found.append(Call(len(begins), where, where))
+            else:
+                short += [(length, begin) for begin in begins]
+        short.sort(reverse=True)
         while short:
-            width, tokens, rows = short[0].length, 0, 0
-            for piece in short:
-                more = tokens + piece.length
-                is_other = piece[:2] != short[0][:2]
-                if is_other or (width * (rows + 1) - more) * MOST_PADDING > width * (rows + 1):
+            width, tokens, rows = short[0][0], 0, 0
+            while rows < len(short):
+                more = tokens + short[rows][0]
+                if rows and (width * (rows + 1) - more) * MOST_PADDING > width * (rows + 1):
                     break
                 tokens, rows = more, rows + 1
-            found.append(_padded(np.array(short[:rows])))
-            short = short[rows:]
-        return sorted(found, key=lambda call: call.keys is not None)
+            part, short = np.array(short[:rows]), short[rows:]
+            column = np.arange(width)
+            places = part[:, 1:] + np.minimum(column, part[:, :1] - 1)
+            where = torch.from_numpy(places.reshape(-1))
+            mask = torch.from_numpy(column < part[:, :1])[:, None, :, None]
+            found.append(Call(rows, where, where[mask.flatten()], mask))
+        return found
 
-    def _shared(self) -> list[Piece]:
-        """Return the other descendants of each node, with their chain up to that node as keys."""
+    @cached_property
+    def shared(self) -> list[tuple[slice, slice]]:
+        """(keys, queries): a chain up to a node; the descendants of the node in other chains."""
         stops, branch = self.bounds[1:], dict[int, int]()
         for node in range(len(self.parents) - 1, -1, -1):
             if (parent := self.parents[node]) >= 0:
                 stops[parent] = max(stops[parent], stops[node])
                 if parent != node - 1:
                     branch[parent] = self.bounds[node]
-        found, depths = list[Piece](), [0] * len(self.parents)
-        for node, chain in enumerate(self.chains):
-            above = self.parents[chain]
-            depths[node] = depths[above] + 1 if above >= 0 else 0
-            if (begin := branch.get(node)) is not None:
-                key, end = self.bounds[chain], self.bounds[node + 1]
-                found.append(Piece(end - key, depths[node], stops[node] - begin, key, begin))
-        return found
-
-
-def _padded(pieces: np.ndarray) -> Call:
-    """Return one call for pieces [B, 5] with equally many keys; the first piece is the longest."""
-    num_keys, _, lengths, key, query = pieces.T[..., None]
-    column = np.arange(lengths[0, 0])
-    places = torch.from_numpy((query + np.minimum(column, lengths - 1)).reshape(-1))
-    mask = torch.from_numpy(column < lengths)[:, None, :, None]
-    keys = torch.from_numpy((key + np.arange(num_keys[0, 0])).reshape(-1))
-    kept = places[mask.flatten()]
-    return Call(len(pieces), places, kept, keys if len(keys) else None, mask)
+        chains, bounds = self.chains, self.bounds
+        return [
+            (slice(bounds[chains[node]], bounds[node + 1]), slice(begin, stops[node]))
+            for node, begin in sorted(branch.items())
+        ]
 
 
 class TreeAttention(torch.autograd.Function):
@@ -199,16 +160,17 @@ class TreeAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=wide)
         for call in tree.calls:
-            taken = call.take(query), call.take(key, keys=True), call.take(value, keys=True)
-            attended, sums = _forward(*taken, 0.0, call.keys is None, scale=scale)
-            if call.keys is not None:
-                before, own = call.take(lse), sums
-                sums = torch.logaddexp(before, own)
-                attended = attended * (own - sums).exp_()[..., None].to(out.dtype)
-                part = (before - sums).exp_()[..., None].to(out.dtype)
-                attended.addcmul_(call.take(out), part)
+            taken = (call.take(each) for each in (query, key, value))
+            attended, sums = _forward(*taken, 0.0, True, scale=scale)
             call.put(out, attended)
             call.put(lse, sums)
+        for keys, queries in tree.shared:
+            taken = (_row(query[queries]), _row(key[keys]), _row(value[keys]))
+            attended, sums = (_flat(each) for each in _forward(*taken, 0.0, False, scale=scale)[:2])
+            before, total = lse[queries], torch.logaddexp(lse[queries], sums)
+            part = out[queries] * (before - total).exp_()[..., None].to(out.dtype)
+            out[queries] = part.addcmul_(attended, (sums - total).exp_()[..., None].to(out.dtype))
+            lse[queries] = total
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.options = tree, scale
         return out
@@ -220,15 +182,29 @@ class TreeAttention(torch.autograd.Function):
         The gradients of a partial result need only the merged output and the merged log-sum-exp.
         """
         saved, (tree, scale) = ctx.saved_tensors, ctx.options
-        query, key, value, out, lse = saved
-        found = [torch.zeros_like(each) for each in saved[:3]]
+        found = [torch.empty_like(each) for each in saved[:3]]
+        grad = grads[0]
         for call in tree.calls:
-            given = call.take(grads[0])
+            given, *taken = (call.take(each) for each in (grad, *saved))
             if call.mask is not None:
                 given = given * call.mask
-            taken = call.take(query), call.take(key, keys=True), call.take(value, keys=True)
-            joined = call.take(out), call.take(lse)
-            parts = _backward(given, *taken, *joined, 0.0, call.keys is None, scale=scale)
-            for number, (into, part) in enumerate(zip(found, parts, strict=True)):
-                call.add(into, part, keys=number > 0)
+            parts = _backward(given, *taken, 0.0, True, scale=scale)
+            for into, part in zip(found, parts, strict=True):
+                call.put(into, part)
+        for keys, queries in tree.shared:
+            places = queries, queries, keys, keys, queries, queries
+            taken = [_row(each[at]) for each, at in zip((grad, *saved), places, strict=True)]
+            parts = _backward(*taken, 0.0, False, scale=scale)
+            for into, part, at in zip(found, parts, places[1:4], strict=True):
+                into[at] += _flat(part)
         return *found, None, None
+
+
+def _row(values: Tensor) -> Tensor:
+    """Return [1, heads, N, …] of [N, heads, …]."""
+    return values.transpose(0, 1)[None]
+
+
+def _flat(values: Tensor) -> Tensor:
+    """Return [N, heads, …] of [1, heads, N, …]."""
+    return values[0].transpose(0, 1)
