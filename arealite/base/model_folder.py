@@ -158,8 +158,7 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
             raise UserError(f"{what}. {fix}")
     index = "model.safetensors.index.json"
     files = [file.name for file in folder.glob("*.safetensors")]
-    is_whole = not files or "model.safetensors" in files
-    if not is_whole and not read_json(folder, index).get("weight_map"):
+    if "model.safetensors" not in files and not read_json(folder, index).get("weight_map"):
         what = f"{key}={path} has neither model.safetensors nor a {index} with a weight_map"
         raise UserError(f"{what}. Download {index} again, or use save_pretrained.")
     try:
