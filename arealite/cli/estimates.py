@@ -161,8 +161,7 @@ def _trainer_bytes(
     if not trainer.is_offline:
         has_reference = ppo.kl.coef > 0 and not (lora.rank and ppo.kl.reference == "initial")
         size += frozen * numel * has_reference + trained * numel * (ppo.advantage.type == "gae")
-    inner = text.get("intermediate_size") or 4 * hidden
-    full = 8 * hidden + 4 * inner
+    full = 8 * hidden + 4 * (text.get("intermediate_size") or 4 * hidden)
     width = full + layers * hidden if fsdp.gradient_checkpointing else layers * full
     tokens = max(fsdp.max_tokens_per_microbatch, math.ceil(row / fsdp.context_parallel))
     vocabulary = text.get("vocab_size") or 0

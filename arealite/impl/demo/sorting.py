@@ -81,8 +81,7 @@ def warm_up(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     measured = 0.0
     for step in range(max_steps):
-        rows = draw(rng, batch_size, without=kept)
-        logprobs_BT = _answer_logprobs(model, tokenizer, rows)
+        logprobs_BT = _answer_logprobs(model, tokenizer, draw(rng, batch_size, without=kept))
         measured = logprobs_BT.sum(-1).exp().mean().item()
         if measured >= accuracy:
             break
@@ -118,6 +117,5 @@ def make_kit(folder: Path, seed: int) -> Path:
     logging.disable_progress_bar()
     write_data(folder, seed)
     make_tiny_model(folder / "model", dataclasses.replace(SHAPE, seed=seed))
-    accuracy = warm_up(folder / "model", seed)
-    (folder / "done").write_text(f"{accuracy:.3f}\n")
+    (folder / "done").write_text(f"{warm_up(folder / 'model', seed):.3f}\n")
     return folder
