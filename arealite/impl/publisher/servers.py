@@ -206,8 +206,7 @@ class ServersPublisher(WeightPublisher):
                 raise error or RuntimeError
             self._quarantine(server, error)
             server.failures += 1
-            rest_s = min(2.0**server.failures, self.config.timeout_s)
-            server.retry_at = time.monotonic() + rest_s
+            server.retry_at = time.monotonic() + min(2.0**server.failures, self.config.timeout_s)
         if blamed:
             raise PartialUpdate
 
