@@ -138,8 +138,7 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [B, a / N, b · N, D] of [B, a, b, D] on each of N ranks: dimension 1 is divided among
     the ranks, and their parts of dimension 2 are joined. The all-to-all has a gradient."""
     parts = torch.stack(tensor.chunk(group.size(), 1))
-    received = all_to_all_single_autograd(parts, None, None, group)
-    return torch.cat(received.unbind(), 2)
+    return torch.cat(all_to_all_single_autograd(parts, None, None, group).unbind(), 2)
 
 
 def _attend(

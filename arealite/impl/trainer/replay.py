@@ -125,8 +125,7 @@ def replay(
 
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     link: Any = lambda: LedgerLink(ledger, config, world, stop=stop, on_step=on_step)  # noqa: E731
-    engines = load_ppo_engines(config)
-    trainer = Replayer(config, Components(world, **engines, connect=link))
+    trainer = Replayer(config, Components(world, **load_ppo_engines(config), connect=link))
     try:
         trainer.train()
     except (InvariantError, msgspec.MsgspecError) as error:
