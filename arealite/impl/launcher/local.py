@@ -22,7 +22,7 @@ from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
-from arealite.system.health import vitals
+from arealite.system.health import vitals, waits
 from arealite.system.health.diagnosis import Finding, examine, read_roles
 from arealite.system.health.explain import explain
 from arealite.system.health.snapshot import is_alive
@@ -250,9 +250,7 @@ class LocalLauncher(Launcher, Supervisor):
             self._end = str(error)
             return error.exit_code
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await waits.cancel_all(self._tasks)
         return STOPPED if self._stops else 0
 
     async def _until_ended(self) -> None:

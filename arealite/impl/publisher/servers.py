@@ -27,6 +27,7 @@ from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, Refused, ServerControl
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.weights.buckets import Named
+from arealite.system.health.waits import cancel_all
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
@@ -195,9 +196,7 @@ class ServersPublisher(WeightPublisher):
             if late:
                 await asyncio.wait(late, timeout=GRACE_S)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
         failed = {tasks[t]: t.exception() for t in tasks if not t.cancelled() and t.exception()}
         # If some servers gave no answer, the refusals of the others are a consequence of that.
         blamed = {s: e for s, e in failed.items() if not isinstance(e, Refused)} or failed
@@ -248,10 +247,7 @@ class ServersPublisher(WeightPublisher):
             try:
                 await self._stop.wait()
             finally:
-                others = asyncio.all_tasks() - {asyncio.current_task()}
-                for task in others:
-                    task.cancel()
-                await asyncio.gather(*others, return_exceptions=True)
+                await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
                 paused = [server.resume() for server in self._servers.values() if server.is_paused]
                 await asyncio.gather(*paused, return_exceptions=True)
 
