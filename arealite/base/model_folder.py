@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -105,12 +105,7 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def check_shapes(
-    sent: Shapes,
-    expected: Shapes,
-    *,
-    where: str | Path,
-    whole: bool = True,
-    unused: Collection[str] = (),
+    sent: Shapes, expected: Shapes, *, where: object, whole: bool = True, unused: Iterable[str] = ()
 ) -> None:
     """Check the names and shapes of tensors before they are sent to a server.
 
