@@ -149,16 +149,14 @@ class LocalLauncher(Launcher, Supervisor):
             command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
             role.children.append(await self.spawn(name, command, log, shared | rank))
 
-    async def spawn(
-        self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]
-    ) -> Child:
+    async def spawn(self, name: str, words: Sequence[str], log: Path, env: dict[str, str]) -> Child:
         """Start one process of a role; servers share the GPUs that local ranks do not use."""
         role, _, index = name.rpartition("-")
         if role == "llm_server":
             count = self.options.llm_servers
             gpus = processes.server_gpus(int(index), count, ranks=self.local_ranks)
-            environment = environment | gpus | {supervisor.ROLE: name}
-        return await processes.spawn(name, command, log=log, environment=environment)
+            env = env | gpus | {supervisor.ROLE: name}
+        return await processes.spawn(name, words, log=log, environment=env)
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         """Return `address` and `local` of `rank_environments`."""
