@@ -228,16 +228,14 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
     }
 
 
-async def get(
-    session: aiohttp.ClientSession, url: str, seconds: float = ANSWER_S
-) -> dict[str, Any]:
+async def get(session: aiohttp.ClientSession, url: str, wait_s: float = ANSWER_S) -> dict[str, Any]:
     """Return the JSON object at `url`; {} if there is none.
 
     Raises:
         UserError: the server requires another key.
-        DeadlineError: the server does not reply within `seconds`.
+        DeadlineError: the server does not reply within `wait_s`.
     """
-    with bounded(url, seconds):
+    with bounded(url, wait_s):
         async with session.get(url) as response:
             raw = await response.read()
     if response.status in (401, 403):
