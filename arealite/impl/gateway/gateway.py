@@ -340,9 +340,7 @@ def _describe(session: Session) -> dict[str, Any]:
     return own | {"reward": (session.reported or (None,))[0], "stats": session.stats}
 
 
-def _json(
-    data: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> web.Response:
+def _json(data: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     body, kind = data if isinstance(data, bytes) else encode(data), "application/json"
     return web.Response(body=body, status=status, headers=headers, content_type=kind)
 
