@@ -10,7 +10,6 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -170,8 +169,6 @@ def _attend(
     return exchange(attended, group), None
 
 
-def _mask(
-    inner: Callable[..., Any], size: int, *, q_length: int, kv_length: int, **options: Any
-) -> Any:
+def _mask(inner: Any, size: int, *, q_length: int, kv_length: int, **options: Any) -> Any:
     """Return the mask of all tokens of the group."""
     return inner(q_length=q_length * size, kv_length=kv_length * size, **options)
