@@ -78,13 +78,10 @@ class ServersPublisher(WeightPublisher):
         confirmed, quarantined = self.call(self.push_all(version))
         times = "pause_s", "load_s", "continue_s", "stall_s"
         reports = [server.report for server in confirmed]
+        slowest = {name: max((getattr(r, name) for r in reports), default=0.0) for name in times}
+        size, count = self.num_bytes, len(confirmed)
         report = PublishReport(
-            version=version,
-            stage_s=self.stage_s,
-            num_bytes=self.num_bytes,
-            servers=len(confirmed),
-            quarantined=quarantined,
-            **{name: max((getattr(r, name) for r in reports), default=0.0) for name in times},
+            version, self.stage_s, num_bytes=size, servers=count, quarantined=quarantined, **slowest
         )
         stall_s = report.stall_s
         logger.info("weights published", version=version, servers=report.servers, stall_s=stall_s)
@@ -238,10 +235,8 @@ class ServersPublisher(WeightPublisher):
 
     async def _main(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, connect=CONTINUE_S)
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as self._session,
-            asyncio.TaskGroup() as self._tasks,
-        ):
+        self._session, self._tasks = aiohttp.ClientSession(timeout=timeout), asyncio.TaskGroup()
+        async with self._session, self._tasks:
             self._tasks.create_task(self._watch(), name="watch servers")
             self._ready.set_result(None)
             try:

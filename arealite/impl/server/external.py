@@ -48,11 +48,8 @@ class ExternalServers:
 
     async def run(self) -> None:
         """Register every server until cancelled."""
-        key = self.registry.headers("external")
-        async with (
-            aiohttp.ClientSession(headers=key) as self._session,
-            asyncio.TaskGroup() as tasks,
-        ):
+        self._session = aiohttp.ClientSession(headers=self.registry.headers("external"))
+        async with self._session, asyncio.TaskGroup() as tasks:
             for address in self.addresses:
                 tasks.create_task(self._register(address), name=f"external server {address}")
 
