@@ -85,13 +85,9 @@ def make_tokenizer(alphabet: str, *, context: int = 512, words: Sequence[str] = 
 
     written = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(alphabet)
     tokens = [PAD, EOS, *dict.fromkeys("".join(piece for piece, _ in written))]
+    ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=[],
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=PAD,
-        model_max_length=context,
+        vocab=ids, merges=[], pad_token=PAD, eos_token=EOS, unk_token=PAD, model_max_length=context
     )
     tokenizer.add_tokens([*words])
     tokenizer.chat_template = CHAT_TEMPLATE
