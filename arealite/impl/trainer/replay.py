@@ -22,6 +22,8 @@ from arealite.impl.trainer.world import World
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 from arealite.system.ledger.payloads import find_mismatch
 
+Hook = Callable[[int], None]
+
 
 class Differs(ArealiteError):
     """The replay of a step differs from the run; the message names the step."""
@@ -35,7 +37,7 @@ class LedgerLink:
     config: ExperimentConfig
     world: World
     stop: int
-    on_step: Callable[[int], None]
+    on_step: Hook
     ticket: int = 0
 
     def __post_init__(self) -> None:
@@ -90,13 +92,7 @@ class LedgerLink:
 
 
 def replay(
-    config: ExperimentConfig,
-    ledger: Path,
-    *,
-    scratch: Path,
-    stop: int,
-    leave: bool,
-    on_step: Callable[[int], None],
+    config: ExperimentConfig, ledger: Path, *, scratch: Path, stop: int, leave: bool, on_step: Hook
 ) -> None:
     """Train the steps before `stop` as one rank; resume from the checkpoint in `scratch` if any.
 
