@@ -12,10 +12,8 @@ from typing import Any
 PAD, EOS = "<pad>", "<eos>"
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-)
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}"
+CHAT_TEMPLATE += "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 """Chat template: concatenated contents, the assistant's ended by EOS. A longer conversation extends
 the tokens of a shorter one."""
 
