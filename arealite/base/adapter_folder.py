@@ -64,8 +64,9 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
         value: Any = config.get(name)
         if not isinstance(value, kind) or value <= 0:
             raise UserError(f"{what} has {name}={value!r}. It must be a positive number.")
-    unset = None, False, {}, [], "none"
-    odd = [name for name in config.keys() - KNOWN if config[name] not in unset]
+    odd = [
+        name for name in config.keys() - KNOWN if config[name] not in (None, False, {}, [], "none")
+    ]
     if config.get("init_lora_weights", True) not in UNCHANGED_BASE:
         odd = ["init_lora_weights"]
     if odd:
