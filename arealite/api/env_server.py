@@ -48,10 +48,10 @@ class EnvServerConfig(TrialConfig):
 
 
 class Message(msgspec.Struct):
-    """A request of a client."""
+    """A message of a client or of a server."""
 
     type: str
-    """reset, step, state or close."""
+    """Of a client: reset, step, state or close."""
     data: msgspec.Raw = msgspec.Raw(b"{}")
 
 

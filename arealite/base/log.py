@@ -9,6 +9,7 @@ import structlog
 
 def setup(role: str, level: str = "info") -> None:
     """Configure structlog for this process. Every event has `role` and the process id."""
+    number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -17,9 +18,7 @@ def setup(role: str, level: str = "info") -> None:
             structlog.processors.format_exc_info,
             structlog.dev.ConsoleRenderer(colors=False, pad_event_to=28),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping()[level.upper()]
-        ),
+        wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -105,12 +105,7 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def check_shapes(
-    sent: Shapes,
-    expected: Shapes,
-    *,
-    where: str | Path,
-    whole: bool = True,
-    unused: Collection[str] = (),
+    sent: Shapes, expected: Shapes, *, where: object, whole: bool = True, unused: Iterable[str] = ()
 ) -> None:
     """Check the names and shapes of tensors before they are sent to a server.
 
@@ -158,8 +153,7 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
             raise UserError(f"{what}. {fix}")
     index = "model.safetensors.index.json"
     files = [file.name for file in folder.glob("*.safetensors")]
-    is_whole = not files or "model.safetensors" in files
-    if not is_whole and not read_json(folder, index).get("weight_map"):
+    if "model.safetensors" not in files and not read_json(folder, index).get("weight_map"):
         what = f"{key}={path} has neither model.safetensors nor a {index} with a weight_map"
         raise UserError(f"{what}. Download {index} again, or use save_pretrained.")
     try:

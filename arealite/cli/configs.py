@@ -95,7 +95,7 @@ def check_derived() -> None:
         for name, own in TABLES[schema].configs.items():
             base = TABLES[schema].base_of(name)
             read = getattr(schema(), base, None)
-            if lacking := {*_fields(read)} - {*_fields(own)}:
+            if lacking := {*field_names(read)} - {*field_names(own)}:
                 what = f"{TABLES[schema].kind} '{name}': its config {own.__name__} has no option"
                 fix = f"which {base} reads. Derive it from {type(read).__name__}."
                 raise UserError(f"{what} '{min(lacking)}', {fix}")
@@ -169,7 +169,8 @@ def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
     return made
 
 
-def _fields(config: object) -> Sequence[str]:
+def field_names(config: object) -> Sequence[str]:
+    """Return the names of a config's options; none for an object that is no config."""
     return [*getattr(config, "__dataclass_fields__", ())]
 
 

@@ -18,6 +18,7 @@ from arealite.cli import configs
 from arealite.cli.info import output_of
 from arealite.system.ledger.payloads import TOKEN_BYTES
 
+Json = dict[str, Any]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -31,7 +32,7 @@ class Need(NamedTuple):
 
 
 def memory(
-    config: ExperimentConfig, model: dict[str, Any], shapes: Shapes, longest: int | None = None
+    config: ExperimentConfig, model: Json, shapes: Shapes, longest: int | None = None
 ) -> Iterator[Need]:
     """Yield the memory of the trainer ranks and of the servers that the run starts.
 
@@ -49,7 +50,7 @@ def memory(
 
 
 def memory_lines(
-    config: ExperimentConfig, model: dict[str, Any], shapes: Shapes, longest: int | None
+    config: ExperimentConfig, model: Json, shapes: Shapes, longest: int | None
 ) -> Iterator[tuple[str, str]]:
     """Yield a line for each role, and a warning if this host has too little memory."""
     needs = [*memory(config, model, shapes, longest)]
@@ -132,9 +133,7 @@ def count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def _trainer_bytes(
-    config: ExperimentConfig, text: dict[str, Any], shapes: Shapes, row: int
-) -> float:
+def _trainer_bytes(config: ExperimentConfig, text: Json, shapes: Shapes, row: int) -> float:
     """Return the bytes of one rank: parameters and moments exactly, activations approximately.
 
     A layer has 8 × hidden + 4 × intermediate activations per token. If layers are recomputed, one
@@ -161,8 +160,7 @@ def _trainer_bytes(
     if not trainer.is_offline:
         has_reference = ppo.kl.coef > 0 and not (lora.rank and ppo.kl.reference == "initial")
         size += frozen * numel * has_reference + trained * numel * (ppo.advantage.type == "gae")
-    inner = text.get("intermediate_size") or 4 * hidden
-    full = 8 * hidden + 4 * inner
+    full = 8 * hidden + 4 * (text.get("intermediate_size") or 4 * hidden)
     width = full + layers * hidden if fsdp.gradient_checkpointing else layers * full
     tokens = max(fsdp.max_tokens_per_microbatch, math.ceil(row / fsdp.context_parallel))
     vocabulary = text.get("vocab_size") or 0
@@ -171,9 +169,7 @@ def _trainer_bytes(
     return size + 4 * (2 * logits + hidden * vocabulary)
 
 
-def _servers(
-    config: ExperimentConfig, text: dict[str, Any], numel: int, longest: int
-) -> Iterator[Need]:
+def _servers(config: ExperimentConfig, text: Json, numel: int, longest: int) -> Iterator[Need]:
     """Yield the memory of the servers that this run starts: weights and KV cache.
 
     The cache has a row for each request, as long as the longest request.
@@ -194,7 +190,7 @@ def _servers(
             yield Need(f"server, each of {servers}", servers, each * (numel + token * rows * width))
 
 
-def _hidden_and_layers(text: dict[str, Any]) -> tuple[int, int]:
+def _hidden_and_layers(text: Json) -> tuple[int, int]:
     hidden, layers = text.get("hidden_size"), text.get("num_hidden_layers")
     return hidden or text.get("n_embd", 0), layers or text.get("n_layer", 1)
 

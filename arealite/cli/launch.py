@@ -13,6 +13,7 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.cli.fold import fold
+from arealite.cli.texts import TEXTS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,10 +51,7 @@ def slurm(config: ExperimentConfig, only_show: bool) -> int:
         file = paths.root / "slurm.sbatch"
         file.write_text(text)
     job = sbatch(["--parsable", str(file)]).strip().partition(";")[0]
-    print(f"job {job}; its script: {file}")
-    print(f"watch:  squeue -j {job}; tail -F {paths.logs / 'slurm.log'}")
-    print(f"cancel: scancel --batch --signal=TERM {job}  (writes a checkpoint, then exits; the")
-    print("        same launch command resumes. Without --signal, Slurm kills it after KillWait.)")
+    print(TEXTS["slurm"].format(job=job, file=file, log=paths.logs / "slurm.log"))
     return 0
 
 

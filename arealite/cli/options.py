@@ -41,12 +41,10 @@ class CommandLine:
 
     def parse(self, argv: Sequence[str]) -> Layers:
         """Parse the arguments. `--help` prints every key of `schema` with its default."""
+        about, keys = fold(self.description), fold(self.more + _keys(self.schema))
+        form = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(
-            prog=self.command,
-            description=fold(self.description),
-            epilog=fold(self.more + _keys(self.schema)),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            self.command, description=about, epilog=keys, formatter_class=form, allow_abbrev=False
         )
         text = f"YAML file or preset (default: {self.default.stem}); may be repeated, "
         text += "later ones win"

@@ -10,7 +10,7 @@ import threading
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -151,19 +151,14 @@ def parse(argv: Sequence[str]) -> Namespace:
 def full_key(word: str, env: str) -> str:
     """Return an override with the full key of `arealite train`."""
     head, dot, _ = word.split("=", 1)[0].partition(".")
-    if dot and head in (env, *names_of(EnvConfig)):
+    if dot and head in (env, *configs.field_names(EnvConfig)):
         return f"{COLLECTOR}env.{word}"
     if dot and head == "seats":
         return f"{COLLECTOR}{word}"
-    is_own = head in names_of(getattr(EnvConfig(), env, None) or envs.configs.get(env))
-    if head in names_of(ExperimentConfig) and not is_own:
+    is_own = head in configs.field_names(getattr(EnvConfig(), env, None) or envs.configs.get(env))
+    if head in configs.field_names(ExperimentConfig) and not is_own:
         return word
     return f"{COLLECTOR}env.{env}.{word}"
-
-
-def names_of(schema: object) -> list[str]:
-    """Return the names of a config's options."""
-    return [item.name for item in fields(schema)] if is_dataclass(schema) else []
 
 
 async def play(config: ExperimentConfig, options: Namespace) -> None:

@@ -19,10 +19,7 @@ from arealite.cli import configs
 from arealite.cli.options import CommandLine, Word, describe, translate
 from arealite.impl.launcher.processes import die_with_parent
 
-WORDS = (
-    Word("--environments", "A,B,C", "environments=[{}]"),
-    Word("--port", "N", "server.port={}"),
-)
+WORDS = Word("--environments", "A,B,C", "environments=[{}]"), Word("--port", "N", "server.port={}")
 DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 
 

@@ -46,8 +46,7 @@ SLACK = 64 << 20
 def reference(bench: Bench) -> None:
     """Make the models; compute log-probabilities before and after an update in plain torch."""
     if bench.device.type == "cuda":
-        name = torch.cuda.get_device_name()
-        bench.numbers |= {"device": name, "flash_attn": HAS_FLASH_ATTN}
+        bench.numbers |= {"device": torch.cuda.get_device_name(), "flash_attn": HAS_FLASH_ATTN}
     make_models(bench)
     load: Any = AutoModelForCausalLM.from_pretrained
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -236,8 +235,7 @@ def train(bench: Bench, engine: FSDPEngine) -> dict[str, float]:
 
 def outputs(bench: Bench, engine: FSDPEngine) -> np.ndarray:
     """Return the log-probabilities of all rows; every rank computes them."""
-    rows = make_rows(bench)
-    return np.concatenate(engine.forward(rows)["logprobs"])
+    return np.concatenate(engine.forward(make_rows(bench))["logprobs"])
 
 
 def weighted_loss(batch: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

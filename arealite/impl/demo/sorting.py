@@ -15,7 +15,7 @@ from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
 NUM_DIGITS = 6
 TRAIN_ROWS, EVAL_ROWS = 8192, 512
 SHAPE = TinyModel(hidden=64, layers=2, heads=4, alphabet="123456789=", context=64)
-WARM_UP_ACCURACY = 0.3
+LR = 2e-3
 
 
 def question(digits: str) -> str:
@@ -56,13 +56,7 @@ def write_data(folder: Path, seed: int) -> tuple[Path, Path]:
 
 
 def warm_up(
-    folder: Path,
-    seed: int,
-    *,
-    accuracy: float = WARM_UP_ACCURACY,
-    max_steps: int = 1000,
-    batch_size: int = 256,
-    lr: float = 2e-3,
+    folder: Path, seed: int, *, accuracy: float = 0.3, max_steps: int = 1000, batch_size: int = 256
 ) -> float:
     """Train the model in `folder` until its answers are right with probability `accuracy`; save it.
 
@@ -78,11 +72,10 @@ def warm_up(
     kept = held_out(seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     measured = 0.0
     for step in range(max_steps):
-        rows = draw(rng, batch_size, without=kept)
-        logprobs_BT = _answer_logprobs(model, tokenizer, rows)
+        logprobs_BT = _answer_logprobs(model, tokenizer, draw(rng, batch_size, without=kept))
         measured = logprobs_BT.sum(-1).exp().mean().item()
         if measured >= accuracy:
             break
@@ -90,7 +83,7 @@ def warm_up(
         (-logprobs_BT.mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 10) * (0.2 if measured > accuracy / 2 else 1.0)
+            group["lr"] = LR * min(1.0, (step + 1) / 10) * (0.2 if measured > accuracy / 2 else 1.0)
         optimizer.step()
     model.save_pretrained(folder)
     return measured
@@ -118,6 +111,5 @@ def make_kit(folder: Path, seed: int) -> Path:
     logging.disable_progress_bar()
     write_data(folder, seed)
     make_tiny_model(folder / "model", dataclasses.replace(SHAPE, seed=seed))
-    accuracy = warm_up(folder / "model", seed)
-    (folder / "done").write_text(f"{accuracy:.3f}\n")
+    (folder / "done").write_text(f"{warm_up(folder / 'model', seed):.3f}\n")
     return folder

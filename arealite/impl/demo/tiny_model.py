@@ -12,10 +12,8 @@ from typing import Any
 PAD, EOS = "<pad>", "<eos>"
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-)
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}"
+CHAT_TEMPLATE += "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 """Chat template: concatenated contents, the assistant's ended by EOS. A longer conversation extends
 the tokens of a shorter one."""
 
@@ -85,13 +83,9 @@ def make_tokenizer(alphabet: str, *, context: int = 512, words: Sequence[str] = 
 
     written = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(alphabet)
     tokens = [PAD, EOS, *dict.fromkeys("".join(piece for piece, _ in written))]
+    ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=[],
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=PAD,
-        model_max_length=context,
+        vocab=ids, merges=[], pad_token=PAD, eos_token=EOS, unk_token=PAD, model_max_length=context
     )
     tokenizer.add_tokens([*words])
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -10,7 +10,6 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -138,8 +137,7 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [B, a / N, b · N, D] of [B, a, b, D] on each of N ranks: dimension 1 is divided among
     the ranks, and their parts of dimension 2 are joined. The all-to-all has a gradient."""
     parts = torch.stack(tensor.chunk(group.size(), 1))
-    received = all_to_all_single_autograd(parts, None, None, group)
-    return torch.cat(received.unbind(), 2)
+    return torch.cat(all_to_all_single_autograd(parts, None, None, group).unbind(), 2)
 
 
 def _attend(
@@ -171,8 +169,6 @@ def _attend(
     return exchange(attended, group), None
 
 
-def _mask(
-    inner: Callable[..., Any], size: int, *, q_length: int, kv_length: int, **options: Any
-) -> Any:
+def _mask(inner: Any, size: int, *, q_length: int, kv_length: int, **options: Any) -> Any:
     """Return the mask of all tokens of the group."""
     return inner(q_length=q_length * size, kv_length=kv_length * size, **options)

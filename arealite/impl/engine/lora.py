@@ -154,9 +154,7 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
     Raises:
         UserError: The folder has other tensors than `module`.
     """
-    read = {}
-    for file in weight_files(folder):
-        read |= load_file(file)
+    read = {name: t for file in weight_files(folder) for name, t in load_file(file).items()}
     trained = {_peft_name(name): p for name, p in module.named_parameters() if p.requires_grad}
     shapes = [{name: t.shape for name, t in each.items()} for each in (read, trained)]
     if other := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):

@@ -15,11 +15,11 @@ import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType
 from yarl import URL
 
-from arealite.api.env_server import Refusal
+from arealite.api.env_server import Message, Refusal
 from arealite.api.runtime import EnvServersConfig
 from arealite.base.errors import DeadlineError, EpisodeError
 from arealite.impl.env_server.wire import CAPACITY, MessageTooLarge, failure, frame
-from arealite.system.health.waits import Wait, is_cancelled
+from arealite.system.health.waits import Wait, cancel_all, is_cancelled
 
 CLOSE_S = 1.0
 """Timeout for the server's answer to a closing handshake."""
@@ -44,14 +44,7 @@ class EnvStepTimeout(EpisodeError, failure_class="env_step_timeout"):
     """A server did not answer a request within `answer_s`."""
 
 
-class Answer(msgspec.Struct):
-    """A message of a server."""
-
-    type: str
-    data: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-decode = msgspec.json.Decoder(Answer).decode
+decode = msgspec.json.Decoder(Message).decode
 decode_refusal = msgspec.json.Decoder(Refusal).decode
 
 
@@ -155,8 +148,7 @@ class Channel(Generic[T]):
     async def close(self) -> None:
         """Close the message ends the session."""
         self.server.channels.discard(self)
-        self.pending.cancel()
-        await asyncio.gather(self.pending, return_exceptions=True)
+        await cancel_all([self.pending])
         wait = Wait("its good-bye", owner="episode", on=self.server.name, seconds=CLOSE_S)
         with suppress(DeadlineError), wait:
             await self._socket.close()

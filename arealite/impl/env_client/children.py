@@ -25,7 +25,7 @@ from arealite.impl.env_client.servers import ServerPool, parse
 from arealite.impl.env_server.wire import SERVING
 from arealite.impl.launcher.processes import Child, end_all, how_ended, spawn
 from arealite.impl.launcher.supervisor import Budget
-from arealite.system.health.waits import Wait
+from arealite.system.health.waits import Wait, cancel_all
 
 logger = log.get(__name__)
 
@@ -89,9 +89,7 @@ class Children:
 
     async def close(self) -> None:
         """Stop all children."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         await asyncio.gather(*(self._remove(child) for child in [*self._running]))
 
     def _create_task(self, coroutine: Coroutine[object, object, None]) -> None:

@@ -137,9 +137,7 @@ class _Episode:
             while not self._handle(reply).done:
                 reply = await self.channel.ask("step", await self._next_step())
         finally:
-            for task in self._acting:
-                task.cancel()
-            await asyncio.gather(*self._acting, return_exceptions=True)
+            await waits.cancel_all(self._acting)
 
     def _handle(self, reply: Reply) -> Reply:
         """Pass the rewards of an answer to the agents; start `act` of seats that newly wait."""

@@ -62,11 +62,9 @@ class ServerPool(Generic[T]):
         """Start the health checks of the servers at `addresses`."""
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(_no_redirect)
+        connector, jar = aiohttp.TCPConnector(limit=0), aiohttp.DummyCookieJar()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            headers=self._headers,
-            trace_configs=[trace],
-            cookie_jar=aiohttp.DummyCookieJar(),
+            connector=connector, headers=self._headers, trace_configs=[trace], cookie_jar=jar
         )
         for url in self._urls:
             self.add(url)

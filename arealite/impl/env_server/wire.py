@@ -14,9 +14,7 @@ encode = msgspec.json.Encoder().encode
 SERVING = "serving on "
 """Start of the line that a listening server prints to stdout; host:port follows."""
 CAPACITY, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
-FATAL: dict[str, type[ArealiteError]] = {
-    f"error:{kind.__name__}": kind for kind in (UserError, InvariantError)
-}
+FATAL = {f"error:{kind.__name__}": kind for kind in (UserError, InvariantError)}
 """By failure class: errors that stop the whole run, wherever the environment runs."""
 INVALID_ACTION = "env_action_invalid"
 """Failure class: the server refused a message as invalid. Its session is unchanged."""

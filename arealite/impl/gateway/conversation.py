@@ -256,9 +256,7 @@ class Conversation:
             raise ApiError(400, f'{what}. Use "auto".')
         return text
 
-    def _start(
-        self, node: Node, base: Sample | None, tools: Sequence[Any], is_checked: bool
-    ) -> Start:
+    def _start(self, node: Node, base: Sample | None, tools: list[Any], is_checked: bool) -> Start:
         """Return the tokens to keep and the text to tokenise for an answer to `node`."""
         renderer, after = self.renderer, None
         if base is None or base.prompt.node is None:

@@ -230,13 +230,9 @@ class Gateway:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for a generation, streamed or not."""
         api, seat, headers = APIS[request.path], self._own_seat(request), request.headers
-        reply = seat.reply(
-            api,
-            request.path,
-            await request.read(),
-            key=headers.get("Idempotency-Key", ""),
-            is_retry=headers.get("x-stainless-retry-count", "0") != "0",
-        )
+        key, body = headers.get("Idempotency-Key", ""), await request.read()
+        is_retry = headers.get("x-stainless-retry-count", "0") != "0"
+        reply = seat.reply(api, request.path, body, key=key, is_retry=is_retry)
         if reply.is_stream:
             response = await _stream(request, reply, api)
         else:
@@ -340,9 +336,7 @@ def _describe(session: Session) -> dict[str, Any]:
     return own | {"reward": (session.reported or (None,))[0], "stats": session.stats}
 
 
-def _json(
-    data: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> web.Response:
+def _json(data: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     body, kind = data if isinstance(data, bytes) else encode(data), "application/json"
     return web.Response(body=body, status=status, headers=headers, content_type=kind)
 

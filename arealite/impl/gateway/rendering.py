@@ -194,9 +194,7 @@ class Renderer:
 
     # ------------------------------------------------------------ rendering
 
-    def render_after(
-        self, kinds: int, answer: ChatMessage, new: Sequence[ChatMessage]
-    ) -> str | None:
+    def render_after(self, kinds: int, answer: ChatMessage, new: list[ChatMessage]) -> str | None:
         """Return the text after an answer: the end of its turn, new messages and the next header.
 
         Args:

@@ -19,6 +19,7 @@ from arealite.impl.gateway.apis import Api
 from arealite.impl.gateway.conversation import Conversation
 from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.reply import Reply
+from arealite.system.health.waits import cancel_all
 
 if TYPE_CHECKING:
     from arealite.impl.gateway.gateway import Gateway
@@ -202,9 +203,7 @@ class Session:
         self.ended.set()
         self._gateway.forget(self)
         try:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(self._tasks)
         finally:
             for seat in self.seats.values():
                 seat.drop_undelivered()

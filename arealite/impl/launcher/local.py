@@ -22,7 +22,7 @@ from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
-from arealite.system.health import vitals
+from arealite.system.health import vitals, waits
 from arealite.system.health.diagnosis import Finding, examine, read_roles
 from arealite.system.health.explain import explain
 from arealite.system.health.snapshot import is_alive
@@ -149,16 +149,14 @@ class LocalLauncher(Launcher, Supervisor):
             command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
             role.children.append(await self.spawn(name, command, log, shared | rank))
 
-    async def spawn(
-        self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]
-    ) -> Child:
+    async def spawn(self, name: str, words: Sequence[str], log: Path, env: dict[str, str]) -> Child:
         """Start one process of a role; servers share the GPUs that local ranks do not use."""
         role, _, index = name.rpartition("-")
         if role == "llm_server":
             count = self.options.llm_servers
             gpus = processes.server_gpus(int(index), count, ranks=self.local_ranks)
-            environment = environment | gpus | {supervisor.ROLE: name}
-        return await processes.spawn(name, command, log=log, environment=environment)
+            env = env | gpus | {supervisor.ROLE: name}
+        return await processes.spawn(name, words, log=log, environment=env)
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         """Return `address` and `local` of `rank_environments`."""
@@ -250,9 +248,7 @@ class LocalLauncher(Launcher, Supervisor):
             self._end = str(error)
             return error.exit_code
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await waits.cancel_all(self._tasks)
         return STOPPED if self._stops else 0
 
     async def _until_ended(self) -> None:

@@ -121,19 +121,17 @@ class RayLauncher(LocalLauncher):
             ray.util.remove_placement_group(self.group)
             ray.shutdown()
 
-    async def spawn(
-        self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]
-    ) -> Child:
+    async def spawn(self, name: str, words: Sequence[str], log: Path, env: dict[str, str]) -> Child:
         """Start a role in its bundle; the datapipe stays with the supervisor."""
         if name not in self.bundles:
-            return await super().spawn(name, command, log, environment)
+            return await super().spawn(name, words, log, env)
         actor, address, missing = await self._place(name)
         if missing:
             raise not_shared(missing[0], socket.gethostname(), address)
         try:
-            pid, begin = await actor.start.remote(command, str(Path.cwd()), str(log), environment)
+            pid, begin = await actor.start.remote(words, str(Path.cwd()), str(log), env)
         except library().exceptions.RayActorError:  # lost meanwhile; Ray chooses another node
-            return await self.spawn(name, command, log, environment)
+            return await self.spawn(name, words, log, env)
         except OSError as error:
             raise UserError(f"{name} cannot be started on {address}: {error}") from error
         return RayChild(name, Process(actor, pid, log), log, begin)  # type: ignore[arg-type]

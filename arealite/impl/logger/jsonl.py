@@ -25,8 +25,7 @@ class JSONLLogger(MetricLogger):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         # Leave out NaN and infinity, which are not JSON.
         numbers = {key: value for key, value in metrics.items() if value - value == 0.0}
-        line = {"step": step, "time": time.time(), **numbers}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps({"step": step, "time": time.time(), **numbers}) + "\n")
 
     def rewind(self, step: int) -> None:
         """Drop metrics of later steps, evaluations at `step` or later, and an incomplete line."""

@@ -103,8 +103,7 @@ class ServerControl:
             check_shapes(shapes, served, where=where, unused=unused)
         with self.time_limit("the answer to a continue", CONTINUE_S):
             await self.request_ok("/continue_generation", {})
-        one_token = {"max_new_tokens": 1, "temperature": 0.0}
-        generate = {"input_ids": [1], "sampling_params": one_token}
+        generate = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         bodies = {"/openapi.json": None, "/server_info": None, "/generate": generate}
         answers = [await self.request(path, body) for path, body in bodies.items()]
         found = (msgspec.json.decode(text) if status == 200 else {} for status, text in answers)

@@ -148,20 +148,16 @@ class DistributedPublisher(ServersPublisher):
         listener, seconds = self._listen(), self.config.timeout_s
         ranks = list(itertools.accumulate((server.can.tp for server in servers), initial=1))
         offsets = dict(zip(servers, ranks, strict=False))
-        body: dict[str, object] = {
-            "master_address": self.host,
-            "master_port": listener.getsockname()[1],
-            "world_size": ranks[-1],
-            "group_name": self.group_name,
-            "backend": self._backend,
-        }
+        port, size = listener.getsockname()[1], ranks[-1]
+        body: dict[str, object] = {"master_address": self.host, "master_port": port}
+        body |= {"world_size": size, "group_name": self.group_name, "backend": self._backend}
 
         async def join(server: ServerControl) -> None:
             offset = {"rank_offset": offsets[server]}
             await server.request_ok("/init_weights_update_group", body | offset)
 
         posted = self.submit(on_all(join))
-        as_first = partial(groups.join, rank=0, world_size=ranks[-1], backend=self._backend)
+        as_first = partial(groups.join, rank=0, world_size=size, backend=self._backend)
         job = partial(as_first, listener, self.group_name, seconds=seconds)
         joined: Future[Any] = Future()
         # A daemon: the process does not wait for a job that may block for long.

@@ -27,6 +27,7 @@ from arealite.base.model_folder import Shapes, check_shapes, read_shapes
 from arealite.impl.publisher.control import CONTINUE_S, FAILURES, Refused, ServerControl
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.weights.buckets import Named
+from arealite.system.health.waits import cancel_all
 from arealite.system.names.registry import NameRegistry
 
 logger = log.get(__name__)
@@ -77,13 +78,10 @@ class ServersPublisher(WeightPublisher):
         confirmed, quarantined = self.call(self.push_all(version))
         times = "pause_s", "load_s", "continue_s", "stall_s"
         reports = [server.report for server in confirmed]
+        slowest = {name: max((getattr(r, name) for r in reports), default=0.0) for name in times}
+        size, count = self.num_bytes, len(confirmed)
         report = PublishReport(
-            version=version,
-            stage_s=self.stage_s,
-            num_bytes=self.num_bytes,
-            servers=len(confirmed),
-            quarantined=quarantined,
-            **{name: max((getattr(r, name) for r in reports), default=0.0) for name in times},
+            version, self.stage_s, num_bytes=size, servers=count, quarantined=quarantined, **slowest
         )
         stall_s = report.stall_s
         logger.info("weights published", version=version, servers=report.servers, stall_s=stall_s)
@@ -195,9 +193,7 @@ class ServersPublisher(WeightPublisher):
             if late:
                 await asyncio.wait(late, timeout=GRACE_S)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
         failed = {tasks[t]: t.exception() for t in tasks if not t.cancelled() and t.exception()}
         # If some servers gave no answer, the refusals of the others are a consequence of that.
         blamed = {s: e for s, e in failed.items() if not isinstance(e, Refused)} or failed
@@ -206,8 +202,7 @@ class ServersPublisher(WeightPublisher):
                 raise error or RuntimeError
             self._quarantine(server, error)
             server.failures += 1
-            rest_s = min(2.0**server.failures, self.config.timeout_s)
-            server.retry_at = time.monotonic() + rest_s
+            server.retry_at = time.monotonic() + min(2.0**server.failures, self.config.timeout_s)
         if blamed:
             raise PartialUpdate
 
@@ -240,19 +235,14 @@ class ServersPublisher(WeightPublisher):
 
     async def _main(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, connect=CONTINUE_S)
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as self._session,
-            asyncio.TaskGroup() as self._tasks,
-        ):
+        self._session, self._tasks = aiohttp.ClientSession(timeout=timeout), asyncio.TaskGroup()
+        async with self._session, self._tasks:
             self._tasks.create_task(self._watch(), name="watch servers")
             self._ready.set_result(None)
             try:
                 await self._stop.wait()
             finally:
-                others = asyncio.all_tasks() - {asyncio.current_task()}
-                for task in others:
-                    task.cancel()
-                await asyncio.gather(*others, return_exceptions=True)
+                await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
                 paused = [server.resume() for server in self._servers.values() if server.is_paused]
                 await asyncio.gather(*paused, return_exceptions=True)
 

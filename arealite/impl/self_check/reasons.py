@@ -67,21 +67,21 @@ class Comparison:
         return "mean of a row {:.2g}, largest {:.2g} nats".format(*self.worst)
 
     @property
+    def places(self) -> np.ndarray:
+        """The position of each error's token; position 0 is a row's second token."""
+        pairs = zip(self.rows, self.errors, strict=True)
+        return np.concatenate([np.arange(-len(e), 0) + len(row.tokens) - 1 for row, e in pairs])
+
+    @property
     def begin(self) -> int:
-        """The position of the first token beyond its bound; position 0 is a row's second token."""
-        found = [
-            len(row.tokens) - len(errors) + int(index) - 1
-            for row, errors in zip(self.rows, self.errors, strict=True)
-            for index in np.flatnonzero(errors > BOUNDS[self.dtype][1])[:1]
-        ]
-        return min(found, default=0)
+        """The position of the first token beyond its bound."""
+        is_wrong = np.concatenate(self.errors) > BOUNDS[self.dtype][1]
+        return int(min(self.places[is_wrong], default=0))
 
     @property
     def is_even(self) -> bool:
         """Whether tokens before `begin` differ like the others, as rounding makes them differ."""
-        pairs = list(zip(self.rows, self.errors, strict=True))
-        places = [np.arange(-len(errors), 0) + len(row.tokens) - 1 for row, errors in pairs]
-        errors, is_before = np.concatenate(self.errors), np.concatenate(places) < self.begin
+        errors, is_before = np.concatenate(self.errors), self.places < self.begin
         others = np.median(errors[~is_before])
         return not is_before.any() or bool(np.median(errors[is_before]) > EVEN * others)
 

@@ -200,8 +200,7 @@ class Engine:
             self.deliver(grown, ended)
 
     def _has_work(self) -> bool:
-        work = self.decoder.running or self.waiting or self._updates
-        return self.paused is None and bool(work)
+        return self.paused is None and bool(self.decoder.running or self.waiting or self._updates)
 
     def _step(self) -> None:
         decoder = self.decoder

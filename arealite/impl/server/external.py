@@ -48,11 +48,8 @@ class ExternalServers:
 
     async def run(self) -> None:
         """Register every server until cancelled."""
-        key = self.registry.headers("external")
-        async with (
-            aiohttp.ClientSession(headers=key) as self._session,
-            asyncio.TaskGroup() as tasks,
-        ):
+        self._session = aiohttp.ClientSession(headers=self.registry.headers("external"))
+        async with self._session, asyncio.TaskGroup() as tasks:
             for address in self.addresses:
                 tasks.create_task(self._register(address), name=f"external server {address}")
 
@@ -228,16 +225,14 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
     }
 
 
-async def get(
-    session: aiohttp.ClientSession, url: str, seconds: float = ANSWER_S
-) -> dict[str, Any]:
+async def get(session: aiohttp.ClientSession, url: str, wait_s: float = ANSWER_S) -> dict[str, Any]:
     """Return the JSON object at `url`; {} if there is none.
 
     Raises:
         UserError: the server requires another key.
-        DeadlineError: the server does not reply within `seconds`.
+        DeadlineError: the server does not reply within `wait_s`.
     """
-    with bounded(url, seconds):
+    with bounded(url, wait_s):
         async with session.get(url) as response:
             raw = await response.read()
     if response.status in (401, 403):

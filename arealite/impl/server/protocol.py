@@ -250,8 +250,7 @@ def answer(
     if is_last and generation.routing:
         routing = np.concatenate(generation.routing)[generation.routing_start :]
         meta["routed_experts"] = b64encode(routing.tobytes()).decode()
-    text = _text(generation) if is_last else ""
-    return {"text": text, "output_ids": output, "meta_info": meta}
+    return {"text": _text(generation) if is_last else "", "output_ids": output, "meta_info": meta}
 
 
 def _text(generation: Generation) -> str:

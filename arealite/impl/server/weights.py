@@ -84,8 +84,7 @@ def stage_tensors(
         Refusal: A tensor does not fit, or a group remains incomplete; the model is untouched.
     """
     for name, tensor in named:
-        target = weights.target(name, list(tensor.shape), tensor.dtype)
-        _check_finite(name, tensor, target)
+        _check_finite(name, tensor, weights.target(name, list(tensor.shape), tensor.dtype))
     given = {name for name, _ in named}.union(*parts.values())
     if is_last and (missing := weights.names.missing(given, whole=False)):
         raise Refusal(f"Failed to update weights: not received: {', '.join(missing[:5])}.")

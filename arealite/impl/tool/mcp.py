@@ -39,8 +39,7 @@ class MCPServer:
 
     def __init__(self, name: str, config: MCPServerConfig) -> None:
         if bool(config.command) == bool(config.url):
-            where = f"env.tools.mcp.{name}"
-            raise UserError(f"{where}: set command or url, and not both.")
+            raise UserError(f"env.tools.mcp.{name}: set command or url, and not both.")
         self.name = name
         self.config = config
         self._session: _Session | None = None
@@ -182,8 +181,7 @@ class MCPTool(Tool):
     async def call(self, arguments: dict[str, object], state: dict[str, object]) -> str:
         """Return the text of the result; each block without text becomes "[TYPE]"."""
         result = await self.server.call(self.name, arguments)
-        texts = [getattr(block, "text", f"[{block.type}]") for block in result.content]
-        answer = "\n".join(texts)
+        answer = "\n".join(getattr(block, "text", f"[{block.type}]") for block in result.content)
         if result.is_error:
             raise ToolError(answer)
         return answer

@@ -59,8 +59,7 @@ class SearchTool(Tool):
         if not words:
             raise ToolError("name the words to look for in `query`")
         match = " OR ".join(f'"{word}"' for word in words)
-        parameters = self.config.excerpt_words, match, self.config.top_k
-        found = self._rows(FIND, parameters)
+        found = self._rows(FIND, (self.config.excerpt_words, match, self.config.top_k))
         texts = [f"[{name}] {title}\n{excerpt}" for name, title, excerpt in found]
         return "\n\n".join(texts) or f"no document has any of these words: {' '.join(words)}"
 
@@ -99,8 +98,7 @@ def build(source: str) -> sqlite3.Connection:
 def _folder(path: Path) -> Iterator[tuple[str, str, str]]:
     for file in sorted(path.rglob("*")):
         if file.suffix in (".txt", ".md") and file.is_file():
-            name = file.relative_to(path).as_posix()
-            yield name, file.stem, file.read_text(errors="replace")
+            yield file.relative_to(path).as_posix(), file.stem, file.read_text(errors="replace")
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, str, str]]:

@@ -21,6 +21,8 @@ from arealite.impl.trainer.metrics import Stopwatch
 from arealite.impl.trainer.world import World
 
 logger = log.get(__name__)
+ByFolder = Mapping[str, TrainEngine]
+"""Engines by the folder of a checkpoint that has their state."""
 
 
 class BaseTrainer(Trainer):
@@ -137,9 +139,7 @@ def _close(close: Callable[[], None]) -> None:
         logger.error("not closed", part=close.__qualname__, error=repr(error))
 
 
-def write_engines(
-    path: Path, engines: Mapping[str, TrainEngine], extra: dict[str, object], world: World
-) -> None:
+def write_engines(path: Path, engines: ByFolder, extra: dict[str, object], world: World) -> None:
     """Write a checkpoint; `path` appears once all ranks have written all of it.
 
     Args:
@@ -161,7 +161,7 @@ def write_engines(
     world.barrier()
 
 
-def read_engines(path: Path, engines: Mapping[str, TrainEngine]) -> dict[str, Any]:
+def read_engines(path: Path, engines: ByFolder) -> dict[str, Any]:
     """Read a checkpoint into `engines`, at any number of ranks; return its `extra`.
 
     Raises:

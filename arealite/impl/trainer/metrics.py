@@ -155,8 +155,7 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     prox, reference = named("prox_logprobs"), named("ref_logprobs")
     log_w = prox - named("behav_logprobs")
     clipped = np.clip(log_w, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    stale = batch.step - gather(versions)
-    diff, w, current = np.abs(log_w), np.exp(clipped), stale == 0
+    diff, w, current = np.abs(log_w), np.exp(clipped), gather(versions) == batch.step
     log_rho = np.clip(reference - prox[: len(reference)], -MAX_LOG_RATIO, MAX_LOG_RATIO)
     values = {
         "tokens": np.ones_like(diff),

@@ -22,6 +22,8 @@ from arealite.impl.trainer.world import World
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 from arealite.system.ledger.payloads import find_mismatch
 
+Hook = Callable[[int], None]
+
 
 class Differs(ArealiteError):
     """The replay of a step differs from the run; the message names the step."""
@@ -35,7 +37,7 @@ class LedgerLink:
     config: ExperimentConfig
     world: World
     stop: int
-    on_step: Callable[[int], None]
+    on_step: Hook
     ticket: int = 0
 
     def __post_init__(self) -> None:
@@ -90,13 +92,7 @@ class LedgerLink:
 
 
 def replay(
-    config: ExperimentConfig,
-    ledger: Path,
-    *,
-    scratch: Path,
-    stop: int,
-    leave: bool,
-    on_step: Callable[[int], None],
+    config: ExperimentConfig, ledger: Path, *, scratch: Path, stop: int, leave: bool, on_step: Hook
 ) -> None:
     """Train the steps before `stop` as one rank; resume from the checkpoint in `scratch` if any.
 
@@ -125,8 +121,7 @@ def replay(
 
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     link: Any = lambda: LedgerLink(ledger, config, world, stop=stop, on_step=on_step)  # noqa: E731
-    engines = load_ppo_engines(config)
-    trainer = Replayer(config, Components(world, **engines, connect=link))
+    trainer = Replayer(config, Components(world, **load_ppo_engines(config), connect=link))
     try:
         trainer.train()
     except (InvariantError, msgspec.MsgspecError) as error:

@@ -95,15 +95,10 @@ def page(name: str, about: dict[str, object], *, connects: str = "'none'") -> st
     script = f'{uplot}\n"use strict";\n(() => {{\n{own}\n}})();\n'
     allowed = {"style-src": style, "script-src": script}
     hashes = {k: b64encode(sha256(v.encode()).digest()).decode() for k, v in allowed.items()}
-    policy = "; ".join(f"{k} 'sha256-{v}'" for k, v in hashes.items())
-    nothing = "default-src 'none'; base-uri 'none'; form-action 'none'"
-    return Template(_text("report.html")).substitute(
-        policy=f"{nothing}; connect-src {connects}; {policy}",
-        title=escape(name),
-        style=style,
-        about=block("about", about),
-        script=script,
-    )
+    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; connect-src {connects}; "
+    policy += "; ".join(f"{k} 'sha256-{v}'" for k, v in hashes.items())
+    texts = {"policy": policy, "title": escape(name), "about": block("about", about)}
+    return Template(_text("report.html")).substitute(texts, style=style, script=script)
 
 
 def _text(file: str) -> str:

@@ -220,8 +220,7 @@ class TensorNames:
         rule = deepcopy(group.rule)
         for name, (_, pattern) in group.sources.items():
             rule.add_tensor(group.key, name, pattern, read(name))
-        made = self._apply(rule, group.key)
-        return {self._first[name]: tensor for name, tensor in made.items()}
+        return {self._first[name]: tensor for name, tensor in self._apply(rule, group.key).items()}
 
     def _revert(self, group: Group, tensors: Tensors) -> Tensors:
         """Return the tensors of the folder that the tensors of the model are made of."""

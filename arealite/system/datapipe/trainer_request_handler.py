@@ -319,11 +319,9 @@ class TrainerRequestHandler:
         (saved,) = self.store.ledger.connection.execute(newest).fetchone()
         if step >= saved:
             return ""
-        return (
-            f"the trainer begins at step {step}, but the checkpoint of step {saved} was "
-            "durable: it is missing or broken. Put it back; or start the same trial again with "
-            f"resume=step-{step:06d} to go back, or resume=never to start a new run"
-        )
+        what = f"the trainer begins at step {step}, but the checkpoint of step {saved} was durable"
+        fix = f"with resume=step-{step:06d} to go back, or resume=never to start a new run"
+        return f"{what}: it is missing or broken. Put it back; or start the same trial again {fix}"
 
     def _filter_groups(self, route: bytes, request: messages.Unusable) -> None:
         """Filter unusable groups and answer; called between two commits of the ledger."""

@@ -160,11 +160,9 @@ class Workers:
         busy = [w for w in self.by_id.values() if w.leases]
         shares = ", ".join(f"{w.in_flight} on {w.worker_id}" for w in busy)
         assigned, lease, owner = min(runs, key=lambda each: each[0])
-        return (
-            f"{sum(w.in_flight for w in busy)} episodes in flight ({shares}), oldest "
-            f"{lease.group_id} ({lease.task.task_id}) on {owner.worker_id} "
-            f"since {time.monotonic() - assigned:.1f} s"
-        )
+        text = f"{sum(w.in_flight for w in busy)} episodes in flight ({shares})"
+        oldest = f"{lease.group_id} ({lease.task.task_id}) on {owner.worker_id}"
+        return f"{text}, oldest {oldest} since {time.monotonic() - assigned:.1f} s"
 
     def metrics(self) -> dict[str, float]:
         """Sum the counters of all workers, as `rollout/<name>`."""

@@ -172,6 +172,7 @@ class RunReader:
         is_running = any(f.cause in ("crashing", "starting") for f in findings)
         is_running |= bool(living - {"launcher"})
         self.is_over = not living and (is_trained or self._is_quiet())
+        now = starting(roles, has_servers=bool(servers)) if is_running and not metrics.steps else ""
         return Snapshot(
             name=f"{config.experiment_name}/{config.trial_name}",
             kind=config.trainer.type,
@@ -181,9 +182,7 @@ class RunReader:
             failures=metrics.failures | failures,
             servers=servers,
             findings=findings if is_running else [],
-            now=starting(roles, has_servers=bool(servers))
-            if is_running and not metrics.steps
-            else "",
+            now=now,
         )
 
     def _read_config(self) -> None:

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
@@ -174,6 +174,13 @@ def is_cancelled() -> bool:
     """Return whether the current task itself is cancelled, and not only what it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they end, whatever they raise."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Timer:

@@ -21,6 +21,9 @@ from arealite.api.trial import TrialConfig
 from arealite.base.errors import EpisodeError, UserError
 from arealite.impl.env.adapters.foreign import LibraryEnv, seed_of
 
+Unread = defaultdict[str, list[Observation]]
+"""Observations that a seat has not acted on yet, by seat."""
+
 
 class BadRequests(EpisodeError, failure_class="bad_requests"):
     """The environment returned requests that the seats cannot answer."""
@@ -55,7 +58,7 @@ class GyLLMEnv(LibraryEnv):
             BadRequests: A request names an unknown actor, or an actor has two requests.
         """
         config, illegal = self.config, 0
-        unread: defaultdict[str, list[Observation]] = defaultdict(list)
+        unread = Unread(list)
         async with self.instance() as instance:
             options = {**config.options, "seed": seed_of(task)}
             reset = instance.env.reset
@@ -90,9 +93,7 @@ class GyLLMEnv(LibraryEnv):
 
 
 def take(
-    requests: Sequence[Request],
-    agents: Mapping[str, Agent],
-    unread: defaultdict[str, list[Observation]],
+    requests: Sequence[Request], agents: Mapping[str, Agent], unread: Unread
 ) -> dict[str, str]:
     """Pass the rewards of requests to the agents and collect their observations.
 

@@ -42,10 +42,8 @@ def steps(rng: random.Random, level: int) -> dict[str, Any]:
     if len({*map(str, results)}) < 3:
         return steps(rng, level)
     example, *cases = [{"args": [x], "expected": y} for x, y in zip(inputs, results, strict=True)]
-    head = (
-        f'def solve(values):\n    """Take a list of integers, and {". Then ".join(asks)}.\n\n'
-        f'    >>> solve({example["args"][0]})\n    {example["expected"]}\n    """\n'
-    )
+    head = f'def solve(values):\n    """Take a list of integers, and {". Then ".join(asks)}.\n\n'
+    head += f'    >>> solve({example["args"][0]})\n    {example["expected"]}\n    """\n'
     body = "".join(f"    values = {each}\n" for each in code[:-1]) + f"    return {code[-1]}\n"
     extra_info = {"entry_point": "solve", "cases": cases, "data_source": "steps"}
     return {"prompt": head, "ground_truth": head + body, "extra_info": extra_info}

@@ -51,8 +51,7 @@ class MatrixGameEnv(Env):
             async with asyncio.TaskGroup() as tasks:
                 pairs = zip(seats, [self.show(i, number, history[i]) for i in (0, 1)], strict=True)
                 acts = [tasks.create_task(agent.act(seen)) for agent, seen in pairs]
-            actions = [act.result() for act in acts]
-            made = [chosen(actions[i].text, self.choices[i]) for i in (0, 1)]
+            made = [chosen(acts[i].result().text, self.choices[i]) for i in (0, 1)]
             for i, agent in enumerate(seats):
                 value, own, other = self.value(i, made), made[i], made[1 - i]
                 parts = {f"chose_{each}": (each == own) / self.rounds for each in self.choices[i]}

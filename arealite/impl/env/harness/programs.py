@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -137,11 +137,9 @@ class Programs:
         given = self.config.environment
         return own | {name: os.path.expandvars(value) for name, value in given.items()}
 
-    async def _run(
-        self, words: list[str], folder: Path, environment: Mapping[str, str]
-    ) -> Finished:
+    async def _run(self, words: list[str], folder: Path, environment: dict[str, str]) -> Finished:
         try:
-            process = await spawn(words, cwd=folder, env=dict(environment))
+            process = await spawn(words, cwd=folder, env=environment)
         except OSError as error:
             raise HarnessFailed(f"the program cannot be started: {error}") from error
         assert process.stdout and process.stderr
