@@ -23,7 +23,7 @@ from arealite.system.health.waits import Wait
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser as Chromium  # pyright: ignore[reportMissingImports]
-    from playwright.async_api import Playwright, StorageState  # pyright: ignore[reportMissingImports]
+    from playwright.async_api import Playwright, StorageState, ViewportSize  # pyright: ignore[reportMissingImports]
 
     from arealite.impl.browser.page import Page
 
@@ -39,9 +39,7 @@ ARGUMENTS = (
     "--disable-threaded-compositing",  # saves a third of the CPU time of each step
     "--num-raster-threads=1",
 )
-CONTEXT: Any = {"viewport": {"width": 1024, "height": 768}, "accept_downloads": False}
-CONTEXT |= {"service_workers": "block", "reduced_motion": "reduce"}
-"""Options of the context of each page."""
+VIEWPORT: ViewportSize = {"width": 1024, "height": 768}
 
 
 class Browser:
@@ -141,7 +139,13 @@ class Browser:
         raise AssertionError("the second attempt returns or raises")
 
     async def _new_page(self, chromium: Chromium, storage_state: StorageState | str | None) -> Page:
-        context = await chromium.new_context(storage_state=storage_state or None, **CONTEXT)
+        context = await chromium.new_context(
+            viewport=VIEWPORT,
+            accept_downloads=False,
+            service_workers="block",
+            reduced_motion="reduce",
+            storage_state=storage_state or None,
+        )
         await context.add_init_script(self._script)
         return self._pages.Page(await context.new_page(), self.config, self.allowed)
 

@@ -78,10 +78,13 @@ class ServersPublisher(WeightPublisher):
         confirmed, quarantined = self.call(self.push_all(version))
         times = "pause_s", "load_s", "continue_s", "stall_s"
         reports = [server.report for server in confirmed]
-        slowest = {name: max((getattr(r, name) for r in reports), default=0.0) for name in times}
-        size, count = self.num_bytes, len(confirmed)
         report = PublishReport(
-            version, self.stage_s, num_bytes=size, servers=count, quarantined=quarantined, **slowest
+            version=version,
+            stage_s=self.stage_s,
+            num_bytes=self.num_bytes,
+            servers=len(confirmed),
+            quarantined=quarantined,
+            **{name: max((getattr(r, name) for r in reports), default=0.0) for name in times},
         )
         stall_s = report.stall_s
         logger.info("weights published", version=version, servers=report.servers, stall_s=stall_s)

@@ -58,14 +58,16 @@ class Launch:
 class SGLangProcess(Supervisor):
     """Starts, registers and restarts one server."""
 
-    def __init__(self, launch: Launch, args: ServerConfig, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, launch: Launch, config: ServerConfig, session: aiohttp.ClientSession
+    ) -> None:
         super().__init__(logger.debug)
         self.launch = launch
-        self.config = args
-        self.options = args.llm_server.sglang
+        self.config = config
+        self.options = config.llm_server.sglang
         self.port = launch.port
         self._session = session
-        self._registry = NameRegistry.of(args)
+        self._registry = NameRegistry.of(config)
         self._entry: dict[str, object] = {}
         name = f"llm_server-{self.entry_id}"
         budget = Budget(self.options.max_restarts, name, PAUSES_S, steady_s=math.inf)
