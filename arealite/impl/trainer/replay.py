@@ -6,6 +6,7 @@ of the run's asynchrony, interruptions or restarts would therefore change a fing
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,13 @@ class LedgerLink:
         self._db.close()
 
 
+def _has_prefix_trees(ledger: Path) -> bool:
+    """Return whether a run computed the tokens that rows share once; AReaLite 0.2 did not."""
+    with closing(connect(ledger, read_only=True)) as db:
+        (metrics,) = db.execute("SELECT metrics FROM steps LIMIT 1").fetchone()
+    return "update/computed_frac" in json.loads(metrics)
+
+
 def replay(
     config: ExperimentConfig, ledger: Path, *, scratch: Path, stop: int, leave: bool, on_step: Hook
 ) -> None:
@@ -104,6 +112,10 @@ def replay(
         Differs: a step is not equal.
     """
     ppo = config.trainer.ppo
+    if ppo.engine.fsdp.layout == "auto" and not _has_prefix_trees(ledger):
+        ppo = replace(
+            ppo, engine=replace(ppo.engine, fsdp=replace(ppo.engine.fsdp, layout="padded"))
+        )
     checkpoint = replace(ppo.checkpoint, every_steps=0, export=False)
     ppo = replace(ppo, checkpoint=checkpoint, token_stats=False)
     cluster, dataset = replace(config.cluster, run_root=str(scratch)), config.dataset
