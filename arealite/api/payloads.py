@@ -6,7 +6,7 @@ leaves out the tokens that it has in common with the segment before it. Trajecto
 equal heads if they have equal prompts, so the ledger and a message have such a head once.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -56,14 +56,11 @@ def decode_segments(payload: bytes) -> list[Segment]:
     return found
 
 
-def drop_repeated_heads(payloads: Iterable[bytes]) -> list[bytes]:
+def drop_repeated_heads(payloads: Sequence[bytes]) -> list[bytes]:
     """Return payloads without a head where it equals that of the payload before."""
-    found, last = list[bytes](), b""
-    for payload in payloads:
-        head, rest = split_head(payload)
-        found.append(rest if head == last else payload)
-        last = head
-    return found
+    heads = [split_head(payload)[0] for payload in payloads]
+    pairs = zip(payloads, heads, [b"", *heads], strict=False)
+    return [each[len(head) :] if head == before else each for each, head, before in pairs]
 
 
 def restore_heads(frames: Iterable[bytes]) -> list[bytes]:

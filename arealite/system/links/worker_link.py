@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from zlib import crc32
 
 import zmq
@@ -198,7 +197,7 @@ class WorkerLink:
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, []
         episodes = [episode for episode, _ in outbox]
-        payloads = chain.from_iterable(payloads for _, payloads in outbox)
+        payloads = [payload for _, payloads in outbox for payload in payloads]
         result = wire.encode(messages.Result(self.worker_id, episodes))
         frames = [result, *drop_repeated_heads(payloads)]
         self._unacknowledged[crc32(frames[0])] = _Unacknowledged(frames, episodes)
