@@ -13,12 +13,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from arealite.api.config import ExperimentConfig
 from arealite.api.payloads import decode_segments, encode_segments
 from arealite.api.trainer_messages import StepReport
+from arealite.base.errors import InvariantError
+from arealite.impl.trainer import replay as replaying
 from arealite.impl.trainer.replay import Differs, LedgerLink
 from arealite.system.ledger.payloads import whole_payload
 from tests.system.ledger.small_run import Shape, make_run
 from tests.system.scenes import experiment
+
+NEW = '{"update/computed_frac": 0.5}'
 
 
 @pytest.fixture
@@ -58,3 +63,23 @@ def test_replay_compares_the_mean_reward_of_a_step(
     else:
         replayed.report(report)
     replayed.close()
+
+
+@pytest.mark.parametrize(("metrics", "layout"), [("{}", "padded"), (NEW, "auto")])
+def test_replay_of_an_older_run_computes_each_row_separately(
+    metrics: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, used = make_run(tmp_path, Shape(steps=2)), list[str]()
+    with closing(sqlite3.connect(ledger)) as db, db:
+        db.execute("UPDATE steps SET metrics = ?", (metrics,))
+
+    def load(config: ExperimentConfig) -> None:
+        used.append(config.trainer.ppo.engine.fsdp.layout)
+        raise InvariantError("seen")
+
+    monkeypatch.setattr(replaying.World, "init", lambda **_: SimpleNamespace(rank=0, size=1))
+    monkeypatch.setattr(replaying, "load_ppo_engines", load)
+    options: dict[str, Any] = {"stop": 2, "leave": False, "on_step": lambda step: None}
+    with pytest.raises(InvariantError, match="seen"):
+        replaying.replay(experiment(tmp_path), ledger, scratch=tmp_path, **options)
+    assert used == [layout]
