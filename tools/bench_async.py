@@ -9,7 +9,7 @@ of the prompts: longer prompts make training slower than generation.
 
     python tools/bench_async.py [--repeats 5] [--steps 15] [--prompt 40]
 
-Writes out/bench/async.json: the medians, and `ratio` and `bound` of the median pair.
+Writes out/bench/async.json: all figures of the pair with the median `share_of_bound`.
 """
 
 from __future__ import annotations

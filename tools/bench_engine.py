@@ -29,7 +29,7 @@ from arealite.api.algorithm import LossConfig
 from arealite.api.engine import LossInput, Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
 from arealite.impl.engine import attention
-from arealite.impl.engine.batch import collate, input_keys
+from arealite.impl.engine.batch import collate, input_items
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.engine.model import LogprobModel
 from tests.models import tiny_model
@@ -87,7 +87,7 @@ def bare_step(path: Path, rows: list[Sequence]) -> Callable[[], None]:
     device = torch.device("cpu")
 
     def batches(part: list[Sequence]) -> list[list[Sequence]]:
-        plan = packed(input_keys(part), BUDGET)
+        plan = packed(input_items(part), BUDGET)
         return [[part[i] for i in indices] for indices in plan]
 
     def step() -> None:

@@ -4,7 +4,7 @@
 layouts run alternately in one process, on one thread. A speedup is the median over the pairs of
 (seconds with separate rows / seconds with trees).
 
-* group: prompts of 1,000 tokens with 8 answers of 100 tokens each (GRPO).
+* group: one prompt of 1,000 tokens with 8 answers of 100 tokens (GRPO).
 * tree: an episode of 20 turns. The chat template drops the thoughts of earlier turns, so each turn
   is a separate row: the earlier turns without thoughts, then the thought and answer of the turn.
 * unshared: rows of log-normal lengths without a common prefix.
@@ -13,7 +13,7 @@ Models are random Qwen2s of 0.8 M and of 19 M parameters with a context of 2,048
 `memory_ratio` is the growth of a process's peak memory by an update on one group, with separate
 rows relative to trees.
 
-    python tools/bench_prefix.py [--pairs 5] [--out out/bench/prefix.json]
+    python tools/bench_prefix.py [--pairs 5] [--sizes 0.8M 19M] [--out out/bench/prefix.json]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.algorithm import LossConfig
 from arealite.api.engine import Sequence, Training
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig
-from arealite.impl.engine.batch import input_keys
+from arealite.impl.engine.batch import input_items
 from arealite.impl.engine.fsdp import FSDPEngine
 from tests.models import tiny_model
 from tools import figures
@@ -124,7 +124,7 @@ def measure(size: str, pairs: int) -> dict[str, float]:
                 seconds[layout] = time.perf_counter() - begin
             if repeat:
                 ratios.append(seconds["padded"] / seconds["packed"])
-        nodes = prefix_forest(input_keys(rows)).nodes
+        nodes = prefix_forest(input_items(rows)).nodes
         tokens = sum(len(each.tokens) - 1 for each in rows)
         found[f"{size}_{name}_speedup"] = statistics.median(ratios)
         found[f"{size}_{name}_token_ratio"] = tokens / sum(node.end - node.begin for node in nodes)

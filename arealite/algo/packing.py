@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from arealite.algo.partition import balance
-from arealite.algo.prefix_tree import tree_chunks
+from arealite.algo.prefix_tree import tree_parts
 
 Plan = list[list[int]]
 """Row indices of each micro-batch."""
@@ -43,14 +43,14 @@ def padded(rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1
 def packed(rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1) -> Plan:
     """Plan micro-batches of at most `budget` tokens without padding, with about equal sums.
 
-    A token that rows of a part share is counted once (see `tree_chunks`). A single example may
+    A token that rows of a part share is counted once (see `tree_parts`). A single example may
     exceed the budget. The number of micro-batches is that of best-fit decreasing (at most about
     11/9 of the optimum, Johnson et al. 1974), or one more. The parts are then redistributed, each
     to the least loaded micro-batch, if every micro-batch stays within the budget.
     """
     if not rows:
         return []
-    parts, tokens = tree_chunks(rows, budget, rows_per_example=rows_per_example)
+    parts, tokens = tree_parts(rows, budget, rows_per_example=rows_per_example)
     free: list[tuple[int, int]] = []  # (tokens left, bin), ascending
     bin_of = [0] * len(tokens)
     for part, wanted in enumerate(tokens):

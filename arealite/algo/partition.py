@@ -53,9 +53,10 @@ def balance(tokens: Sequence[int], *, ranks: int) -> list[int]:
 def balance_groups(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[int]:
     """Return the rank of each trajectory, so that the most loaded rank computes few tokens.
 
-    Trajectories of a group with equal prompts stay on one rank, which computes the prompt once. If
-    this leaves one rank with too many tokens, all these sets are cut into halves, quarters, and so
-    on. The result is the largest size with the smallest load of the most loaded rank.
+    Trajectories of a group with equal prompts form a set. A rank computes the prompt of a set once.
+    The function tries whole sets, then parts of half the size, a quarter, and so on. It returns the
+    division whose most loaded rank computes the fewest tokens; of equal ones, that with the largest
+    parts. A rank may get no trajectory.
     """
     prompts = dict[tuple[str, bytes | str], list[int]]()
     for index, header in enumerate(headers):
@@ -78,7 +79,7 @@ def balance_groups(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[i
 def _computed(headers: Sequence[TrajectoryHeader]) -> int:
     """Return the computed tokens of trajectories with equal prompts; the prompt counts once."""
     tokens = sum(header.computed_tokens or header.num_tokens for header in headers)
-    return tokens - (len(headers) - 1) * headers[0].prompt_tokens
+    return max(1, tokens - (len(headers) - 1) * headers[0].prompt_tokens)
 
 
 def partition(

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST_SHARED = 4
-"""Smallest length of a shared prefix. A start token that all rows have is not shared."""
+MIN_SHARED = 4
+"""Minimum length of a shared prefix. To share only a start token does not pay."""
 
 
 class Node(NamedTuple):
-    """A run of consecutive tokens that all rows of the node share."""
+    """A run of consecutive tokens that one or more rows have in common."""
 
     row: int
     """Index of one of these rows."""
@@ -53,8 +53,8 @@ class _Draft:
 
 
 def _key(row: np.ndarray, at: int) -> bytes:
-    """Return the tokens at `at` by which rows are found that may share more of them."""
-    return row[at : at + (1 if at else LEAST_SHARED)].tobytes()
+    """Return the key of a child: the token at `at`, or the first MIN_SHARED tokens of a root."""
+    return row[at : at + (1 if at else MIN_SHARED)].tobytes()
 
 
 def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
@@ -63,8 +63,8 @@ def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
     The number of tokens in the trees does not depend on the order of the rows.
 
     Args:
-        rows: The tokens of each row, [T] with T > 0, all of one dtype. Items of rows are shared if
-            they are equal.
+        rows: The tokens of each row, [T] with T > 0, all of one dtype. An item is a
+            token, or a token with its recorded experts. Equal items are shared.
     """
     roots = _Draft(0, 0, 0)
     for number, row in enumerate(rows):
@@ -98,10 +98,10 @@ def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
     return Forest(nodes, last)
 
 
-def tree_chunks(
+def tree_parts(
     rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1
 ) -> tuple[list[list[int]], list[int]]:
-    """Divide rows into parts of trees, and count the computed tokens of each part.
+    """Divide rows into parts, each of one tree, and count their computed tokens.
 
     A micro-batch computes one or more whole parts.
 

@@ -79,7 +79,7 @@ class TrainEngine(ABC):
         """Return the head's outputs (see LossInput) without gradient.
 
         Args:
-            rows: the rows of this rank.
+            rows: the rows of this rank; all ranks call this together, and a rank may have none.
 
         Returns:
             {output: values by row, float32 [T] each, 0 outside loss_mask}.
@@ -99,7 +99,7 @@ class TrainEngine(ABC):
         An update whose gradient norm is not finite is skipped.
 
         Args:
-            rows: the rows of this rank.
+            rows: the rows of this rank; all ranks call this together, and a rank may have none.
             loss_fn: the loss.
             rows_per_example: consecutive rows that stay in one micro-batch, in their order;
                 2 for pairs of a preferred and a rejected answer.

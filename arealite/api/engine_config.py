@@ -56,7 +56,9 @@ class FSDPConfig:
     max_tokens_per_microbatch: int = opt(
         8192, "tokens of a rank's micro-batch, padding included; longer rows: one each", at_least=1
     )
-    layout: Literal["auto", "padded", "packed"] = opt("auto", "packed: shares equal prefixes")
+    layout: Literal["auto", "padded", "packed"] = opt(
+        "auto", "packed: computes equal prefixes once; auto: packed on CPUs, on CUDA in 16 bits"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = opt(
         "float32", "dtype of compute; master weights are float32; float16 scales the loss"
     )

@@ -1,9 +1,9 @@
-"""The payload of a trajectory: its prompt, then its segments, with common tokens once.
+"""The payload of a trajectory: its prompt, then its segments without common tokens.
 
-A payload begins with a *head*: HEAD, the size of the prompt in bytes, and the prompt, which is the
-tokens before the first sampled token. The first segment leaves out the prompt. Each other segment
-leaves out the tokens that it has in common with the segment before it. Trajectories of a group have
-equal heads if they have equal prompts, so the ledger and a message have such a head once.
+A payload begins with a *prompt block*: PROMPT, the size of the prompt in bytes, and the tokens of
+the prompt, which precede the first sampled token. The first segment leaves these tokens out. Each
+other segment leaves out the tokens that it has in common with the segment before it. Equal prompts
+have equal blocks. The ledger and the messages leave out a repeated block.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,10 +14,14 @@ from arealite.api.trajectory import Segment
 
 ARRAYS = "tokens", "loss_mask", "logprobs", "versions", "rewards"
 """The arrays of a segment, in the order of their fields."""
-MOST_TOKENS = 1 << 24
-"""Most tokens of a payload with common ones: a small frame must not unpack into all memory."""
-HEAD = b"\xc1"
-"""First byte of a head; no other msgpack message begins with it. The size follows, uint32."""
+MOST_TOKENS, MOST_BYTES = 1 << 24, 1 << 30
+"""Maximum tokens of an unpacked payload, and maximum bytes of the prompts that are restored in a
+message. A small message therefore cannot fill the memory."""
+PROMPT = b"\xc1"
+"""First byte of a prompt block; no msgpack message begins with it. The size follows: uint32,
+little-endian."""
+REPEATED = b"\xc0"
+"""First byte of a frame whose prompt block is that of the last payload with one."""
 _encode: Callable[[list[Segment]], bytes] = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[Segment]).decode
 
@@ -27,12 +31,12 @@ def encode_segments(segments: list[Segment]) -> bytes:
     start = 4 * max(0, segments[0].loss_mask.find(1)) if segments else 0
     befores = [segments[0].tokens[:start] if segments else b"", *(each.tokens for each in segments)]
     rest = [_without_common(*pair) for pair in zip(befores, segments, strict=False)]
-    return HEAD + start.to_bytes(4, "little") + befores[0] + _encode(rest)
+    return PROMPT + start.to_bytes(4, "little") + befores[0] + _encode(rest)
 
 
-def split_head(payload: bytes) -> tuple[bytes, bytes]:
-    """Return the head of a payload, b"" if an older AReaLite made it, and the rest."""
-    end = 5 + int.from_bytes(payload[1:5], "little") if payload[:1] == HEAD else 0
+def split_prompt(payload: bytes) -> tuple[bytes, bytes]:
+    """Return (prompt block, rest). The block is b"" in payloads of AReaLite 0.2 and older."""
+    end = 5 + int.from_bytes(payload[1:5], "little") if payload[:1] == PROMPT else 0
     return payload[:end], payload[end:]
 
 
@@ -42,39 +46,47 @@ def decode_segments(payload: bytes) -> list[Segment]:
     Raises:
         msgspec.MsgspecError: The bytes are no payload.
     """
-    head, rest = split_head(payload)
-    found, tokens = list[Segment](), head[5:]
+    prompt, rest = split_prompt(payload)
+    found, tokens, total = list[Segment](), prompt[5:], 0
     for segment in _decode(rest):
-        count, total = segment.common, sum(len(each.loss_mask) for each in found)
-        if 4 * count > len(tokens) or total + count > MOST_TOKENS:
-            raise msgspec.ValidationError(f"a segment shares {count} tokens, which are not there")
-        empty = (tokens[: 4 * count], bytes(count), bytes(4 * count), b"\xff" * 4 * count)
-        parts = zip(ARRAYS, (*empty, bytes(4 * count)), strict=True)
-        whole = {name: begin + getattr(segment, name) for name, begin in parts} if count else {}
+        count, most = segment.common, min(len(tokens) // 4, MOST_TOKENS - total)
+        if count > most:
+            raise msgspec.ValidationError(f"a segment leaves out {count} tokens, at most {most}")
+        zeros, ones = bytes(4 * count), b"\xff" * 4 * count
+        begins = zip(ARRAYS, (tokens[: 4 * count], bytes(count), zeros, ones, zeros), strict=True)
+        whole = {name: begin + getattr(segment, name) for name, begin in begins}
         found.append(msgspec.structs.replace(segment, common=0, **whole))
-        tokens = found[-1].tokens
+        tokens, total = found[-1].tokens, total + len(found[-1].loss_mask)
     return found
 
 
-def drop_repeated_heads(payloads: Sequence[bytes]) -> list[bytes]:
-    """Return payloads without a head where it equals that of the payload before."""
-    heads = [split_head(payload)[0] for payload in payloads]
-    pairs = zip(payloads, heads, [b"", *heads], strict=False)
-    return [each[len(head) :] if head == before else each for each, head, before in pairs]
-
-
-def restore_heads(frames: Iterable[bytes]) -> list[bytes]:
-    """Return the payloads that `drop_repeated_heads` was given, all with a head or none."""
+def drop_repeated_prompts(payloads: Sequence[bytes]) -> list[bytes]:
+    """Leave out each prompt block that equals the block before it."""
     found, last = list[bytes](), b""
+    for payload in payloads:
+        prompt, rest = split_prompt(payload)
+        found.append(REPEATED + rest if prompt and prompt == last else payload)
+        last = prompt or last
+    return found
+
+
+def restore_prompts(frames: Iterable[bytes]) -> list[bytes]:
+    """Return the payloads from which `drop_repeated_prompts` made `frames`.
+
+    Beyond MOST_BYTES, frames stay as they are, and are no payloads.
+    """
+    found, last, left = list[bytes](), b"", MOST_BYTES
     for frame in frames:
-        head, rest = split_head(frame)
-        last = head or last
-        found.append(last + rest)
+        if frame[:1] == REPEATED and left > 0:
+            frame, left = last + frame[1:], left - len(last)
+        last = split_prompt(frame)[0] or last
+        found.append(frame)
     return found
 
 
 def _without_common(before: bytes, segment: Segment) -> Segment:
-    """Leave out the first tokens that are in `before`, too, and that have no loss."""
+    """Return the segment without the tokens that it has in common with `before`, up to its first
+    sampled token."""
     low, high = 0, min(len(before) // 4, (segment.loss_mask + b"\1").index(1))
     while low < high:
         middle = (low + high + 1) // 2

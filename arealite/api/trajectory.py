@@ -51,11 +51,11 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     payload_sum: Count = 0
     """`ledger.payloads.payload_sum` of the payload; 0 if the worker computed none."""
     prompt: bytes = b""
-    """`TurnReceipt.prompt` of the first turn; b"": an older version recorded none."""
+    """Digest of the first turn's prompt (`TurnReceipt.prompt`); b"": an older version."""
     prompt_tokens: Count = 0
-    """Length of that prompt. Trajectories of a group with equal prompts compute it once."""
+    """Length of that prompt. The trainer computes equal prompts of a group once."""
     computed_tokens: Count = 0
-    """Tokens of all turns; a token that turns share counts once. 0: an older version."""
+    """Tokens of all turns; shared tokens count once. 0: an older version recorded none."""
 
     @property
     def num_tokens(self) -> int:
@@ -106,8 +106,8 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """uint8, or uint16 from 256 experts on, [T, layers, experts per token]: the experts that the
     server chose, all bits set where none are recorded; b"" without a record."""
     common: Count = 0
-    """In a payload: how many first tokens the five arrays leave out, because the prompt or the
-    segment before has them. They have no loss."""
+    """Only inside a payload: number of tokens at the start that the five arrays leave out. They are
+    those of the prompt or of the segment before, and are not trained here."""
 
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

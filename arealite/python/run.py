@@ -144,14 +144,13 @@ class Run:
             UserError: The run has no ledger: no step is sampled yet, or it is sft, dpo or reward.
         """
         with open_read_only(self.paths.ledger) as db:
-            found = [
-                (*row, whole_payload(db, payload or b""))  # it may have been dropped
-                for *row, payload in db.execute(SELECT, (step, step, most)).fetchall()
-            ]
+            rows = db.execute(SELECT, (step, step, most)).fetchall()
+            # A payload may have been dropped.
+            found = [(*row, whole_payload(db, payload or b"")) for *row, payload in rows]
         folder = next(filter(Path.is_dir, model_folders(self.paths)), None)
         tokenizer: Any = load_tokenizer(str(folder)) if folder else None
         decode: Any = tokenizer.decode if tokenizer else _ids
-        rows = list[dict[str, Any]]()
+        made = list[dict[str, Any]]()
         for number, state, packed, payload in found:
             header = {k: v for k, v in asdict(decode_header(packed)).items() if k not in HIDDEN}
             parts = header.pop("reward_parts").items()
@@ -160,8 +159,8 @@ class Run:
                 own: dict[str, Any] = columns(segment, decode)
                 prompt = decode(own["tokens"][: segment.loss_mask.find(1)])
                 texts = {"prompt": prompt, "completion": own.pop("text")}
-                rows.append({"step": number, "state": state, **header, **texts, **own})
-        return rows
+                made.append({"step": number, "state": state, **header, **texts, **own})
+        return made
 
     def report(self) -> Path:
         """Write the run's report, one HTML file with curves and every token; return its path."""

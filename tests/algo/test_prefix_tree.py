@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arealite.algo.prefix_tree import LEAST_SHARED, Forest, prefix_forest, tree_chunks
+from arealite.algo.prefix_tree import MIN_SHARED, Forest, prefix_forest, tree_parts
 
 rows_of = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), max_size=12)
 
@@ -50,14 +50,14 @@ def test_two_rows_share_exactly_their_common_prefix(rows: list[list[int]]) -> No
             common += 1
         pair = prefix_forest(arrays([a, b]))
         total = sum(node.end - node.begin for node in pair.nodes)
-        shared = common >= LEAST_SHARED or (common == len(a) == len(b))
+        shared = common >= MIN_SHARED or (common == len(a) == len(b))
         assert total == len(a) + len(b) - (common if shared else 0)
     assert sum(node.end - node.begin for node in forest.nodes) <= sum(map(len, rows))
 
 
 @given(rows_of, st.integers(1, 100))
 def test_parts_have_every_row_once_and_keep_the_budget(rows: list[list[int]], budget: int) -> None:
-    parts, tokens = tree_chunks(arrays(rows), budget)
+    parts, tokens = tree_parts(arrays(rows), budget)
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
     assert tokens == sorted(tokens, reverse=True)
     for part, counted in zip(parts, tokens, strict=True):
@@ -68,10 +68,10 @@ def test_parts_have_every_row_once_and_keep_the_budget(rows: list[list[int]], bu
 def test_group_with_one_prompt_is_one_part_that_counts_the_prompt_once() -> None:
     rows = [[5] * 100 + [row] * 10 for row in range(8)]
     other = [[6] * 50]
-    assert tree_chunks(arrays(rows + other), 1000) == ([[*range(8)], [8]], [180, 50])
-    parts, tokens = tree_chunks(arrays(rows), 130)
+    assert tree_parts(arrays(rows + other), 1000) == ([[*range(8)], [8]], [180, 50])
+    parts, tokens = tree_parts(arrays(rows), 130)
     assert [len(part) for part in parts] == [3, 3, 2] and tokens == [130, 130, 120]
-    pairs = tree_chunks(arrays(rows), 1000, rows_per_example=2)
+    pairs = tree_parts(arrays(rows), 1000, rows_per_example=2)
     assert pairs == ([[0, 1], [2, 3], [4, 5], [6, 7]], [120] * 4)
 
 

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arealite.api import payloads
 from arealite.api.payloads import (
+    REPEATED,
     decode_segments,
-    drop_repeated_heads,
+    drop_repeated_prompts,
     encode_segments,
-    restore_heads,
-    split_head,
+    restore_prompts,
+    split_prompt,
 )
 from arealite.api.trajectory import Segment
 
@@ -68,14 +70,14 @@ def test_payload_of_an_older_version_is_read() -> None:
 @pytest.mark.parametrize("common", [1, 1 << 23])
 def test_payload_that_shares_tokens_that_are_not_there_is_refused(common: int) -> None:
     first = msgspec.structs.replace(episode(1)[0], common=common)
-    with pytest.raises(msgspec.MsgspecError, match="which are not there"):
+    with pytest.raises(msgspec.MsgspecError, match="a segment leaves out"):
         decode_segments(msgspec.msgpack.encode([first]))
 
 
 def test_small_payload_that_would_fill_the_memory_is_refused() -> None:
     first = segment(np.zeros(1 << 20), 0)
     rest = msgspec.structs.replace(segment(np.zeros(0), 0), common=1 << 20)
-    with pytest.raises(msgspec.MsgspecError, match="shares 1048576 tokens"):
+    with pytest.raises(msgspec.MsgspecError, match="leaves out 1048576 tokens"):
         decode_segments(msgspec.msgpack.encode([first, *[rest] * 1000]))
 
 
@@ -83,22 +85,39 @@ def test_trajectories_with_one_prompt_have_equal_heads() -> None:
     prompt, rng = np.arange(500), np.random.default_rng(0)
     answers = [np.concatenate([prompt, rng.integers(0, 9, size)]) for size in (3, 40, 300)]
     made = [encode_segments([segment(each, len(each) - 500)]) for each in answers]
-    heads = {split_head(payload)[0] for payload in made}
+    heads = {split_prompt(payload)[0] for payload in made}
     assert [head[5:] for head in heads] == [prompt.astype("<i4").tobytes()]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=8))
-def test_heads_that_a_message_leaves_out_are_restored(shapes: list[tuple[int, int]]) -> None:
-    made = [encode_segments([segment(np.arange(4 * p + n), n)]) for p, n in shapes]
-    frames = drop_repeated_heads(made)
-    assert restore_heads(frames) == made
-    for (before, after), frame in zip(pairwise(shapes), frames[1:], strict=True):
-        assert bool(split_head(frame)[0]) == (before[0] != after[0])
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans()), max_size=8))
+def test_prompts_that_a_message_leaves_out_are_restored(
+    shapes: list[tuple[int, int, bool]],
+) -> None:
+    old = msgspec.msgpack.encode
+    segments = [[segment(np.arange(4 * p + n), n)] for p, n, _ in shapes]
+    pairs = zip(segments, shapes, strict=True)
+    made = [old(each) if is_old else encode_segments(each) for each, (*_, is_old) in pairs]
+    frames = drop_repeated_prompts(made)
+    assert restore_prompts(frames) == made
+    blocks = [split_prompt(payload)[0] for payload in made]
+    for (before, after), frame in zip(pairwise(blocks), frames[1:], strict=True):
+        assert (not after or before != after) or not split_prompt(frame)[0]
 
 
 def test_message_of_payloads_of_an_older_version_is_unchanged() -> None:
     made = [msgspec.msgpack.encode(episode(turns)) for turns in (1, 2)]
-    assert restore_heads(drop_repeated_heads(made)) == made
+    assert restore_prompts(drop_repeated_prompts(made)) == made
+
+
+def test_small_message_that_would_fill_the_memory_is_not_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(payloads, "MOST_BYTES", 1 << 20)
+    first = encode_segments([segment(np.arange(1 << 16), 1)])
+    restored = restore_prompts([first, *[REPEATED] * 1000])
+    assert sum(map(len, restored)) < 2 << 20
+    with pytest.raises(msgspec.MsgspecError):
+        decode_segments(restored[-1])
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\xc1\xff\xff\xff\xff", b"\xc0"])

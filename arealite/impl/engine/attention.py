@@ -1,7 +1,7 @@
 """Causal attention over packed prefix trees, as an attention function of transformers.
 
 The function has its own name, because transformers builds masks only for its own attention
-functions. Packed rows therefore never need a dense [tokens × tokens] mask.
+functions. For packed rows, transformers therefore builds no [tokens × tokens] mask.
 """
 
 import copy
@@ -37,7 +37,7 @@ KNOWN = inspect.signature(varlen_attn).parameters
 def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
     """Return `packed` or `padded` for `layout`, and set the attention of `model` accordingly.
 
-    auto is packed where packing is fast, on a CPU and in 16 bits on CUDA, if the model supports it.
+    `auto` packs on a CPU and in 16 bits on CUDA, where packing is fast, if the model supports it.
 
     Raises:
         UserError: `layout` is packed, but tokens of the model depend on each other outside
@@ -110,7 +110,8 @@ def attend(
     window, width = options.get("sliding_window") or 0, query.shape[-1]
     is_plain = sinks is None and softcap is None and value.shape[-1] <= width
     has_kernel = sinks is None and (softcap is None or HAS_FLASH_ATTN)
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    flat = [row if row.stride(-1) == 1 else row.contiguous() for row in rows]
     if query.is_cuda and query.dtype in LOW and has_kernel and width in KERNEL_WIDTHS:
         capped = {"softcap": softcap} if softcap else {}
         return _flash(flat, tree, scale=scale, window=window, **capped)[None], None
@@ -118,14 +119,14 @@ def attend(
     if is_plain and query.device.type == "cpu" and not 0 < window < longest:
         flat[2] = pad(flat[2], (0, width - value.shape[-1]))  # the kernel needs one width
         return TreeAttention.apply(*flat, tree, scale)[None, ..., : value.shape[-1]], None
-    rows = list[Tensor]()
+    parts = list[Tensor]()
     for path, (begin, end) in zip(tree.paths, pairwise(tree.bounds), strict=True):
         total, places = len(path), tree.put(path)
         mask = query.new_ones(end - begin, total, dtype=torch.bool)
         mask = mask.tril(total - end + begin).triu(total - end + begin + 1 - (window or total))
         q, k, v = query[:, :, begin:end], key[:, :, places], value[:, :, places]
-        rows.append(_row(q, k, v, mask, **changes))
-    return torch.cat(rows, 2).transpose(1, 2).contiguous(), None
+        parts.append(_row(q, k, v, mask, **changes))
+    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
 def _flash(

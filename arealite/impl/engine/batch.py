@@ -62,7 +62,7 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
     is_input = column < widths[row_of]
     attention: dict[str, object] = {}
     if layout == "packed":
-        forest = prefix_forest(input_keys(rows))
+        forest = prefix_forest(input_items(rows))
         tree = PrefixTree.of(forest, device)
         shape, place = (1, tree.bounds[-1]), np.concatenate([tree.paths[n] for n in forest.last])
         positions = np.zeros(shape, np.int64)
@@ -98,8 +98,8 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
     )
 
 
-def input_keys(rows: Seq[Sequence]) -> list[np.ndarray]:
-    """Return the inputs of each row; items are equal if tokens and recorded experts are equal."""
+def input_items(rows: Seq[Sequence]) -> list[np.ndarray]:
+    """Return the inputs of each row as items to compare: tokens, with their recorded experts."""
     keys = [row.tokens for row in rows]
     if (routing := _routing(rows)) is not None:
         ids = np.concatenate(keys).astype(np.int32)[:, None].view(np.uint8)

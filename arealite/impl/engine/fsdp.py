@@ -28,7 +28,7 @@ from arealite.base.log import get
 from arealite.base.model_folder import exact_length
 from arealite.impl.engine import attention, checkpoint, loading, lora
 from arealite.impl.engine import model as models
-from arealite.impl.engine.batch import MicroBatch, collate, input_keys, scatter
+from arealite.impl.engine.batch import MicroBatch, collate, input_items, scatter
 from arealite.impl.engine.context_parallel import ContextGroup
 from arealite.impl.engine.fingerprint import fingerprint
 from arealite.impl.engine.hf_folder import copy_small_files, write_config, write_weights
@@ -273,7 +273,7 @@ class FSDPEngine(TrainEngine):
         shorter plan ends with empty micro-batches.
         """
         budget = self.config.max_tokens_per_microbatch * self._context.size
-        plan = LAYOUTS[self.layout](input_keys(rows), budget, rows_per_example=rows_per_example)
+        plan = LAYOUTS[self.layout](input_items(rows), budget, rows_per_example=rows_per_example)
         longest = max((len(row.tokens) for row in rows), default=0)
         most = torch.tensor([max(1, len(plan)), longest], device=self.device)
         if dist.get_world_size() > 1:

@@ -64,7 +64,7 @@ def _hidden(module: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     # attention no real token sees it and positions count from 0; SDPA takes its causal fast path.
     output = decoder_of(module)(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
     states = output.last_hidden_state.flatten(0, 1)
-    # Rows of one prompt read the same state. The gradient of [] adds them in the order of threads.
+    # Rows of one prompt read the same state. index_select adds their gradients in a fixed order.
     return states.index_select(0, batch.index_N)
 
 

@@ -1,10 +1,10 @@
 """Causal attention over prefix trees on a CPU, without a mask and without copies of shared tokens.
 
-The tokens of a tree are in depth-first order. A chain is a run of nodes in which each node is the
-parent of the next one. The tokens of a chain are consecutive and attend to each other causally. The
-other descendants of a node of the chain are consecutive, too. They attend to the whole chain up to
-that node. A query thus has several partial results. They are merged by their log-sum-exp, as flash
-attention merges blocks.
+The tokens of a tree are in depth-first order. A *chain* is a run of nodes in which each node is the
+parent of the next. Its tokens are consecutive, and attend to each other causally in one call. If a
+node has descendants outside its chain, these are consecutive, too. They attend to the chain from
+its start to that node, in another call without a mask. The partial results of a query are merged by
+their log-sum-exp, as in flash attention.
 
 Shape letters: N = tokens of a micro-batch, D = width of a head, B = chains of a call, W = tokens of
 the longest of these chains.
@@ -23,11 +23,11 @@ from arealite.algo.prefix_tree import Forest
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-LEAST_TOKENS = 128
-"""Smallest number of tokens of an unpadded call. Neighboring chains of one length with fewer tokens
-in total share a padded call with other chains."""
-MOST_PADDING = 8
-"""Largest share of padding in a call, as a divisor: at most 1 / MOST_PADDING of the tokens."""
+MIN_UNPADDED = 128
+"""Neighboring chains of equal length get an unpadded call if they have at least this many tokens in
+total. All other chains share padded calls."""
+MAX_PADDING = 1 / 8
+"""Maximum share of padding in a call."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class PrefixTree:
         spans = [(end - begin, begin) for begin, end in pairwise([*starts, self.bounds[-1]])]
         for length, run in groupby(spans, key=lambda span: span[0]):
             begins = [begin for _, begin in run]
-            if length * len(begins) >= LEAST_TOKENS:
+            if length * len(begins) >= MIN_UNPADDED:
                 where = slice(begins[0], begins[0] + length * len(begins))
                 found.append(Call(len(begins), where, where))
             else:
@@ -123,7 +123,7 @@ class PrefixTree:
             width, tokens, rows = short[0][0], 0, 0
             while rows < len(short):
                 more = tokens + short[rows][0]
-                if rows and (width * (rows + 1) - more) * MOST_PADDING > width * (rows + 1):
+                if rows and width * (rows + 1) - more > MAX_PADDING * width * (rows + 1):
                     break
                 tokens, rows = more, rows + 1
             part, short = np.array(short[:rows]), short[rows:]
@@ -135,8 +135,8 @@ class PrefixTree:
         return found
 
     @cached_property
-    def shared(self) -> list[tuple[slice, slice]]:
-        """(keys, queries): a chain up to a node; the descendants of the node in other chains."""
+    def branches(self) -> list[tuple[slice, slice]]:
+        """For each node with descendants in other chains: its chain up to it, and these."""
         stops, branch = self.bounds[1:], dict[int, int]()
         for node in range(len(self.parents) - 1, -1, -1):
             if (parent := self.parents[node]) >= 0:
@@ -164,7 +164,7 @@ class TreeAttention(torch.autograd.Function):
             attended, sums = _forward(*taken, 0.0, True, scale=scale)
             call.put(out, attended)
             call.put(lse, sums)
-        for keys, queries in tree.shared:
+        for keys, queries in tree.branches:
             taken = (_row(query[queries]), _row(key[keys]), _row(value[keys]))
             attended, sums = (_flat(each) for each in _forward(*taken, 0.0, False, scale=scale)[:2])
             before, total = lse[queries], torch.logaddexp(lse[queries], sums)
@@ -183,7 +183,7 @@ class TreeAttention(torch.autograd.Function):
         """
         saved, (tree, scale) = ctx.saved_tensors, ctx.options
         found = [torch.empty_like(each) for each in saved[:3]]
-        grad = grads[0]
+        grad = grads[0].contiguous()
         for call in tree.calls:
             given, *taken = (call.take(each) for each in (grad, *saved))
             if call.mask is not None:
@@ -191,7 +191,7 @@ class TreeAttention(torch.autograd.Function):
             parts = _backward(given, *taken, 0.0, True, scale=scale)
             for into, part in zip(found, parts, strict=True):
                 call.put(into, part)
-        for keys, queries in tree.shared:
+        for keys, queries in tree.branches:
             places = queries, queries, keys, keys, queries, queries
             taken = [_row(each[at]) for each, at in zip((grad, *saved), places, strict=True)]
             parts = _backward(*taken, 0.0, False, scale=scale)

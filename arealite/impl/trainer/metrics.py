@@ -258,8 +258,8 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
     if compared:
         metrics["routing/agreement"] = matched / compared
-    if tokens := metrics.get("update/tokens"):
-        metrics["update/computed_frac"] = metrics["update/computed_tokens"] / tokens
+    if computed := metrics.get("update/computed_tokens"):
+        metrics["update/computed_frac"] = computed / metrics["update/tokens"]
     return {"update/count": float(len(stats)), **metrics}
 
 

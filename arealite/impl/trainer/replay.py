@@ -92,17 +92,12 @@ class LedgerLink:
         self._db.close()
 
 
-def _has_prefix_trees(ledger: Path) -> bool:
-    """Return whether a run computed the tokens that rows share once; AReaLite 0.2 did not."""
-    with closing(connect(ledger, read_only=True)) as db:
-        (metrics,) = db.execute("SELECT metrics FROM steps LIMIT 1").fetchone()
-    return "update/computed_frac" in json.loads(metrics)
-
-
 def replay(
     config: ExperimentConfig, ledger: Path, *, scratch: Path, stop: int, leave: bool, on_step: Hook
 ) -> None:
-    """Train the steps before `stop` as one rank; resume from the checkpoint in `scratch` if any.
+    """Train the steps before `stop` as this rank of the replay.
+
+    A checkpoint in `scratch` is resumed.
 
     Args:
         leave: whether to end with a checkpoint in `scratch`.
@@ -111,11 +106,12 @@ def replay(
     Raises:
         Differs: a step is not equal.
     """
-    ppo = config.trainer.ppo
-    if ppo.engine.fsdp.layout == "auto" and not _has_prefix_trees(ledger):
-        ppo = replace(
-            ppo, engine=replace(ppo.engine, fsdp=replace(ppo.engine.fsdp, layout="padded"))
-        )
+    ppo, engine = config.trainer.ppo, config.trainer.ppo.engine
+    with closing(connect(ledger, read_only=True)) as db:
+        sql = "SELECT 1 FROM steps WHERE instr(metrics, 'update/padded_tokens')"
+        is_old = db.execute(sql).fetchone()
+    if is_old and engine.fsdp.layout == "auto":  # AReaLite 0.2 padded rows on a CPU
+        ppo = replace(ppo, engine=replace(engine, fsdp=replace(engine.fsdp, layout="padded")))
     checkpoint = replace(ppo.checkpoint, every_steps=0, export=False)
     ppo = replace(ppo, checkpoint=checkpoint, token_stats=False)
     cluster, dataset = replace(config.cluster, run_root=str(scratch)), config.dataset

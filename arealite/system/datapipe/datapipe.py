@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.payloads import drop_repeated_heads, restore_heads
+from arealite.api.payloads import drop_repeated_prompts, restore_prompts
 from arealite.api.rollout_messages import Ack, Drain, Lease, Progress, Result, WorkerState
 from arealite.api.task import Task
 from arealite.api.trainer_messages import BatchRequest, Checkpointed, Finish, FromTrainer, Refused
@@ -223,7 +223,7 @@ class Datapipe:
     def _take_result(self, frames: list[bytes], result: Result | ResultIds, wrong: str) -> None:
         if self._fatal is not None:
             return  # never acknowledged, so the worker keeps it
-        self.intake.take(result, restore_heads(frames[2:]), wrong)
+        self.intake.take(result, restore_prompts(frames[2:]), wrong)
         self._progress = time.monotonic()
         self.requests.changed = True
         # An invalid result is acknowledged too: otherwise its worker would resend it forever.
@@ -304,7 +304,7 @@ class Datapipe:
             batch = self.requests.shard(request)
             ids = [batch.headers[index].trajectory_id for index in batch.mine]
             payloads = await asyncio.to_thread(read_payloads, self.ledger.path, ids)
-            self._send(route, batch, drop_repeated_heads(payloads))
+            self._send(route, batch, drop_repeated_prompts(payloads))
 
     def _release(self, leases: Sequence[Lease], *, is_lost: bool) -> None:
         """End leases that workers will not finish; if `is_lost`, count a failed attempt."""

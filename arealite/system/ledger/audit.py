@@ -180,7 +180,7 @@ class Audit:
     def __init__(self, db: sqlite3.Connection, new_only: bool) -> None:
         self.db, self.is_whole, self.mark = db, not new_only, Mark()
         meta = dict(db.execute("SELECT key, value FROM meta"))
-        self.has_sums = meta.get("schema") == schema.SCHEMA_VERSION
+        self.has_sums = meta.get("schema", "") >= "4"
         if new_only:
             with suppress(msgspec.MsgspecError):  # none yet
                 self.mark = msgspec.json.decode(meta.get("audited", ""), type=Mark)

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from arealite.api.payloads import split_head
+from arealite.api.payloads import split_prompt
 from arealite.api.rollout_messages import Failure, Lease, TurnHeader
 from arealite.api.trainer_messages import StepReport
 from arealite.api.trajectory import TrajectoryHeader
@@ -45,7 +45,8 @@ READERS_MS, MAX_READERS_MS = 200, 2000
 """Time to wait for readers at LOG_BYTES, and at most; it grows with the size of the log."""
 BUSY_MS = 10_000
 """Time for which a connection waits for a lock."""
-MAX_HEADS = 1 << 16
+MAX_PROMPTS = 1 << 16
+"""Maximum number of prompts that are remembered. A forgotten prompt may be stored again."""
 ROWS = 32
 """Maximum number of rows in one statement."""
 PRAGMAS = "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=8192", "secure_delete=OFF"
@@ -76,8 +77,8 @@ class Ledger:
         self._groups: dict[int, Group] = {}
         """By seq: groups that changed since the last transaction."""
         self._trajectories: list[tuple[object, ...]] = []
-        self._heads: dict[tuple[str, str], tuple[str, bytes]] = {}
-        """By group and seat: the first trajectory since the start, and a hash of its head."""
+        self._prompts: dict[tuple[str, str, bytes], str] = {}
+        """By group, seat and digest of the prompt: the first trajectory since the start."""
         self._log_limit, self._transactions = LOG_BYTES, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,13 +156,12 @@ class Ledger:
 
     def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
         """Write a trajectory; ignore it if its id is stored already."""
-        head, rest = split_head(payload)
-        own, digest = header.trajectory_id, blake2b(head).digest()
-        first, known = self._heads.setdefault((header.group_id, header.seat), (own, digest))
-        if head and first != own and known == digest:
-            payload = b"%s%s\0%s" % (REFERENCE, first.encode(), rest)
-        if len(self._heads) > MAX_HEADS:
-            self._heads.pop(next(iter(self._heads)))
+        (prompt, rest), own = split_prompt(payload), header.trajectory_id
+        key = header.group_id, header.seat, blake2b(prompt).digest()
+        if prompt and (first := self._prompts.setdefault(key, own)) != own:
+            payload = REFERENCE + _encode((first, rest))
+        if len(self._prompts) > MAX_PROMPTS:
+            self._prompts.pop(next(iter(self._prompts)))
         self._trajectories.append((*columns(header), _encode(header), payload))
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:

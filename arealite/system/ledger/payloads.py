@@ -10,13 +10,14 @@ import sqlite3
 import msgspec
 import numpy as np
 
-from arealite.api.payloads import decode_segments, split_head
+from arealite.api.payloads import decode_segments, split_prompt
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.api.turns import blake2b
 
 REFERENCE = b"\xc0"
-"""First byte of a stored payload without its head. The id of a trajectory of the group with an
-equal head follows, then a zero byte, then the rest of the payload."""
+"""First byte of a stored payload without its prompt block. The rest is msgpack: the id of a
+trajectory of the group with an equal block, and the rest of the payload."""
+_decode_reference = msgspec.msgpack.Decoder(tuple[str, bytes]).decode
 TOKEN_BYTES = 17
 """Size of a token in a payload: id 4, mask 1, logprob 4, version 4 and reward 4."""
 ROUNDING = 1e-5
@@ -26,13 +27,13 @@ MIN_TEMPERATURE = 1e-6
 
 
 def whole_payload(db: sqlite3.Connection, stored: bytes) -> bytes:
-    """Return a stored payload with its head; b"" if the head is missing."""
+    """Return a stored payload with its prompt block; b"" if the block is missing."""
     if stored[:1] != REFERENCE:
         return stored
-    first, _, rest = stored[1:].partition(b"\0")
-    sql = "SELECT payload FROM main.trajectories WHERE trajectory_id = CAST(? AS TEXT)"
+    first, rest = _decode_reference(stored[1:])
+    sql = "SELECT payload FROM main.trajectories WHERE trajectory_id = ?"
     row = db.execute(sql, (first,)).fetchone()
-    return split_head(row[0])[0] + rest if row and row[0] else b""
+    return split_prompt(row[0])[0] + rest if row and row[0] else b""
 
 
 def payload_sum(payload: bytes) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-SCHEMA_VERSION = "4"
+SCHEMA_VERSION = "5"
 SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 VALID_CHECKPOINT = "step <= (SELECT IFNULL(MAX(steps.step) + 1, 0) FROM steps)"
 """SQL condition: a checkpoint contains only trained steps. Older versions stored any step."""

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from arealite.api import trainer_messages as messages
-from arealite.api.payloads import restore_heads
+from arealite.api.payloads import restore_prompts
 from arealite.api.trainer_messages import Batch, EvalResult, FromTrainer, ToTrainer, Waiting
 from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError
@@ -186,7 +186,7 @@ class TrainerLink:
             raise InvariantError(f"the datapipe refused '{message.request}': {message.reason}")
         if isinstance(message, EvalResult) and self._evals.pop(message.eval_id, None):
             self._eval_results.append(message)
-        return message, restore_heads(frames[1:])
+        return message, restore_prompts(frames[1:])
 
     def _send(self, message: FromTrainer) -> None:
         if not isinstance(message, messages.TrainerStart):

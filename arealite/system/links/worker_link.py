@@ -14,7 +14,7 @@ from zlib import crc32
 import zmq
 
 from arealite.api import rollout_messages as messages
-from arealite.api.payloads import drop_repeated_heads
+from arealite.api.payloads import drop_repeated_prompts
 from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, TurnHeader, WorkerState
 from arealite.base import log
 from arealite.base.errors import RoleError
@@ -199,7 +199,7 @@ class WorkerLink:
         episodes = [episode for episode, _ in outbox]
         payloads = [payload for _, payloads in outbox for payload in payloads]
         result = wire.encode(messages.Result(self.worker_id, episodes))
-        frames = [result, *drop_repeated_heads(payloads)]
+        frames = [result, *drop_repeated_prompts(payloads)]
         self._unacknowledged[crc32(frames[0])] = _Unacknowledged(frames, episodes)
         if self._channel is not None:
             self._channel.send(frames)

@@ -23,7 +23,7 @@ from arealite.system.ledger.payloads import whole_payload
 from tests.system.ledger.small_run import Shape, make_run
 from tests.system.scenes import experiment
 
-NEW = '{"update/computed_frac": 0.5}'
+OLD = '{"reward/mean": 0.5, "update/padded_tokens": 9.0}'
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_replay_compares_the_mean_reward_of_a_step(
     replayed.close()
 
 
-@pytest.mark.parametrize(("metrics", "layout"), [("{}", "padded"), (NEW, "auto")])
+@pytest.mark.parametrize(("metrics", "layout"), [(OLD, "padded"), ("{}", "auto")])
 def test_replay_of_an_older_run_computes_each_row_separately(
     metrics: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,6 @@ def test_report_of_an_older_ledger_is_written(old: RunPaths) -> None:
 def test_resume_in_an_older_ledger_is_refused(old: RunPaths, tmp_path: Path) -> None:
     copy = tmp_path / "copy.sqlite"
     shutil.copy(old.ledger, copy)
-    with pytest.raises(UserError, match="was started with schema=3, now it is 4") as error:
+    with pytest.raises(UserError, match="was started with schema=3, now it is 5") as error:
         Ledger(copy, fingerprint={"group_size": "2"})
     assert "\n" not in str(error.value)

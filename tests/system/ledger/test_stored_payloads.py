@@ -6,6 +6,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -65,6 +66,8 @@ def test_other_prompts_seats_and_groups_keep_their_own_prompt(tmp_path: Path) ->
         "g0/0/agent": made(0),
         "g0/1/agent": made(1, prompt=5),  # an environment drew another prompt
         "g0/2/agent": made(2),
+        "g0/3/agent": made(6, prompt=5),
+        "g0/4/agent": msgspec.msgpack.encode([]),  # of an older version
         "g0/0/judge": made(3, prompt=7),
         "g0/1/judge": made(4, prompt=7),
         "g1/0/agent": made(5),
@@ -73,7 +76,7 @@ def test_other_prompts_seats_and_groups_keep_their_own_prompt(tmp_path: Path) ->
         store(ledger, given)
     assert read_payloads(path, [*given]) == [*given.values()]
     referring = {name for name, payload in stored(path).items() if payload[:1] == REFERENCE}
-    assert referring == {"g0/2/agent", "g0/1/judge"}
+    assert referring == {"g0/2/agent", "g0/3/agent", "g0/1/judge"}
 
 
 @pytest.mark.parametrize("change", ["payload = NULL", "payload = X'c1ff'", "trajectory_id = 'x'"])
@@ -82,10 +85,10 @@ def test_audit_names_the_payloads_whose_prompt_was_damaged(tmp_path: Path, chang
     referring = {name for name, payload in stored(ledger).items() if payload[:1] == REFERENCE}
     assert referring
     name = min(referring)
-    (first, _, _) = stored(ledger)[name][1:].partition(b"\0")
+    first, _ = msgspec.msgpack.decode(stored(ledger)[name][1:])
     with closing(sqlite3.connect(ledger)) as db, db:
         sql = f"UPDATE trajectories SET {change} WHERE trajectory_id = ?"
-        assert db.execute(sql, (first.decode(),)).rowcount == 1
+        assert db.execute(sql, (first,)).rowcount == 1
     report = audit(ledger)
     assert not report.ok
     assert name in report.table()
