@@ -381,8 +381,4 @@ def _unreadable(path: Path) -> str:
                     last = row[0]
             except sqlite3.Error:
                 found.append(f"{table} after {last}")
-    return (
-        f" Unreadable: {', '.join(found)}."
-        if found
-        else " All rows can be read: an index is damaged."
-    )
+    return f" Unreadable: {', '.join(found) or 'an index'}."
