@@ -20,8 +20,9 @@ CHAT = ("tokens", "messages", "prompt", "completion", "chosen", "rejected")
 """Columns of a row of sft, dpo and reward."""
 PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "text")
 """Common names of the column with the prompt, for errors."""
-ROLES = {"human": "user", "observation": "tool", "function_response": "tool"}
-ROLES |= dict.fromkeys(("gpt", "chatgpt", "bing"), "assistant")
+ROLES = {"human": "user", "observation": "tool", "function_response": "tool"} | {
+    name: "assistant" for name in ("gpt", "chatgpt", "bing")
+}
 """Role of a chat message by ShareGPT's `from`; other values are roles already."""
 HUMANEVAL = ("prompt", "entry_point", "canonical_solution", "test")
 """Columns of HumanEval's rows. `task_id` is not required."""
