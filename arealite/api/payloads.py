@@ -61,7 +61,7 @@ def decode_segments(payload: bytes) -> list[Segment]:
 
 
 def drop_repeated_prompts(payloads: Sequence[bytes]) -> list[bytes]:
-    """Leave out each prompt block that equals the block before it."""
+    """Return payloads without each prompt block that equals the block before it."""
     found, last = list[bytes](), b""
     for payload in payloads:
         prompt, rest = split_prompt(payload)
