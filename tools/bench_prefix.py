@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -129,6 +128,7 @@ def measure(size: str, pairs: int) -> dict[str, float]:
         found[f"{size}_{name}_speedup"] = statistics.median(ratios)
         found[f"{size}_{name}_token_ratio"] = tokens / sum(node.end - node.begin for node in nodes)
         found |= {f"{size}_{name}_{layout}_s": seconds[layout] for layout in LAYOUTS}
+        print(f"{size} {name}: {found[f'{size}_{name}_speedup']:.2f}", flush=True)
     return found
 
 
@@ -139,9 +139,15 @@ def peak(layout: str) -> None:
     rng = np.random.default_rng(0)
     warm = [row(draw(rng, 16), 4)]
     engine.train_batch(warm, LOSS)  # the state of the optimizer
-    before, rows = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, group(rng)
+    before, rows = peak_mb(), group(rng)
     engine.train_batch(rows, LOSS)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(peak_mb() - before)
+
+
+def peak_mb() -> float:
+    """Return the peak memory of this process in MB. `ru_maxrss` would include the parent's."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
+    return int(line.split()[1]) / 1024
 
 
 def main() -> None:
