@@ -139,7 +139,7 @@ def train(engine: FSDPEngine, samples: list[Sample]) -> dict[str, float]:
     loss = make_policy_loss(LossConfig(eps_high=0.28))
     rows = make_rows(samples)
     # The loss clips the ratio to the probabilities before the first update.
-    logprobs = engine.forward(rows, [[len(row.tokens) for row in rows]])["logprobs"]
+    logprobs = engine.forward(rows)["logprobs"]
     stats: dict[str, float] = {}
     for part in range(UPDATES):
         minibatch = rows[part::UPDATES]
@@ -148,7 +148,7 @@ def train(engine: FSDPEngine, samples: list[Sample]) -> dict[str, float]:
             row.fields["loss_weight"] = np.full(len(row.tokens), weight, np.float32)
             row.fields["prox_logprobs"] = prox_T
         # The engine packs rows into micro-batches, adds their gradients, and steps the optimizer.
-        stats = engine.train_batch(minibatch, [[len(row.tokens) for row in minibatch]], loss)
+        stats = engine.train_batch(minibatch, loss)
     return stats
 
 
