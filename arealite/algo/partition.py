@@ -6,7 +6,6 @@ The functions are deterministic, so that all ranks, a restarted datapipe and a r
 import heapq
 import random
 from collections.abc import Sequence
-from itertools import count, takewhile
 
 from arealite.api.trainer_messages import Batch, BatchRequest
 from arealite.api.trajectory import TrajectoryHeader
@@ -62,8 +61,8 @@ def balance_groups(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[i
     for index, header in enumerate(headers):
         key = header.group_id, header.prompt or header.trajectory_id
         prompts.setdefault(key, []).append(index)
-    most, best, result = max(map(len, prompts.values()), default=1), float("inf"), list[int]()
-    for size in takewhile(bool, (most >> power for power in count())):
+    size, best, result = max(map(len, prompts.values()), default=1), float("inf"), list[int]()
+    while size:
         parts = [one[i : i + size] for one in prompts.values() for i in range(0, len(one), size)]
         costs = [_computed([headers[i] for i in part]) for part in parts]
         loads, found = [0] * ranks, [0] * len(headers)
@@ -73,6 +72,7 @@ def balance_groups(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[i
                 found[index] = rank
         if max(loads) < best:
             best, result = max(loads), found
+        size //= 2
     return result
 
 

@@ -51,7 +51,7 @@ class Message(msgspec.Struct):
     """A message of a client or of a server."""
 
     type: str
-    """Of a client: reset, step, state or close."""
+    """A client sends the types reset, step, state and close."""
     data: msgspec.Raw = msgspec.Raw(b"{}")
 
 

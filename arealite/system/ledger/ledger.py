@@ -78,7 +78,8 @@ class Ledger:
         """By seq: groups that changed since the last transaction."""
         self._trajectories: list[tuple[object, ...]] = []
         self._prompts: dict[tuple[str, str, bytes], str] = {}
-        """By group, seat and digest of the prompt: the first trajectory since the start."""
+        """Ids of the trajectories that store a prompt, by (group id, seat, digest of the prompt).
+        Only prompts that this process stored are listed."""
         self._log_limit, self._transactions = LOG_BYTES, 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
