@@ -36,6 +36,9 @@ def test_non_finite_updates_stop_the_run(site: Site, tmp_path: Path) -> None:
         *("imports=[counted]", "trainer.ppo.collector.env.math.reward.type=counted"),
         *("trainer.ppo.lr=1e9", "trainer.ppo.optimizer.warmup_steps=0", "dataset.eval=null"),
         *("trainer.ppo.optimizer.max_skipped_updates=2", "trainer.ppo.total_steps=40"),
+        # All updates in the first step: a server with the broken weights fails its episodes, and
+        # too many failures end the run, too.
+        "trainer.ppo.epochs=3",
         # Its own server: the shared one would serve the broken weights to later tests.
         *("launcher.llm_servers=1", f"cluster.name_root={tmp_path / 'names'}"),
         env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
