@@ -3,11 +3,12 @@
 Runs `async_ppo` and `ppo` alternately. The server has the second core, and all other processes have
 the first. A synchronous step generates for g seconds, and then trains for t seconds. An
 asynchronous step cannot be shorter than the longer of the two, so `async / sync` is at most
-`bound` = (g + t) / max(g, t). Lengths are log-normal (median 20, clipped to 4 … 128). The length of
-an episode is drawn from its name, so both trainers have the same lengths. `--prompt` is the length
-of the prompts: longer prompts make training slower than generation.
+`bound` = (g + t) / max(g, t). Lengths are log-normal (median 20, σ 1.0, clipped to 4 … the option
+`--longest`). The length of an episode is drawn from its name, so both trainers have the same
+lengths. With the default of `--longest`, g and t are about equal; longer answers make generation
+the longer part.
 
-    python tools/bench_async.py [--repeats 5] [--steps 15] [--prompt 40]
+    python tools/bench_async.py [--repeats 5] [--steps 40] [--longest 40]
 
 Writes out/bench/async.json: all figures of the pair with the median `share_of_bound`.
 """
@@ -41,7 +42,7 @@ from tools import figures  # noqa: E402
 from tools.bench_trl import BUSY, Others, wait_for_quiet  # noqa: E402
 
 WARM_STEPS = 3
-PROMPT = 7
+LONGEST = 40
 
 
 @envs.register("coin")
@@ -61,7 +62,7 @@ class HeavyTailAgent(MathCodeSingleStepAgent):
     def __init__(self, config: Any, **context: Any) -> None:
         super().__init__(config, **context)
         draw = random.Random(self.seat.episode_id).lognormvariate(math.log(20), 1.0)
-        length = round(min(max(draw, 4), 128))
+        length = round(min(max(draw, 4), self.seat.sampling.max_new_tokens))
         sampling = dataclasses.replace(
             self.seat.sampling, max_new_tokens=length, min_new_tokens=length
         )
@@ -74,18 +75,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--longest", type=int, default=LONGEST)
     options = parser.parse_args()
     pairs = list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
         kit = Path(folder)
-        make_kit(kit, options.prompt)
+        make_kit(kit)
         for repeat in range(options.repeats):
             pair = {"quiet": 1.0}
             for name in ("async_ppo", "ppo"):
                 wait_for_quiet()
-                pair |= measure(kit, name, options.steps, repeat, pair)
+                pair |= measure(kit, name, options, repeat, pair)
             g, t = pair["ppo_wait_s"], pair["ppo_step_s"] - pair["ppo_wait_s"]
             pair |= {"ratio": pair["async_ppo_tokens_per_s"] / pair["ppo_tokens_per_s"]}
             pair |= {"generating_s": g, "training_s": t, "bound": (g + t) / max(g, t)}
@@ -100,8 +101,8 @@ def main() -> None:
     figures.save("async.json", median | {"quiet_pairs": len(quiet)})
 
 
-def make_kit(folder: Path, prompt: int) -> None:
-    """Write a random model of 0.1 M parameters (the demo's shape), and prompts of a length."""
+def make_kit(folder: Path) -> None:
+    """Write a random model of 0.1 M parameters (the demo's shape), and prompts."""
     from tests.models import tiny_model
 
     tiny_model(
@@ -115,8 +116,7 @@ def make_kit(folder: Path, prompt: int) -> None:
     )
     with (folder / "train.jsonl").open("w") as file:
         for index in range(512):
-            text = f"{index}+1=".rjust(prompt, "1")
-            file.write(json.dumps({"prompt": text, "ground_truth": "x"}) + "\n")
+            file.write(json.dumps({"prompt": f"{index}+1=", "ground_truth": "x"}) + "\n")
 
 
 @contextlib.contextmanager
@@ -155,7 +155,7 @@ def environment() -> dict[str, str]:
 
 
 def measure(
-    folder: Path, trainer: str, steps: int, repeat: int, pair: dict[str, float]
+    folder: Path, trainer: str, options: argparse.Namespace, repeat: int, pair: dict[str, float]
 ) -> dict[str, float]:
     """Train; return trained tokens per second and the mean step, without the first steps."""
     others, run_root = Others(), folder / f"{trainer}-{repeat}"
@@ -173,8 +173,8 @@ def measure(
         "trainer.ppo.collector.env.type=coin",
         "trainer.ppo.batch_size=256",
         "trainer.ppo.collector.group_size=8",
-        "trainer.ppo.collector.sampling.max_new_tokens=128",
-        f"trainer.ppo.total_steps={steps}",
+        f"trainer.ppo.collector.sampling.max_new_tokens={options.longest}",
+        f"trainer.ppo.total_steps={options.steps}",
         "trainer.ppo.checkpoint.export=false",
     ]
     with server(folder), core(0):
