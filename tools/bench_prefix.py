@@ -139,15 +139,9 @@ def peak(layout: str) -> None:
     rng = np.random.default_rng(0)
     warm = [row(draw(rng, 16), 4)]
     engine.train_batch(warm, LOSS)  # the state of the optimizer
-    before, rows = peak_mb(), group(rng)
+    before, rows = figures.peak_mb(), group(rng)
     engine.train_batch(rows, LOSS)
-    print(peak_mb() - before)
-
-
-def peak_mb() -> float:
-    """Return the peak memory of this process in MB. `ru_maxrss` would include the parent's."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
-    return int(line.split()[1]) / 1024
+    print(figures.peak_mb() - before)
 
 
 def main() -> None:

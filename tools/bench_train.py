@@ -26,7 +26,6 @@ import argparse
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -140,7 +139,7 @@ def loss_peak(which: str, tokens: int) -> dict[str, float]:
     weight = torch.empty(VOCAB, HIDDEN).normal_(0, 0.02).requires_grad_()
     targets = torch.randint(0, VOCAB, (tokens,))
     temperature = torch.ones(tokens)
-    before, started = _peak_mb(), time.process_time()
+    before, started = figures.peak_mb(), time.process_time()
     if which == "naive":
         logp = torch.log_softmax(hidden @ weight.T / temperature[:, None], -1)
         logprobs, entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
@@ -150,11 +149,7 @@ def loss_peak(which: str, tokens: int) -> dict[str, float]:
             hidden, Head(weight), targets, temperature_N=temperature, chunk=chunk
         )
     (logprobs.sum() + 0.01 * entropy.sum()).backward()
-    return {"mb": _peak_mb() - before, "cpu_s": time.process_time() - started}
-
-
-def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"mb": figures.peak_mb() - before, "cpu_s": time.process_time() - started}
 
 
 def loss_memory(tokens: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Output of a benchmark: its figures as lines on the terminal and as a JSON file in out/bench."""
+"""Figures of a benchmark: their output on the terminal and in out/bench, and peak memory."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def save(file: str | Path, figures: Mapping[str, Any], *, keep: bool = False) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if keep and path.exists() else {}
     path.write_text(json.dumps(before | dict(figures), indent=1) + "\n")
+
+
+def peak_mb() -> float:
+    """Return the peak memory of this process in MB. `ru_maxrss` would include the parent's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
