@@ -5,8 +5,7 @@ the first. A synchronous step generates for g seconds, and then trains for t sec
 asynchronous step cannot be shorter than the longer of the two, so `async / sync` is at most
 `bound` = (g + t) / max(g, t). Lengths are log-normal (median 20, σ 1.0, clipped to 4 … the option
 `--longest`). The length of an episode is drawn from its name, so both trainers have the same
-lengths. With the default of `--longest`, g and t are about equal; longer answers make generation
-the longer part.
+lengths. With the default of `--longest`, g is about 1.3 times t; longer answers increase it.
 
     python tools/bench_async.py [--repeats 5] [--steps 40] [--longest 40]
 
@@ -17,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
-import math
 import os
 import random
 import signal
@@ -29,7 +26,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -39,10 +35,17 @@ from arealite.api.env import Env, envs  # noqa: E402
 from arealite.api.task import Task  # noqa: E402
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
 from tools import figures  # noqa: E402
-from tools.bench_trl import BUSY, Others, wait_for_quiet  # noqa: E402
+from tools.bench_trl import (  # noqa: E402
+    BUSY,
+    LengthAgent,
+    Others,
+    environment,
+    heavy_length,
+    names,
+    wait_for_quiet,
+)
 
 WARM_STEPS = 3
-LONGEST = 40
 
 
 @envs.register("coin")
@@ -56,17 +59,14 @@ class CoinEnv(Env):
 
 
 @agents.register("heavy_tail")
-class HeavyTailAgent(MathCodeSingleStepAgent):
+class HeavyTailAgent(LengthAgent):
     """Generates the number of tokens that is drawn from its episode's name."""
 
-    def __init__(self, config: Any, **context: Any) -> None:
-        super().__init__(config, **context)
-        draw = random.Random(self.seat.episode_id).lognormvariate(math.log(20), 1.0)
-        length = round(min(max(draw, 4), self.seat.sampling.max_new_tokens))
-        sampling = dataclasses.replace(
-            self.seat.sampling, max_new_tokens=length, min_new_tokens=length
-        )
-        self.seat = dataclasses.replace(self.seat, sampling=sampling)
+    build_prompt = MathCodeSingleStepAgent.build_prompt
+    """With a chat template, unlike in the comparison with TRL."""
+
+    def length(self) -> int:
+        return heavy_length(random.Random(self.seat.episode_id), super().length())
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--longest", type=int, default=LONGEST)
+    parser.add_argument("--longest", type=int, default=40)
     options = parser.parse_args()
     pairs = list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as folder:
@@ -142,16 +142,6 @@ def core(number: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, cores)
-
-
-def names(folder: Path) -> list[str]:
-    """Return the overrides by which server and trainer find each other."""
-    return ["experiment_name=bench", "trial_name=t", f"cluster.name_root={folder / 'names'}"]
-
-
-def environment() -> dict[str, str]:
-    """Return the environment: one maths thread per process, and this module as a plugin."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
 
 
 def measure(

@@ -84,9 +84,9 @@ EXACT = "fixed", "prompts"
 SPLIT = "rows", "forward", "advantages", "update", "report", "stage", "log", "other"
 
 
-def heavy_length(rng: random.Random) -> int:
+def heavy_length(rng: random.Random, longest: int = MOST) -> int:
     """Draw the length of one answer."""
-    return round(min(max(rng.lognormvariate(math.log(20), 1.0), 4), MOST))
+    return round(min(max(rng.lognormvariate(math.log(20), 1.0), 4), longest))
 
 
 def score(text: str) -> float:
