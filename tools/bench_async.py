@@ -5,7 +5,7 @@ the first. A synchronous step generates for g seconds, and then trains for t sec
 asynchronous step cannot be shorter than the longer of the two, so `async / sync` is at most
 `bound` = (g + t) / max(g, t). Lengths are log-normal (median 20, σ 1.0, clipped to 4 … the option
 `--longest`). The length of an episode is drawn from its name, so both trainers have the same
-lengths. With the default of `--longest`, g is about 1.3 times t; longer answers increase it.
+lengths. Micro-batches have up to 2,048 tokens, as in `bench_trl`. With the default of `--longest`, g is about 1.3 times t; longer answers increase it.
 
     python tools/bench_async.py [--repeats 5] [--steps 40] [--longest 40]
 
@@ -165,6 +165,7 @@ def measure(
         "trainer.ppo.collector.group_size=8",
         f"trainer.ppo.collector.sampling.max_new_tokens={options.longest}",
         f"trainer.ppo.total_steps={options.steps}",
+        "trainer.ppo.engine.fsdp.max_tokens_per_microbatch=2048",
         "trainer.ppo.checkpoint.export=false",
     ]
     with server(folder), core(0):
