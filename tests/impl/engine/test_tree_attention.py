@@ -71,12 +71,14 @@ def test_attention_over_trees_equals_attention_over_rows(rows: list[np.ndarray])
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * float(other.abs().max()))
 
 
+@pytest.mark.parametrize("answer", [10, 30])  # with a mask, and with branches
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_outputs_and_gradients_are_close_to_float32(dtype: torch.dtype) -> None:
+def test_16_bit_outputs_and_gradients_are_close_to_float32(dtype: torch.dtype, answer: int) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 9, 50)
-    rows = [np.concatenate([prompt, rng.integers(0, 9, 30)]) for _ in range(4)]
+    rows = [np.concatenate([prompt, rng.integers(0, 9, answer)]) for _ in range(4)]
     tree = PrefixTree.of(prefix_forest(rows), CPU)
+    assert any(call.is_branch for call in tree.calls) == (answer == 30)
     exact = [torch.randn(tree.bounds[-1], 4, WIDTH, requires_grad=True) for _ in range(3)]
     low = [each.detach().to(dtype).requires_grad_() for each in exact]
     outs = [TreeAttention.apply(*each, tree, 0.4) for each in (exact, low)]  # type: ignore[no-untyped-call]
