@@ -5,7 +5,8 @@ the first. A synchronous step generates for g seconds, and then trains for t sec
 asynchronous step cannot be shorter than the longer of the two, so `async / sync` is at most
 `bound` = (g + t) / max(g, t). Lengths are log-normal (median 20, σ 1.0, clipped to 4 … the option
 `--longest`). The length of an episode is drawn from its name, so both trainers have the same
-lengths. Micro-batches have up to 2,048 tokens, as in `bench_trl`. With the default of `--longest`, g is about 1.3 times t; longer answers increase it.
+lengths. With the default of `--longest`, g is about 1.2 times t; longer answers increase it.
+Micro-batches have up to 2,048 tokens, as in `bench_trl`.
 
     python tools/bench_async.py [--repeats 5] [--steps 40] [--longest 40]
 

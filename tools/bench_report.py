@@ -6,7 +6,6 @@ The opening time is from `goto` until the table and the curves are drawn.
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import sys
 import tempfile
@@ -21,6 +20,7 @@ if __name__ == "__main__":
 
 from arealite.impl.view.report import write_report  # noqa: E402
 from tests.impl.view.runs import add_token_stats, make_run, make_tokenizer, many, metrics  # noqa: E402
+from tools import figures  # noqa: E402
 
 TRAJECTORIES, REPEATS, WORDS = 10_000, 5, 32_000
 SIZES = (14, 1000)
@@ -54,7 +54,7 @@ def bench(browser: Any, tokens: int) -> dict[str, float]:
         "tokens": tokens, "write_s": written, "mb": made["bytes"] / 1e6,
         "open_s": statistics.median(opened), "open_max_s": max(opened),
         "search_s": statistics.median(found),
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mb": figures.peak_mb(),
     }  # fmt: skip
 
 

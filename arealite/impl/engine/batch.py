@@ -71,7 +71,6 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
     else:
         shape = (len(rows), int(widths.max()))
         place = (row_of * shape[1] + column)[is_input]
-    temperature = np.array([row.temperature for row in rows], np.float32)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -88,7 +87,7 @@ def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -
         inputs=[put(each) for each in np.split(place, np.cumsum(widths)[:-1])],
         index_N=put(place[before]),
         targets_N=put(tokens[mask]),
-        temperature_N=put(temperature[row_of[mask]]),
+        temperature_N=put(np.array([row.temperature for row in rows], np.float32)[row_of[mask]]),
         rows_N=put(row_of[mask]),
         fields={
             name: put(np.concatenate([row.fields[name] for row in rows])[mask].astype(np.float32))
@@ -103,8 +102,7 @@ def input_items(rows: Seq[Sequence]) -> list[np.ndarray]:
     keys = [row.tokens for row in rows]
     if (routing := _routing(rows)) is not None:
         ids = np.concatenate(keys).astype(np.int32)[:, None].view(np.uint8)
-        items = np.concatenate([ids, routing], 1)
-        items = items.view(f"V{items.shape[1]}")[:, 0]
+        items = np.concatenate([ids, routing], 1).view(f"V{4 + routing.shape[1]}")[:, 0]
         keys = np.split(items, np.cumsum([len(key) for key in keys])[:-1])
     return [key[: max(1, len(key) - 1)] for key in keys]
 
@@ -113,8 +111,7 @@ def _routing(rows: Seq[Sequence]) -> np.ndarray | None:
     """Return the recorded experts of all tokens, row after row; None if no row has a record."""
     size = next((row.routing.shape[1] for row in rows if row.routing is not None), 0)
     none = [np.full((len(row.tokens), size), 255, np.uint8) for row in rows]
-    parts = zip(rows, none, strict=True)
-    found = [empty if row.routing is None else row.routing for row, empty in parts]
+    found = [n if row.routing is None else row.routing for row, n in zip(rows, none, strict=True)]
     return np.concatenate(found) if size else None
 
 

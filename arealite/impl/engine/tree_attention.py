@@ -1,11 +1,13 @@
 """Causal attention over prefix trees on a CPU, without copies of shared tokens.
 
 The tokens of a tree are in depth-first order. A *chain* is a run of nodes in which each node is the
-parent of the next. Its tokens are consecutive, and attend to each other causally in one call. If a
-node has descendants outside its chain, these are consecutive, too. They attend to the chain from
-its start to that node, in another call. The partial results of a query are merged by their
-log-sum-exp, as in flash attention. A small tree has many branches of few tokens; it is treated as
-one chain in which a mask hides the tokens of other branches.
+parent of the next. Its tokens are consecutive, and attend to each other causally in one call of the
+kernel. The descendants of a node outside its chain are consecutive, too. In another call, a
+*branch*, they attend to the tokens of the chain up to that node. The partial results of a query are
+merged by their log-sum-exp, as in flash attention.
+
+A tree of up to SMALL_TREE tokens is a single chain. An attention mask hides tokens of other
+branches, which costs less than a call for each branch.
 
 Shape letters: N = tokens of a micro-batch, D = width of a head, B = chains of a call, W = tokens of
 the longest of these chains.
@@ -25,53 +27,53 @@ from arealite.algo.prefix_tree import Forest
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 MIN_UNPADDED = 128
-"""Neighboring chains of equal length get an unpadded call if they have at least this many tokens in
-total. All other chains share padded calls."""
+"""Adjacent chains of equal length form a call of their own if they have at least this many tokens.
+All other chains are padded to the longest one in their call."""
 MAX_PADDING = 1 / 4
-"""Maximum share of padding in a row of a call."""
+"""Largest fraction of a row that is padding."""
 SMALL_TREE = 96
-"""Trees of up to this many tokens are computed as one chain with a mask. Measured with 32 groups of
-8 answers (0.8 million parameters): updates with answers of up to 8 tokens take 20 % less time."""
-Places = slice | Tensor
+"""Trees of up to this many tokens are chains with a mask; less than MIN_UNPADDED. Measured with 32
+groups of 8 answers of up to 8 tokens (0.8 million parameters): an update takes 20 % less time than
+with a call for each branch. In larger trees the mask costs about as much as these calls."""
+Positions = slice | Tensor
+"""Positions among the N tokens: a slice, or int64."""
 
 
 @dataclass
 class Call:
-    """One call of the kernel: B chains of up to W tokens that attend to themselves, or a branch."""
+    """One call of the kernel: causal attention within each of B chains, or a branch (B = 1)."""
 
     rows: int
-    queries: Places
-    """Positions [B · W] of the queries among the N tokens: a slice, or int64. Padding repeats the
-    last token of a chain."""
-    keys: Places
-    """Positions of the keys: those of the queries, or of the tokens above a branch."""
+    queries: Positions
+    """Positions [B · W] of the queries. Padding repeats the last token of a chain."""
+    keys: Positions
+    """Positions of the keys: those of the queries, or the chain up to the parent of a branch."""
     is_branch: bool = False
-    mask: Tensor | None = None
+    is_token: Tensor | None = None
     """bool [B, 1, W, 1]: False for padding; None: there is no padding."""
-    hidden: Tensor | None = None
-    """float32 [B, 1, W, W]: -inf where a query does not see a key, else 0; None: chains are causal,
-    and all queries of a branch see all keys."""
+    attn_mask: Tensor | None = None
+    """float32 [B, 1, W, W]: -inf where a query does not see a key, else 0; None: no small trees."""
 
-    def options(self, dtype: torch.dtype, scale: float) -> dict[str, Any]:
+    def kernel_options(self, dtype: torch.dtype, scale: float) -> dict[str, Any]:
         """Return options of the kernel; `dtype` is that of the log-sum-exp.
 
         The mask gets this dtype: torch 2.13 misreads a float32 mask if the queries are float64.
         """
-        hidden = None if self.hidden is None else self.hidden.to(dtype)
-        is_causal = hidden is None and not self.is_branch
-        return {"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": hidden, "scale": scale}
+        mask = None if self.attn_mask is None else self.attn_mask.to(dtype)
+        is_causal = mask is None and not self.is_branch
+        return {"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": mask, "scale": scale}
 
-    def take(self, values: Tensor, places: Places) -> Tensor:
+    def to_rows(self, values: Tensor, positions: Positions) -> Tensor:
         """Return [B, heads, W, …] of values [N, heads, …]."""
-        return values[places].unflatten(0, (self.rows, -1)).transpose(1, 2)
+        return values[positions].unflatten(0, (self.rows, -1)).transpose(1, 2)
 
-    def flat(self, values: Tensor) -> Tensor:
+    def from_rows(self, values: Tensor) -> Tensor:
         """Return [tokens, heads, …] of values [B, heads, W, …], without the padding."""
-        return self.unpad(values.transpose(1, 2).flatten(0, 1))
+        return self.drop_padding(values.transpose(1, 2).flatten(0, 1))
 
-    def unpad(self, values: Any) -> Any:
+    def drop_padding(self, values: Any) -> Any:
         """Return values [B · W, …] without those of the padding."""
-        return values if self.mask is None else values[self.mask.flatten()]
+        return values if self.is_token is None else values[self.is_token.flatten()]
 
 
 @dataclass
@@ -97,7 +99,7 @@ class PrefixTree:
         return tree
 
     def padded(self, missing: int) -> "PrefixTree":
-        """Return these trees, followed by a tree of `missing` tokens of padding."""
+        """Return these trees, followed by a tree of `missing` > 0 tokens of padding."""
         end = self.bounds[-1]
         paths = [*self.paths, np.arange(end, end + missing)]
         return PrefixTree(self.device, [*self.bounds, end + missing], [*self.parents, -1], paths)
@@ -125,8 +127,8 @@ class PrefixTree:
         for node, parent in enumerate(self.parents):
             if parent < 0:
                 is_small = self.stops[node] - self.bounds[node] <= SMALL_TREE
-            joins = parent >= 0 and (is_small or parent == node - 1)
-            found.append(found[-1] if joins else node)
+            continues = parent >= 0 and (is_small or parent == node - 1)
+            found.append(found[-1] if continues else node)
         return found
 
     @cached_property
@@ -140,45 +142,43 @@ class PrefixTree:
 
     @cached_property
     def calls(self) -> list[Call]:
-        """The calls of the kernel: first those of chains, each chain in one, then the branches.
-
-        A branch is a call for a node with descendants outside its chain: these attend to the chain
-        up to the node.
-        """
-        chains, bounds, done = self.chains, self.bounds, set[int]()
+        """The calls of the kernel: first those of chains, each chain in one, then the branches."""
+        chains, bounds, branched = self.chains, self.bounds, set[int]()
         begins = [bounds[node] for node, first in enumerate(chains) if first == node]
         spans = [(end - begin, begin) for begin, end in pairwise([*begins, bounds[-1]])]
         runs = [list(run) for _, run in groupby(spans, key=lambda span: span[0])]
-        is_long = [len(run) * run[0][0] >= MIN_UNPADDED for run in runs]
-        found = [self._call(run) for run in compress(runs, is_long)]
-        short = sorted(chain(*compress(runs, [not each for each in is_long])), reverse=True)
+        is_short = [len(run) * run[0][0] < MIN_UNPADDED for run in runs]
+        found = [self._call(run) for run, few in zip(runs, is_short, strict=True) if not few]
+        short = sorted(chain(*compress(runs, is_short)), key=lambda span: -span[0])
         while short:
             part = [span for span in short if span[0] >= (1 - MAX_PADDING) * short[0][0]]
             found.append(self._call(part))
             short = short[len(part) :]
         for node, parent in enumerate(self.parents):
-            if parent >= 0 and chains[parent] != chains[node] and parent not in done:
-                done.add(parent)
+            if parent >= 0 and chains[parent] != chains[node] and parent not in branched:
+                branched.add(parent)
                 keys = slice(bounds[chains[parent]], bounds[parent + 1])
                 queries = slice(bounds[node], self.stops[parent])
                 found.append(Call(1, queries, keys, is_branch=True))
         return found
 
     def _call(self, spans: list[tuple[int, int]]) -> Call:
-        """Return the call of chains; a span is (number of tokens, first position)."""
+        """Return the call of chains; a span is (tokens, first position), the longest first."""
         (lengths, begins), column = np.array(spans).T[:, :, None], np.arange(spans[0][0])
         at = begins + np.minimum(column, lengths - 1)
-        begin, end, mask, hidden = int(at[0, 0]), int(at[-1, -1]) + 1, None, None
+        begin, end = int(at[0, 0]), int(at[-1, -1]) + 1
         is_slice = (at.reshape(-1) == np.arange(begin, begin + at.size)).all()
-        places = slice(begin, end) if is_slice else torch.from_numpy(at.reshape(-1))
+        positions = slice(begin, end) if is_slice else torch.from_numpy(at.reshape(-1))
+        call = Call(len(spans), positions, positions)
         if lengths.min() < len(column):
-            mask = torch.from_numpy(column < lengths)[:, None, :, None]
-        stops = np.repeat(self.stops, np.diff(self.bounds))[at]
-        if (stops <= at[:, -1:]).any():  # the chain is a small tree
-            keys, queries = (begins + column)[:, None], at[:, :, None]
-            seen = torch.from_numpy((keys <= queries) & (queries < stops[:, None]))[:, None]
-            hidden = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-        return Call(len(spans), places, places, mask=mask, hidden=hidden)
+            call.is_token = torch.from_numpy(column < lengths)[:, None, :, None]
+        if len(column) < MIN_UNPADDED:
+            stops = np.repeat(self.stops, np.diff(self.bounds))[at]
+            if (stops <= at[:, -1:]).any():  # a chain is a small tree with branches
+                keys, queries = (begins + column)[:, None], at[:, :, None]
+                seen = torch.from_numpy((keys <= queries) & (queries < stops[:, None]))[:, None]
+                call.attn_mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        return call
 
 
 class TreeAttention(torch.autograd.Function):
@@ -191,15 +191,15 @@ class TreeAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=wide)
         for call in tree.calls:
-            taken = map(call.take, inputs, (call.queries, call.keys, call.keys))
-            attended, sums = map(call.flat, _forward(*taken, **call.options(wide, scale)))
-            at = call.unpad(call.queries)
+            taken = map(call.to_rows, inputs, (call.queries, call.keys, call.keys))
+            part, sums = map(call.from_rows, _forward(*taken, **call.kernel_options(wide, scale)))
+            at = call.drop_padding(call.queries)
             if call.is_branch:
                 before, total = lse[at], torch.logaddexp(lse[at], sums)
-                part = out[at] * (before - total).exp_()[..., None].to(out.dtype)
-                share = (sums - total).exp_()[..., None].to(out.dtype)
-                attended, sums = part.addcmul_(attended, share), total
-            out[at], lse[at] = attended, sums
+                merged = out[at] * (before - total).exp_()[..., None].to(out.dtype)
+                weight = (sums - total).exp_()[..., None].to(out.dtype)
+                part, sums = merged.addcmul_(part, weight), total
+            out[at], lse[at] = part, sums
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.options = tree, scale
         return out
@@ -210,15 +210,15 @@ class TreeAttention(torch.autograd.Function):
 
         The gradients of a partial result need only the merged output and the merged log-sum-exp.
         """
-        saved, (tree, scale) = ctx.saved_tensors, ctx.options
-        found = [torch.empty_like(each) for each in saved[:3]]
-        grad = grads[0].contiguous()
+        values, (tree, scale) = (grads[0].contiguous(), *ctx.saved_tensors), ctx.options
+        wide = values[-1].dtype
+        sums = [torch.empty_like(each, dtype=wide) for each in values[1:4]]
         for call in tree.calls:
-            q, k = call.queries, call.keys
-            given, *taken = map(call.take, (grad, *saved), (q, q, k, k, q, q))
-            given = given if call.mask is None else given * call.mask
-            parts = _backward(given, *taken, **call.options(saved[-1].dtype, scale))
-            for into, part, places in zip(found, parts, (q, k, k), strict=True):
-                at, part = call.unpad(places), call.flat(part)
-                into[at] = into[at] + part if call.is_branch else part
-        return *found, None, None
+            at_q, at_k = call.queries, call.keys
+            grad_out, *taken = map(call.to_rows, values, (at_q, at_q, at_k, at_k, at_q, at_q))
+            grad_out = grad_out if call.is_token is None else grad_out * call.is_token
+            parts = _backward(grad_out, *taken, **call.kernel_options(wide, scale))
+            for into, part, where in zip(sums, parts, (at_q, at_k, at_k), strict=True):
+                at, part = call.drop_padding(where), call.from_rows(part)
+                into[at] = into[at] + part if call.is_branch else part.to(wide)
+        return *(each.to(grads[0].dtype) for each in sums), None, None

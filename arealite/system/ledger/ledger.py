@@ -359,7 +359,7 @@ def read_payloads(path: Path, ids: Sequence[str], *, dropped: bytes | None = Non
 
     Args:
         path: The ledger's file.
-        trajectory_ids: The trajectories, in the order of the result.
+        ids: The trajectories, in the order of the result.
         dropped: Returned for a dropped payload; None: a dropped payload is an error.
 
     Raises:
