@@ -219,6 +219,6 @@ class TreeAttention(torch.autograd.Function):
             grad_out = grad_out if call.is_token is None else grad_out * call.is_token
             parts = _backward(grad_out, *taken, **call.kernel_options(wide, scale))
             for into, part, where in zip(sums, parts, (at_q, at_k, at_k), strict=True):
-                at, part = call.drop_padding(where), call.from_rows(part)
-                into[at] = into[at] + part if call.is_branch else part.to(wide)
+                at, part = call.drop_padding(where), call.from_rows(part).to(wide)
+                into[at] = into[at].add_(part) if call.is_branch else part
         return *(each.to(grads[0].dtype) for each in sums), None, None
