@@ -137,7 +137,7 @@ class Recorder(threading.Thread):
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (folder / self.vitals.stacks).open("wb")
         # After `close`, this handler replaces faulthandler's: `arealite why` may send SIGUSR1 to a
-        # role that exits. SIG_IGN would be inherited by child processes.
+        # role that exits. SIG_IGN would be inherited by child processes; it is set only at exit.
         with suppress(ValueError):  # only the main thread may set a handler
             signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
@@ -226,6 +226,8 @@ def start(name: str, folder: Path) -> None:
     except OSError as error:
         logger.warning("no vitals", folder=str(folder), error=str(error))
         return
+    # Called after `close`. The interpreter then resets all handlers except SIG_IGN.
+    atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
     atexit.register(_recorder.close)
     _recorder.start()
 

@@ -89,11 +89,17 @@ def unregister_and_request(signum):
 faulthandler.unregister = unregister_and_request
 vitals._recorder.close()
 os.kill(os.getpid(), signal.SIGUSR1)
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), signum=signal.SIGUSR1):
+        kill(pid, signum)
+        print("requested")
+last = Last()  # is deleted after the interpreter has reset its signal handlers
 """
     )
     command = [sys.executable, "-c", script, "idle-0", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+    assert result.stdout == "requested\n"
     assert not list(tmp_path.iterdir())
 
 
