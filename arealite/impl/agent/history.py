@@ -14,7 +14,7 @@ from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.system.data.chats import common_prefix_length, decode, encode, render
+from arealite.system.data.templates import common_prefix_length, decode, encode, render
 
 logger = log.get(__name__)
 

@@ -9,7 +9,7 @@ from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage, messages, observe
-from arealite.system.data.chats import tokenize
+from arealite.system.data.templates import tokenize
 
 
 class MathCodeSingleStepAgent(Agent):

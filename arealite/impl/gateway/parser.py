@@ -15,7 +15,7 @@ from arealite.impl.gateway.exchange import Answer, Call, ChatRequest, Delta
 from arealite.impl.gateway.families import FAMILIES, CallError, Family, Part, Tools, skip
 from arealite.impl.gateway.rendering import Renderer
 from arealite.impl.gateway.tree import Prompt
-from arealite.system.data.chats import decode
+from arealite.system.data.templates import decode
 
 SHORT = 2048
 """An unfinished call up to this length is read again with each new text."""

@@ -13,7 +13,7 @@ from arealite.impl.gateway.exchange import ApiError, function_call
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.parser import read_calls
 from arealite.impl.gateway.rendering import Renderer
-from arealite.system.data.chats import common_prefix_length, encode
+from arealite.system.data.templates import common_prefix_length, encode
 
 MARKER = re.compile(r"\s*(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,20}\])")
 """A marker of a template, such as <|im_end|> or [/INST]."""

@@ -1,18 +1,13 @@
-"""Tokenizes texts and chats: the prompts of agents, and the rows of offline trainers.
-
-Both use the same functions, so a supervised row has exactly the tokens that an agent would send and
-sample. Shape letter: T = tokens of one row.
-"""
+"""Reads and tokenizes the rows of offline trainers. Shape letter: T = tokens of one row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from arealite.api.agent import load_tokenizer
@@ -22,8 +17,9 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import EMPTY, identity
-from arealite.system.data.forms import chat_row, check_prompt, for_template, renamed, tool_calls
+from arealite.system.data.forms import chat_row, check_prompt, renamed, tool_calls
 from arealite.system.data.sources import is_saved, read_rows
+from arealite.system.data.templates import common_prefix_length, encode, render, tokenize
 from arealite.system.ledger.ledger import open_read_only
 from arealite.system.ledger.payloads import whole_payload
 
@@ -49,93 +45,6 @@ class Example:
     """int32 [T]: token ids"""
     kinds: np.ndarray
     """uint8 [T]: CONTEXT, ASSISTANT or NEXT_STATE"""
-
-
-# ------------------------------------------------------------ tokens
-
-_encode = msgspec.json.Encoder(order="deterministic").encode
-
-
-def tokenize(tokenizer: Tokenizer, prompt: str | Sequence[object]) -> list[int]:
-    """Tokenize a prompt: a text, or chat messages through the chat template.
-
-    The result is cached, because the episodes of a group have the same prompt. The caller must not
-    change the list.
-
-    Raises:
-        UserError: the prompt is a list of messages, and the tokenizer has no chat template.
-    """
-    encoded = _encode(prompt)
-    cached = _short if len(encoded) <= SHORT else _long
-    return cached(tokenizer, encoded)
-
-
-def _tokenize(tokenizer: Tokenizer, encoded: bytes) -> list[int]:
-    prompt = msgspec.json.decode(encoded)
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
-    return encode(tokenizer, render(tokenizer, prompt))
-
-
-SHORT = 1024
-"""Prompts up to this many bytes have a larger cache: a game has thousands of positions."""
-_short, _long = lru_cache(maxsize=16384)(_tokenize), lru_cache(maxsize=2048)(_tokenize)
-
-
-def render(
-    tokenizer: Any,
-    messages: Sequence[object],
-    *,
-    tools: Sequence[object] = (),
-    add_generation_prompt: bool = True,
-) -> str:
-    """Render chat messages as text with the tokenizer's chat template.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        messages: Messages with `role` and `content`.
-        tools: JSON schemas of the tools.
-        add_generation_prompt: End with the header of the assistant's next message.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or the template raises an error.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        what = "The prompt is a list of messages, but the model's tokenizer has no chat template"
-        raise UserError(f"{what}. Use a chat model, or write the dataset's prompts as plain text.")
-    if any(map(tool_calls, messages)) and "tool_calls" not in str(tokenizer.chat_template):
-        what = "the model's chat template renders no `tool_calls`, which the messages have"
-        raise UserError(f"{what}. Use another model or template, or remove the messages.")
-    try:
-        return tokenizer.apply_chat_template(
-            [for_template(message) for message in messages],
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-    except Exception as error:  # a template can raise anything
-        what = f"the model's chat template refuses the messages: {error}"
-        fix = "Remove what it does not support (a system prompt, tools), or use another template."
-        raise UserError(f"{what}. {fix}") from error
-
-
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenize the output of `render`, which contains the special tokens already.
-
-    Other threads run meanwhile if the tokenizer is a fast one.
-    """
-    fast: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if fast is None or fast.truncation or fast.padding:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return the text of tokens, including special tokens."""
-    fast = getattr(tokenizer, "backend_tokenizer", None)  # 3 times as fast
-    if fast is None:
-        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return fast.decode(ids, skip_special_tokens=False)
 
 
 # ------------------------------------------------------------ rows
@@ -385,9 +294,3 @@ def _sampled(tokenizer: Any, text: str) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise UserError("the model's tokenizer has no EOS token to end an answer. Set eos_token.")
     return [*encode(tokenizer, text), tokenizer.eos_token_id]
-
-
-def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the longest common prefix of two sequences."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

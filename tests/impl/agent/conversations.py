@@ -13,7 +13,7 @@ from typing import Any
 from arealite.api.agent import Agent, AgentConfig, AgentFactory
 from arealite.api.episode import Seat
 from arealite.api.llm import LLMResponse, SamplingConfig
-from arealite.system.data.chats import encode
+from arealite.system.data.templates import encode
 from tests.fakes.client import ScriptedClient, response
 from tests.models import CHAT_TEMPLATE
 

@@ -20,7 +20,7 @@ from arealite.api.task import Task
 from arealite.base.errors import ContextOverflow, UserError
 from arealite.impl.agent import history
 from arealite.impl.rollout.collector import Collector
-from arealite.system.data.chats import encode, render
+from arealite.system.data.templates import encode, render
 from tests.fakes.client import ScriptedClient, response
 from tests.fakes.experiment import experiment, lease
 from tests.impl.agent.conversations import (

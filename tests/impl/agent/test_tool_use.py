@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import Observation, ToolCall
 from arealite.impl.agent import tool_use
-from arealite.system.data.chats import encode
+from arealite.system.data.templates import encode
 from tests.fakes.chat_families import tokenizer_of
 from tests.impl.agent.conversations import chat_tokenizer, extends, make, prompts, said
 

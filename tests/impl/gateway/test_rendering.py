@@ -12,7 +12,7 @@ from arealite.api.observation import ChatMessage
 from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.rendering import CALLS, TOOLS, Renderer
-from arealite.system.data.chats import decode
+from arealite.system.data.templates import decode
 from tests.fakes.chat_families import FAMILIES, tokenizer_of
 from tests.impl.gateway.chats import Client, full, results, user
 

@@ -21,7 +21,7 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.demo.tiny_model import make_tokenizer
 from arealite.impl.rollout.collector import make_segments
-from arealite.system.data import chats
+from arealite.system.data import chats, templates
 from arealite.system.ledger.ledger import Ledger
 from tests.models import tiny_tokenizer
 from tests.system.data.test_dataset import jsonl, parquet
@@ -59,14 +59,14 @@ def test_equal_prompts_are_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         type(tok), "__call__", lambda self, text: calls.append(text) or {"input_ids": [len(text)]}
     )
-    first = chats.tokenize(tok, "abc")
-    assert chats.tokenize(tok, "abc") is first
-    assert chats.tokenize(tok, "abcd") == [4]
+    first = templates.tokenize(tok, "abc")
+    assert templates.tokenize(tok, "abc") is first
+    assert templates.tokenize(tok, "abcd") == [4]
     assert calls == ["abc", "abcd"]
-    assert chats.tokenize(tiny_tokenizer(), "abc") is not first
-    long = "a" * 2 * chats.SHORT
-    assert chats.tokenize(tok, long) is chats.tokenize(tok, long)
-    assert (chats._short.cache_info().maxsize, chats._long.cache_info().maxsize) == (16384, 2048)
+    assert templates.tokenize(tiny_tokenizer(), "abc") is not first
+    long = "a" * 2 * templates.SHORT
+    assert templates.tokenize(tok, long) is templates.tokenize(tok, long)
+    assert (templates._short.cache_info().maxsize, templates._long.cache_info().maxsize) == (16384, 2048)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_chat_row_has_the_tokens_of_agent_and_collector() -> None:
         said = tokenizer(messages[index]["content"])["input_ids"] + [tokenizer.eos_token_id]
         count = len(said)
         response = LLMResponse(said, [-1.0] * count, [0] * count, "stop")
-        turn = record.begin(chats.tokenize(tokenizer, messages[:index]), SamplingConfig())
+        turn = record.begin(templates.tokenize(tokenizer, messages[:index]), SamplingConfig())
         record.add(turn, response)
     (segment,) = make_segments(record.turns)
     (example,) = encode({"messages": messages}, tokenizer=tokenizer)
@@ -311,14 +311,14 @@ RENDERED = '<user>1+1?<assistant>[add {"a": 1}]<eos><tool>2<assistant>'
 def test_tool_calls_are_rendered_by_the_template(arguments: Any) -> None:
     tokenizer = tool_tokenizer()
     messages = [TALK[0], {**TALK[1], "tool_calls": [call(arguments)]}, TALK[2]]
-    assert chats.render(tokenizer, messages) == RENDERED
-    assert tokenizer.decode(chats.tokenize(tokenizer, messages)) == RENDERED
+    assert templates.render(tokenizer, messages) == RENDERED
+    assert tokenizer.decode(templates.tokenize(tokenizer, messages)) == RENDERED
 
 
 def test_tool_calls_of_parquet_have_no_null_values(tmp_path: Path) -> None:
     ((_, row),) = chats.load_rows(parquet(tmp_path, [{"messages": TALK}]), "train")
     assert row["messages"][0] == {**USER, "tool_calls": None}
-    assert chats.render(tool_tokenizer(), row["messages"][:3]) == RENDERED
+    assert templates.render(tool_tokenizer(), row["messages"][:3]) == RENDERED
 
 
 def test_answer_with_tool_calls_is_trained_as_the_template_renders_it() -> None:
