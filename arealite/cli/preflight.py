@@ -130,11 +130,13 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         check_address("127.0.0.1", config.view.port, at="view")
     if trainer.is_offline:
         model_folder.check_vocabulary(trainer.dpo.reference, model, key="trainer.dpo.reference")
-        rows, unused = check_examples(config, model)
-        if unused:
-            what = f"{len(unused)} rows have no tokens to train and are skipped"
-            print(fold(f"{what}; the first: {unused[0]}"))
-        check_resume(config, rows)
+        checked = check_examples(config, model)
+        if checked.untrained:
+            what = f"{len(checked.untrained)} rows have no tokens to train and are skipped"
+            print(fold(f"{what}; the first: {checked.untrained[0]}"))
+        if checked.unread:
+            print(fold(f"{'data':<10} not read, and without effect: {checked.unread}"), flush=True)
+        check_resume(config, checked.identity)
         return Facts(model, shapes, free)
     check_sources(config)
     check_first_rows(config)

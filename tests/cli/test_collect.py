@@ -13,7 +13,8 @@ from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig
 from arealite.api.offline import SFTConfig
 from arealite.base.errors import UserError
-from arealite.system.data.chats import NEXT_STATE, load_rows, make_encoder
+from arealite.system.data.chats import load_rows
+from arealite.system.data.examples import NEXT_STATE, RowEncoder
 from tests.cli.sampled import Answering, Command, no_servers
 
 
@@ -68,7 +69,7 @@ def test_parquet_has_the_same_rows_and_sft_trains_on_both(collect: Command) -> N
     assert read == written(collect)
     config = ExperimentConfig()
     config = replace(config, trainer=replace(config.trainer, type="sft"))
-    encode = make_encoder(config, load_tokenizer(str(collect.model)))
+    encode = RowEncoder(config, load_tokenizer(str(collect.model))).encode
     for name in ("out.jsonl", "out.parquet"):
         rows = load_rows(str(collect.folder / name), "train", min_reward=2.0)
         examples = [example for row in rows for example in encode(row)]
@@ -126,7 +127,7 @@ def examples(collect: Command, **sft: float) -> list[tuple[list[int], list[int]]
     config = ExperimentConfig()
     trainer = replace(config.trainer, type="sft", sft=SFTConfig(**sft))
     tokenizer = load_tokenizer(str(collect.model))
-    encode = make_encoder(replace(config, trainer=trainer), tokenizer)
+    encode = RowEncoder(replace(config, trainer=trainer), tokenizer).encode
     made = [encode(row)[0] for row in load_rows(str(collect.folder / "out.jsonl"), "train")]
     return [(e.tokens.tolist(), e.tokens[e.kinds == NEXT_STATE].tolist()) for e in made]
 

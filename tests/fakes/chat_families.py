@@ -89,7 +89,31 @@ FAMILIES: dict[str, ChatFamily] = {
         "granite", "<|end_of_text|>", "<|start_of_role|> <|end_of_role|> <|tool_call|>"
     ),
 }
-BOS = {"llama3_1": "<|begin_of_text|>", "mistral": "<s>", "deepseek_v3": "<｜begin▁of▁sentence｜>"}
+SHAPES: dict[str, ChatFamily] = {
+    "qwq": family("qwq", *CHATML, f"{TOOLS} <think> </think>"),
+    "deepseek_r1": family(
+        "deepseek_r1",
+        "<｜end▁of▁sentence｜>",
+        "<｜begin▁of▁sentence｜>",
+        f"{DEEPSEEK} <think> </think>",
+    ),
+    "glm4_7": family(
+        "glm4_7",
+        "<|endoftext|> <|user|> <|observation|>",
+        "[gMASK] <sop> <|system|> <|assistant|>",
+        f"{TOOLS} <think> </think> <arg_key> </arg_key> <arg_value> </arg_value>",
+    ),
+    "gemma": family("gemma", "<eos> <end_of_turn>", "<bos> <start_of_turn>"),
+}
+"""Templates of other shapes, for rows of offline trainers: a generation prompt that opens a thought
+(qwq, deepseek_r1, glm4_7), and a turn that does not end with the tokenizer's EOS (gemma)."""
+BOS = {
+    "llama3_1": "<|begin_of_text|>",
+    "mistral": "<s>",
+    "deepseek_v3": "<｜begin▁of▁sentence｜>",
+    "deepseek_r1": "<｜begin▁of▁sentence｜>",
+    "gemma": "<bos>",
+}
 
 
 def byte_level() -> Any:
@@ -107,7 +131,7 @@ def tokenizer_of(name: str) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, trainers
     from transformers import PreTrainedTokenizerFast
 
-    chat = FAMILIES[name]
+    chat = (FAMILIES | SHAPES)[name]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = byte_level()
     tokenizer.decoder = decoders.ByteLevel()

@@ -23,8 +23,8 @@ from arealite.impl.gateway.apis import history
 from arealite.impl.gateway.exchange import Answer, ApiError, ChatRequest
 from arealite.impl.gateway.rendering import CALLS, SYSTEM, THOUGHTS, TOOLS, Renderer
 from arealite.impl.gateway.tree import Completion, Item, Node, Prompt, Sample
-from arealite.system.data.templates import decode, tokenize
 from arealite.system.data.forms import tool_calls
+from arealite.system.data.templates import decode, tokenize
 
 LONG = 2000
 """Texts with more characters are rendered and tokenised in a thread; parts of a request with more

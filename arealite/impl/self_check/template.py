@@ -13,10 +13,9 @@ from arealite.impl.gateway.exchange import ApiError, function_call
 from arealite.impl.gateway.families import family_of
 from arealite.impl.gateway.parser import read_calls
 from arealite.impl.gateway.rendering import Renderer
-from arealite.system.data.templates import common_prefix_length, encode
+from arealite.system.data.answers import USER, marker_id, turn_end
+from arealite.system.data.templates import common_prefix_length
 
-MARKER = re.compile(r"\s*(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,20}\])")
-"""A marker of a template, such as <|im_end|> or [/INST]."""
 ARGUMENTS = {"query": "a b", "count": 3}
 
 
@@ -59,24 +58,24 @@ def template_faults(
             that ends a turn, so that no generation ends there.
     """
     renderer, faults = Renderer(tokenizer, family_of(tokenizer, format)), list[str]()
-    user: Any = {"role": "user", "content": "q"}
-    answer: Any = {"role": "assistant", "content": "§"}
     try:
-        renderer.render([user], ())
+        renderer.render([USER], ())
     except ApiError as error:
         what = f"model.path: no prompt can be rendered: {one_line(error).partition('. Remove')[0]}"
         raise UserError(f"{what}. Correct the chat template beside the tokenizer.") from error
     try:
-        found = MARKER.match(renderer.render([user, answer, user], ()).rpartition("§")[2])
-        if found and not renderer.family.has_channels:  # there, thoughts end with the marker, too
-            ids = encode(tokenizer, found[1])
-            what = f"the chat template ends a turn with {found[1]}"
-            if len(ids) != 1:
-                what = f"model.path: {what}, but the tokenizer splits it into {len(ids)} tokens"
-                fix = "Use the tokenizer that belongs to the template, or add the token."
-                raise UserError(f"{what}, so no generation ends there. {fix}")
-            fix = f"trainer.ppo.collector.sampling.stop_token_ids=[{ids[0]}]"
-            faults += [f"{what}, which is no stop token; set {fix}"] * (ids[0] not in stops)
+        marker = turn_end(tokenizer).marker
+    except UserError as error:
+        return [f"the chat template refuses a short conversation: {error}"]
+    if marker and not renderer.family.has_channels:  # there, thoughts end with the marker, too
+        try:
+            token = marker_id(tokenizer, marker)
+        except UserError as error:
+            raise UserError(f"model.path: {error}") from error
+        fix = f"set trainer.ppo.collector.sampling.stop_token_ids=[{token}]"
+        fault = f"the chat template ends a turn with {marker}, which is no stop token; {fix}"
+        faults += [fault] * (token not in stops)
+    try:
         if has_tools and renderer.has_tools:
             faults += _faults_of_calls(renderer)
     except ApiError as error:

@@ -24,8 +24,9 @@ from arealite.impl.trainer.base import BaseTrainer
 from arealite.impl.trainer.batch import Minibatch
 from arealite.impl.trainer.components import Components, Engines, make_engine
 from arealite.impl.trainer.metrics import ENGINE
-from arealite.system.data.chats import Example, Row, identity_of_rows, make_encoder, read_dataset
+from arealite.system.data.chats import identity_of_rows, read_dataset
 from arealite.system.data.dataset import permutation
+from arealite.system.data.examples import Example, Row, RowEncoder
 
 logger = log.get(__name__)
 
@@ -45,7 +46,7 @@ class OfflineTrainer(BaseTrainer):
         self.offline = config.trainer.offline
         self.checkpoint_keep = self.offline.checkpoint_keep
         super().__init__(config, components, self.load_engines)
-        self.encode = make_encoder(config, load_tokenizer(config.model.path))
+        self.encode = RowEncoder(config, load_tokenizer(config.model.path)).encode
         self.identity = identity_of_rows(config, self.train_rows)
         self.loss_fn = self.make_loss()
         self.tokenizing = ThreadPoolExecutor(1, "rows")

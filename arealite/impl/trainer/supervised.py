@@ -11,7 +11,7 @@ from arealite.api.engine import LossFn, Sequence
 from arealite.impl.trainer.batch import Minibatch
 from arealite.impl.trainer.components import Engines, make_reference
 from arealite.impl.trainer.offline import OfflineTrainer, Unit
-from arealite.system.data.chats import ASSISTANT, Example
+from arealite.system.data.examples import ASSISTANT, Example
 
 PAIR_STATS = ("loss", "accuracy", "margin", "chosen", "rejected")
 

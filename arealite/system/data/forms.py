@@ -18,6 +18,10 @@ TASK = ("prompt", "ground_truth", "extra_info")
 """Columns of a task."""
 CHAT = ("tokens", "messages", "prompt", "completion", "chosen", "rejected")
 """Columns of a row of sft, dpo and reward."""
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Names of an answer's thought, in order of preference."""
+MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "weight", *THOUGHT_KEYS}
+"""Keys of a chat message that AReaLite reads, or that a template cannot render in another way."""
 PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "text")
 """Common names of the column with the prompt, for errors."""
 ROLES = {"human": "user", "observation": "tool", "function_response": "tool"} | {
@@ -89,7 +93,23 @@ def _from_sharegpt(value: Any) -> list[Any]:
         return [value]
     message = cast(Row, value)
     role = str(message["from"])
-    return [{"role": ROLES.get(role, role), "content": message.get("value")}]
+    text = message.get("value")
+    others = {key: part for key, part in message.items() if key not in ("from", "value")}
+    if role == "function_call" and (calls := _sharegpt_calls(text)):
+        return [{"role": "assistant", "content": None, "tool_calls": calls, **others}]
+    return [{"role": ROLES.get(role, role), "content": text, **others}]
+
+
+def _sharegpt_calls(text: object) -> list[Row]:
+    """Return the tool calls in the JSON text of a ShareGPT message; [] if it has none."""
+    decoded: Any = None
+    if isinstance(text, str):
+        with suppress(msgspec.DecodeError):
+            decoded = msgspec.json.decode(text)
+    functions = cast(list[Any], decoded if isinstance(decoded, list) else [decoded])
+    if not all(map(_is_schema, functions)):
+        return []
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def renamed(row: Row, own: Row, columns: Columns, where: str, known: Sequence[str] = TASK) -> Row:
@@ -189,12 +209,52 @@ def tool_calls(message: Any) -> list[dict[str, Any]]:
     return message.get("tool_calls") or []
 
 
+def thought_of(message: Any) -> str:
+    """Return the thought of an answer; "" without one."""
+    return next((str(message[key]) for key in THOUGHT_KEYS if message.get(key)), "")
+
+
+def with_thought(message: dict[str, Any], thought: str) -> dict[str, Any]:
+    """Return an answer with another thought."""
+    return {**message, **dict.fromkeys(THOUGHT_KEYS, thought)}
+
+
 def for_template(message: Any) -> dict[str, Any]:
-    """Return a message as templates expect it: arguments of tool calls as objects, not as JSON
-    text (OpenAI), and without the null values that Parquet adds."""
+    """Return a message as templates expect it.
+
+    Arguments of tool calls are objects, not JSON text (OpenAI). There are no null values, which
+    Parquet adds. A thought has the names of all templates.
+    """
     kept = {key: each for key, each in message.items() if each is not None or key == "content"}
     calls = [_without_nulls(each) for each in tool_calls(message)]
-    return kept | ({"tool_calls": calls} if calls else {})
+    kept |= {"tool_calls": calls} if calls else {}
+    thought = thought_of(message)
+    return with_thought(kept, thought) if thought else kept
+
+
+def read_tools(value: object, where: str) -> list[dict[str, Any]]:
+    """Return the schemas in a row's column `tools`: a list, or JSON text of a list; [] for null.
+
+    Raises:
+        UserError: the column is neither, or a schema has no name.
+    """
+    decoded = value
+    if isinstance(value, str):
+        with suppress(msgspec.DecodeError):
+            decoded = cast(object, msgspec.json.decode(value)) if value.strip() else None
+    schemas = cast(list[object], [] if decoded is None else decoded)
+    if not isinstance(decoded, list | None) or not all(map(_is_schema, schemas)):
+        raise UserError(
+            f"{where}: `tools` must be a list of function schemas, or JSON text of such a list. "
+            'Write [{"type": "function", "function": {"name": …, "parameters": …}}, …].'
+        )
+    return [_without_nulls(schema) for schema in schemas]
+
+
+def _is_schema(value: object) -> bool:
+    schema = cast(Row, value) if isinstance(value, dict) else Row()
+    function = schema.get("function") or schema
+    return isinstance(function, dict) and isinstance(cast(Row, function).get("name"), str)
 
 
 def _without_nulls(value: Any, key: str = "") -> Any:

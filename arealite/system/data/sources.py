@@ -143,6 +143,14 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
     yield from _numbered(file, table.to_pylist())
 
 
+def parquet_columns(path: str) -> list[str]:
+    """Return the names of the columns of a Parquet file; [] for a dataset of another kind."""
+    file = Path(path).expanduser()
+    if file.suffix != ".parquet":
+        return []
+    return list(importlib.import_module("pyarrow.parquet").read_schema(file).names)
+
+
 def is_saved(folder: Path) -> bool:
     """Return whether `save_to_disk` of the `datasets` library has written a folder."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))

@@ -21,14 +21,14 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.demo.tiny_model import make_tokenizer
 from arealite.impl.rollout.collector import make_segments
-from arealite.system.data import chats, templates
+from arealite.system.data import chats, examples, templates
 from arealite.system.ledger.ledger import Ledger
 from tests.models import tiny_tokenizer
 from tests.system.data.test_dataset import jsonl, parquet
 
 USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 AGAIN, SECOND = {"role": "user", "content": "+1?"}, {"role": "assistant", "content": "3"}
-KINDS = {chats.CONTEXT: ".", chats.ASSISTANT: "A", chats.NEXT_STATE: "n"}
+KINDS = {examples.CONTEXT: ".", examples.ASSISTANT: "A", examples.NEXT_STATE: "n"}
 WRITERS = [jsonl, parquet]
 
 
@@ -37,8 +37,8 @@ def settings(kind: str = "sft", *, max_tokens: int = 4096, **sft: Any) -> Experi
     return ExperimentConfig(trainer=TrainerConfig(type=kind, offline=offline, sft=SFTConfig(**sft)))
 
 
-def encode(row: dict[str, Any], *, tokenizer: Any = None, **config: Any) -> list[chats.Example]:
-    made = chats.make_encoder(settings(**config), tokenizer or make_tokenizer_with_chat())
+def encode(row: dict[str, Any], *, tokenizer: Any = None, **config: Any) -> list[examples.Example]:
+    made = examples.RowEncoder(settings(**config), tokenizer or make_tokenizer_with_chat()).encode
     return made(("rows.jsonl, line 7", row))
 
 
@@ -47,7 +47,7 @@ def make_tokenizer_with_chat() -> Any:
     return make_tokenizer("0123456789+?=")
 
 
-def shown(example: chats.Example, tokenizer: Any) -> str:
+def shown(example: examples.Example, tokenizer: Any) -> str:
     """Return each token as text with its kind."""
     texts = tokenizer.convert_ids_to_tokens(example.tokens.tolist())
     return " ".join(text + KINDS[kind] for text, kind in zip(texts, example.kinds, strict=True))
@@ -66,7 +66,8 @@ def test_equal_prompts_are_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert templates.tokenize(tiny_tokenizer(), "abc") is not first
     long = "a" * 2 * templates.SHORT
     assert templates.tokenize(tok, long) is templates.tokenize(tok, long)
-    assert (templates._short.cache_info().maxsize, templates._long.cache_info().maxsize) == (16384, 2048)
+    sizes = [cache.cache_info().maxsize for cache in (templates._short, templates._long)]
+    assert sizes == [16384, 2048]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_chat_row_has_the_tokens_of_agent_and_collector() -> None:
     (segment,) = make_segments(record.turns)
     (example,) = encode({"messages": messages}, tokenizer=tokenizer)
     assert segment.tokens == example.tokens.tobytes()
-    assert segment.loss_mask == (example.kinds == chats.ASSISTANT).astype(np.uint8).tobytes()
+    assert segment.loss_mask == (example.kinds == examples.ASSISTANT).astype(np.uint8).tobytes()
 
 
 def test_template_that_does_not_extend_its_prefix_is_refused() -> None:
@@ -165,7 +166,7 @@ def test_collected_columns_are_read(tmp_path: Path, write: Any) -> None:
         rows[0]["loss_mask"] = [False, True, True, False, True]
     path = write(tmp_path, rows)
     loaded = chats.load_rows(path, "train")
-    made = chats.make_encoder(settings(), tiny_tokenizer())
+    made = examples.RowEncoder(settings(), tiny_tokenizer()).encode
     (first,), (second,), _ = map(made, loaded)
     assert first.tokens.tolist() == [3, 4, 5, 6, 7]
     assert "".join(KINDS[kind] for kind in first.kinds) == ".AAnA"
@@ -205,14 +206,14 @@ def test_run_folder_is_read_as_a_dataset(tmp_path: Path) -> None:
     run = collected(tmp_path / "run")
     rows = chats.load_rows(str(run), "train")
     assert rows == chats.load_rows(str(RunPaths(run).ledger), "train")
-    made = chats.make_encoder(settings(), tiny_tokenizer())
-    examples = [made(row)[0] for row in rows]
-    assert [example.tokens.tolist() for example in examples] == [
+    made = examples.RowEncoder(settings(), tiny_tokenizer()).encode
+    encoded = [made(row)[0] for row in rows]
+    assert [example.tokens.tolist() for example in encoded] == [
         [0, 1, 2, 3],
         [10, 11, 12],
         [10, 11, 12, 13, 14],
     ]
-    assert ["".join(KINDS[k] for k in each.kinds) for each in examples] == [".AnA", ".AA", ".AnnA"]
+    assert ["".join(KINDS[k] for k in each.kinds) for each in encoded] == [".AnA", ".AA", ".AnnA"]
     (good,) = chats.load_rows(str(run), "train", min_reward=0.5)
     assert good[0].endswith("ledger.sqlite, g/0/agent")
     with pytest.raises(UserError, match="no ledger at"):
@@ -324,7 +325,7 @@ def test_tool_calls_of_parquet_have_no_null_values(tmp_path: Path) -> None:
 def test_answer_with_tool_calls_is_trained_as_the_template_renders_it() -> None:
     tokenizer = tool_tokenizer()
     (example,) = encode({"messages": TALK}, tokenizer=tokenizer)
-    trained = tokenizer.decode(example.tokens[example.kinds == chats.ASSISTANT])
+    trained = tokenizer.decode(example.tokens[example.kinds == examples.ASSISTANT])
     assert trained == '[add {"a": 1}]<eos>2<eos>'
     assert tokenizer.decode(example.tokens) == RENDERED + "2<eos>"
 

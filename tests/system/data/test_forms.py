@@ -371,6 +371,31 @@ ANSWERED = {"role": "assistant", "content": "b"}
             {"messages": [{"role": "system", "content": "s"}, ASKED, ANSWERED]},
             "ShareGPT rows: messages",
         ),
+        (
+            {
+                "conversations": [
+                    SAID[0],
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+                    {"from": "observation", "value": "r"},
+                    {**SAID[1], "weight": 0},
+                ]
+            },
+            {
+                "messages": [
+                    ASKED,
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [
+                            {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+                        ],
+                    },
+                    {"role": "tool", "content": "r"},
+                    {**ANSWERED, "weight": 0},
+                ]
+            },
+            "ShareGPT rows: messages",
+        ),
         ({"prompt": "a", "completion": "b"}, {}, "rows: prompt/completion"),
         ({"messages": [ASKED], "x": 1}, {}, "rows: messages"),
     ],

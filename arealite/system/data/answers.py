@@ -1,0 +1,323 @@
+"""Finds the text of an assistant's answer in the chat template's rendering of its conversation.
+
+The trained text of an answer is what the template renders for it, from the generation prompt to the
+end of the turn. An answer is refused if the template does not render it so, or leaves a part out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from arealite.base.errors import UserError
+from arealite.system.data.forms import thought_of, tool_calls, with_thought
+from arealite.system.data.templates import common_prefix_length, encode, render
+
+Messages = Sequence[dict[str, Any]]
+
+CONTENT_MARK = "§"
+"""Content of the short answer that shows how a template ends a turn."""
+MARKER = re.compile(r"\s*(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,20}\])")
+"""A marker of a template, such as <|im_end|> or [/INST]."""
+USER: dict[str, Any] = {"role": "user", "content": "q"}
+SHORT_ANSWER = {"role": "assistant", "content": CONTENT_MARK}
+CALL_ID = "c00010000"
+"""Nine letters and digits: the only form of an id that Mistral's templates accept."""
+CALL_ANSWER = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+    ],
+}
+TOOL_RESULT = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "r"}
+THOUGHT = "reasoning_content"
+"""The key of an answer's thought in errors."""
+UNIQUE = "q7f3a9c1e5b2d8"
+"""A text that no template and no row contains."""
+SHORT_PART = 16
+"""Characters below which a rendering can contain a part by chance."""
+SHOWN = 32
+"""Characters of a prompt that an error shows, and that are compared with an answer."""
+
+
+class TurnEnd(NamedTuple):
+    """How a chat template ends a turn of the assistant."""
+
+    marker: str
+    """The text of the token that ends the turn, such as <|im_end|>; "" if the template has none."""
+    tail: str
+    """The text after the content of the last answer of a conversation. It does not contain the
+    marker if the header of the next message is the marker, as in GLM's templates."""
+
+
+def turn_end(tokenizer: Any) -> TurnEnd:
+    """Return how the chat template of a tokenizer ends a turn.
+
+    Raises:
+        UserError: the template refuses a conversation of three short messages.
+    """
+    return _turn_end(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=16)
+def _turn_end(tokenizer: Any, _template: str) -> TurnEnd:
+    last = render(tokenizer, [USER, SHORT_ANSWER], add_generation_prompt=False)
+    longer = render(tokenizer, [USER, SHORT_ANSWER, USER], add_generation_prompt=False)
+    after = longer.rpartition(CONTENT_MARK)[2]
+    return TurnEnd(marker=_first_marker(tokenizer, after), tail=last.rpartition(CONTENT_MARK)[2])
+
+
+@lru_cache(maxsize=16)
+def _marker_after_calls(tokenizer: Any, _template: str) -> str:
+    """Return the marker at the start of a tool's result, which ends a turn without a marker."""
+    last = render(tokenizer, [USER, CALL_ANSWER], add_generation_prompt=False)
+    longer = render(tokenizer, [USER, CALL_ANSWER, TOOL_RESULT], add_generation_prompt=False)
+    return _first_marker(tokenizer, longer.removeprefix(last))
+
+
+def _first_marker(tokenizer: Any, text: str) -> str:
+    """Return the special token, or else the marker, at the start of a text; "" without one."""
+    stripped = text.lstrip()
+    special = [token for token in special_tokens(tokenizer) if stripped.startswith(token)]
+    if special:
+        return max(special, key=len)
+    match = MARKER.match(text)
+    return match[1] if match else ""
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return the texts of a tokenizer's special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = [token.content for token in added if token.special]
+    return [text for text in {*texts, *tokenizer.all_special_tokens} if text]
+
+
+def marker_id(tokenizer: Any, marker: str) -> int:
+    """Return the id of the token that ends a turn.
+
+    Raises:
+        UserError: the tokenizer splits the marker, so that no generation ends there.
+    """
+    ids = encode(tokenizer, marker)
+    if len(ids) != 1:
+        raise UserError(
+            f"the chat template ends a turn with {marker}, but the tokenizer splits it into "
+            f"{len(ids)} tokens, so no generation ends there. Use the tokenizer that belongs to "
+            "the template, or add the token."
+        )
+    return ids[0]
+
+
+# ------------------------------------------------------------ one answer
+
+
+class Answer(NamedTuple):
+    """The rendering of one answer."""
+
+    prompt: str
+    """The rendering of the messages before it, with the generation prompt."""
+    text: str
+    """Its own text, with the marker that ends the turn."""
+    needs_eos: bool
+    """Whether the template has no marker, so that the tokenizer's EOS ends the turn."""
+
+
+class Conversation:
+    """A conversation, and what the chat template renders for it."""
+
+    def __init__(self, tokenizer: Any, messages: Messages, tools: Sequence[object] = ()) -> None:
+        """Keep the conversation.
+
+        Args:
+            tokenizer: A tokenizer with a chat template.
+            messages: Messages with `role` and `content`.
+            tools: JSON schemas of the tools.
+        """
+        self.tokenizer = tokenizer
+        self.messages = messages
+        self.tools = tools
+        self._rendered = dict[int, str]()
+
+    def prompt(self, end: int) -> str:
+        """Return the rendering of the first messages, with the generation prompt.
+
+        The rendering of the whole conversation has no generation prompt.
+        """
+        if end not in self._rendered:
+            self._rendered[end] = self._render(self.messages[:end], end < len(self.messages))
+        return self._rendered[end]
+
+    def answer(self, index: int, *, following: int, begun: str = "") -> Answer:
+        """Return the rendering of the answer at an index.
+
+        A template may render an answer differently when other messages follow: Qwen3's omits an
+        empty thought. Then the answer has the text of the later rendering, if that rendering leaves
+        out no part of the message.
+
+        Args:
+            index: Index of the answer in the messages.
+            following: Number of messages up to the next answer, or of all messages.
+            begun: The beginning of the answer that belongs to the prompt.
+
+        Raises:
+            UserError: the template does not render the answer after its generation prompt, or
+                leaves out a part of the message.
+        """
+        answer = self._whole_answer(index, following)
+        if not begun:
+            return answer
+        text = answer.text.lstrip()
+        if not text.startswith(begun):
+            raise UserError(
+                f"the chat template changes {begun[:SHOWN]!r}, the beginning of message "
+                f"{index + 1} in the prompt. Move the beginning into the completion."
+            )
+        context = len(answer.text) - len(text) + len(begun)
+        prompt = answer.prompt + answer.text[:context]
+        return Answer(prompt=prompt, text=answer.text[context:], needs_eos=answer.needs_eos)
+
+    def _whole_answer(self, index: int, following: int) -> Answer:
+        prompt = self._render(self.messages[:index], True)
+        end = index + 1
+        whole = self._render(self.messages[:end], False)
+        if not whole.startswith(prompt):
+            begin = max(0, common_prefix_length(prompt, whole) - SHOWN)
+            raise UserError(
+                f"the chat template's generation prompt ends with {prompt[begin:]!r}, but the "
+                f"template renders {whole[begin : begin + 2 * SHOWN]!r} for message {end}, the "
+                "assistant's, so no model would sample this message. If the prompt opens a "
+                "thought, write the thought into the message's `reasoning_content`, or use "
+                "another template."
+            )
+        answer = self._with_end(prompt, whole[len(prompt) :], self.messages[index])
+        if lost := self._lost_parts(index, prompt[-SHOWN:], answer.text, end):
+            raise UserError(
+                f"the chat template leaves out `{lost[0]}` of message {end}, the assistant's, so "
+                "it cannot be trained. Remove it from the row, or use another template."
+            )
+        return self._repeated(index, following, answer) or answer
+
+    def _repeated(self, index: int, following: int, answer: Answer) -> Answer | None:
+        """Return an answer as it is rendered before later messages, if that rendering is different.
+
+        None: it is equal, ends with another token than a generation, or leaves out a part.
+        """
+        later = self.prompt(following)
+        if following == index + 1 or not later.startswith(answer.prompt):
+            return None
+        marker = turn_end(self.tokenizer).marker
+        text, separator, _ = later[len(answer.prompt) :].partition(marker) if marker else ("",) * 3
+        text += separator
+        if text == answer.text or not separator or not answer.text.endswith(separator):
+            return None
+        if self._lost_parts(index, answer.prompt[-SHOWN:], text, following):
+            return None
+        return Answer(prompt=answer.prompt, text=text, needs_eos=False)
+
+    def check_context(self) -> None:
+        """Check that the template renders all tools, and all messages except answers.
+
+        Raises:
+            UserError: it leaves one out.
+        """
+        whole = self.prompt(len(self.messages))
+        for index, message in enumerate(self.messages):
+            content = message.get("content") or ""
+            if message["role"] != "assistant" and not _contains(whole, content):
+                if self._renders_differently_without(index, whole):
+                    continue
+                raise UserError(
+                    f"the chat template leaves out message {index + 1}, whose role is "
+                    f"'{message['role']}'. Remove it, use another role, or another template."
+                )
+        lost = [name for name in map(tool_name, self.tools) if not _contains(whole, name)]
+        if lost:
+            raise UserError(
+                f"the chat template leaves out the tool `{lost[0]}` of the column `tools`. Remove "
+                "the column, or use another template."
+            )
+
+    def _renders_differently_without(self, index: int, whole: str) -> bool:
+        """Return whether the rendering depends on a message, for instance in another form."""
+        others = [*self.messages[:index], *self.messages[index + 1 :]]
+        try:
+            return self._render(others, False) != whole
+        except UserError:  # a template may refuse a conversation without the message
+            return True
+
+    def _render(self, messages: Messages, is_prompt: bool) -> str:
+        return render(self.tokenizer, messages, tools=self.tools, add_generation_prompt=is_prompt)
+
+    def _with_end(self, prompt: str, text: str, message: dict[str, Any]) -> Answer:
+        """Cut the text of an answer after the token that ends the turn, or add that token."""
+        end = turn_end(self.tokenizer)
+        stripped = text.rstrip()
+        markers = special_tokens(self.tokenizer)
+        if end.marker and end.marker in end.tail:
+            markers.append(end.marker)
+        closing = [marker for marker in markers if stripped.endswith(marker)]
+        if closing:
+            marker_id(self.tokenizer, max(closing, key=len))
+            return Answer(prompt=prompt, text=stripped, needs_eos=False)
+        if end.tail.isspace():
+            text = text.removesuffix(end.tail)
+        marker = end.marker
+        if marker and tool_calls(message):
+            marker = _marker_after_calls(self.tokenizer, str(self.tokenizer.chat_template))
+        if not marker:
+            return Answer(prompt=prompt, text=text, needs_eos=True)
+        marker_id(self.tokenizer, marker)
+        return Answer(prompt=prompt, text=text + marker, needs_eos=False)
+
+    def _lost_parts(self, index: int, start: str, text: str, end: int) -> list[str]:
+        """Return the keys of an answer whose values its rendering does not contain.
+
+        Args:
+            index: Index of the answer.
+            start: The end of the generation prompt.
+            text: The rendering of the answer.
+            end: Number of messages that are rendered.
+        """
+        message = self.messages[index]
+        parts = list(_parts(message))
+        # The generation prompt can contain the start of the answer: the tag of its thought.
+        lost = [key for key, part in parts if not _contains(start + text, part)]
+        changed = {
+            "content": {**message, "content": UNIQUE},
+            THOUGHT: with_thought(message, UNIQUE),
+        }
+        for key, part in parts:
+            if key in changed and 0 < len(part) < SHORT_PART and key not in lost:
+                # The rendering can contain a short text by chance, so a unique text replaces it.
+                messages = [*self.messages[:index], changed[key], *self.messages[index + 1 : end]]
+                if UNIQUE not in self._render(messages, end < len(self.messages)):
+                    lost.append(key)
+        return lost
+
+
+def _parts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the key and the text of each part of a message that a rendering has to contain."""
+    yield "content", message.get("content") or ""
+    yield THOUGHT, thought_of(message)
+    for call in tool_calls(message):
+        yield "tool_calls", tool_name(call)
+
+
+def tool_name(tool: Any) -> str:
+    """Return the name of a tool's schema or of a tool call."""
+    return str((tool.get("function") or tool).get("name"))
+
+
+def _contains(rendered: str, part: str) -> bool:
+    """Return whether a rendering contains a text; white space and JSON escapes may differ."""
+    forms = part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]
+    squeezed = _squeeze(rendered)
+    return any(_squeeze(form) in squeezed for form in forms)
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())

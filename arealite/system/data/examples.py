@@ -1,0 +1,302 @@
+"""Tokenizes the rows of offline trainers: sft, dpo and reward models.
+
+A chat row has the tokens that an agent would send and sample. Each answer has the tokens of its own
+rendering, see answers.py. Shape letter: T = tokens of one row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from arealite.api.config import ExperimentConfig
+from arealite.base.errors import UserError
+from arealite.system.data.answers import Conversation
+from arealite.system.data.forms import MESSAGE_KEYS, check_prompt, read_tools, tool_calls
+from arealite.system.data.templates import common_prefix_length, encode, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+CONTEXT, ASSISTANT, NEXT_STATE = 0, 1, 2
+"""Kinds of tokens: before the first trained answer; in an answer; between and after answers."""
+ALWAYS_READ = {"reward", "conversations"}
+"""Columns that are read before a row is tokenized: as min_reward, and as ShareGPT's messages."""
+CHAT_COLUMNS = {"tools", "system"}
+"""Columns that belong to a conversation. A row of texts has no place for them."""
+Row = tuple[str, dict[str, object]]
+"""The place of a row, such as "data.jsonl, line 3", and its columns."""
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """The tokens of one row."""
+
+    tokens: np.ndarray
+    """int32 [T]: token ids"""
+    kinds: np.ndarray
+    """uint8 [T]: CONTEXT, ASSISTANT or NEXT_STATE"""
+
+
+@dataclass
+class Unread:
+    """Names in the rows that nothing reads. The values are not used; the order is that of rows."""
+
+    columns: dict[str, None] = field(default_factory=dict[str, None])
+    message_keys: dict[str, None] = field(default_factory=dict[str, None])
+
+    def __str__(self) -> str:
+        """Return both kinds of names as a text; "" if there are none."""
+        columns = f"columns {', '.join(self.columns)}" if self.columns else ""
+        keys = f"keys of messages {', '.join(self.message_keys)}" if self.message_keys else ""
+        return "; ".join(filter(None, [columns, keys]))
+
+
+class RowEncoder:
+    """Tokenizes rows."""
+
+    def __init__(self, config: ExperimentConfig, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.sft = config.trainer.sft
+        self.limit = config.trainer.offline.max_tokens
+        self.is_sft = config.trainer.type == "sft"
+        self.mapped = {path.partition(".")[0] for path in config.dataset.columns.values()}
+        """Columns of the file that `dataset.columns` names."""
+        self.unread = Unread()
+
+    def encode(self, row: Row) -> list[Example]:
+        """Tokenize a row, and truncate each example to `max_tokens`.
+
+        Returns:
+            One example (sft) or two (dpo and reward: chosen, rejected).
+
+        Raises:
+            UserError: the row cannot be used. The error begins with the place of the row.
+        """
+        return self._supervised(row) if self.is_sft else self._pair(row)
+
+    def _supervised(self, row: Row) -> list[Example]:
+        where, columns = row
+        present = {name for name, value in columns.items() if value is not None}
+        if "tokens" in present:
+            self._note_columns(columns, {"tokens", "loss_mask", "next_state"})
+            return [self._collected(columns, where)]
+        if "messages" in present:
+            self._note_columns(columns, {"messages", *CHAT_COLUMNS})
+            messages = check_prompt(columns["messages"], where, "messages")
+            if isinstance(messages, str):
+                raise UserError(
+                    f'{where}: `messages` must be a list of {{"role": …, "content": …}}.'
+                )
+            messages = _with_system(messages, columns, where)
+            turns = self._trained_turns(messages, where)
+            if self.sft.turns == "last" and turns:
+                messages = messages[: turns[-1] + 1]
+                turns = turns[-1:]
+            return [self._chat(messages, where, turns, read_tools(columns.get("tools"), where))]
+        if {"prompt", "completion"} <= present:
+            return [self._answer(columns, where, "completion")]
+        raise _unknown(row, "`messages`, `prompt` and `completion`, or `tokens` and `loss_mask`")
+
+    def _pair(self, row: Row) -> list[Example]:
+        where, columns = row
+        if columns.get("chosen") is None or columns.get("rejected") is None:
+            raise _unknown(row, "`chosen` and `rejected`, and usually `prompt`")
+        if columns["chosen"] == columns["rejected"]:
+            raise UserError(f"{where}: `chosen` and `rejected` are equal. Remove the row.")
+        return [self._answer(columns, where, name) for name in ("chosen", "rejected")]
+
+    def _collected(self, columns: dict[str, object], where: str) -> Example:
+        state = columns.get("next_state") if self.sft.next_state_weight > 0 else None
+        if not isinstance(state, str | None):
+            raise UserError(f"{where}: `next_state` must be a text, or null without one.")
+        tokens, mask = columns["tokens"], columns.get("loss_mask")
+        if isinstance(tokens, bytes) and isinstance(mask, bytes):
+            tokens, mask = np.frombuffer(tokens, "<i4"), np.frombuffer(mask, np.uint8)
+        tokens_T, mask_T = np.asarray(tokens), np.asarray(mask)
+        is_whole = tokens_T.dtype.kind in "iu" and mask_T.dtype.kind in "iub"
+        if not is_whole or tokens_T.ndim != 1 or tokens_T.shape != mask_T.shape:
+            what = "`tokens` must be token ids, and `loss_mask` as many 0 and 1"
+            raise UserError(f"{where}: {what}. Write both as lists of equal length.")
+        mask_T = mask_T.astype(bool)
+        kinds_T = np.where(mask_T, ASSISTANT, np.where(mask_T.cumsum() > 0, NEXT_STATE, CONTEXT))
+        state_S = np.array(encode(self.tokenizer, state) if state else [], np.int64)
+        kinds_T = np.append(kinds_T, np.full_like(state_S, NEXT_STATE))
+        return self._example(np.append(tokens_T, state_S), kinds_T)
+
+    def _answer(self, columns: dict[str, Any], where: str, name: str) -> Example:
+        """Tokenize the row's prompt and one answer: two texts, or two lists of messages.
+
+        If the row has no prompt, the prompt is the beginning that both answers have in common.
+        """
+        answer, prompt = check_prompt(columns[name], where, name), columns.get("prompt")
+        answer_columns = {"completion"} if name == "completion" else {"chosen", "rejected"}
+        if prompt is None and isinstance(answer, list):
+            shared = common_prefix_length(columns["chosen"], columns["rejected"])
+            prompt, answer = answer[:shared], answer[shared:]
+        elif prompt is not None:
+            prompt = check_prompt(prompt, where)
+        if isinstance(prompt, list) and isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        if isinstance(prompt, list) and isinstance(answer, list):
+            self._note_columns(columns, {"prompt", *answer_columns, *CHAT_COLUMNS})
+            prompt = _with_system(prompt, columns, where)
+            prompt, answer, begun = _continued(prompt, answer)
+            turns = [len(prompt) + turn for turn in self._trained_turns(answer, where)]
+            tools = read_tools(columns.get("tools"), where)
+            return self._chat(prompt + answer, where, turns, tools, begun=begun)
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise UserError(f"{where}: `prompt` and `{name}` must both be texts, or both messages.")
+        self._note_columns(columns, {"prompt", *answer_columns})
+        context = tokenize(self.tokenizer, prompt)
+        sampled = [*encode(self.tokenizer, answer), self._eos(where)]
+        kinds = [CONTEXT] * len(context) + [ASSISTANT] * len(sampled)
+        return self._example(context + sampled, kinds)
+
+    def _trained_turns(self, messages: Messages, where: str) -> list[int]:
+        """Return the indices of the assistant's messages whose `weight` is not 0."""
+        turns = list[int]()
+        for index, message in enumerate(messages):
+            weight = message.get("weight")
+            if weight not in (None, 0, 1):
+                raise UserError(f"{where}: `weight` of message {index + 1} must be 0 or 1.")
+            if message["role"] == "assistant" and weight != 0:
+                turns.append(index)
+        return turns
+
+    def _chat(
+        self,
+        messages: Messages,
+        where: str,
+        turns: list[int],
+        tools: Sequence[object],
+        *,
+        begun: str = "",
+    ) -> Example:
+        """Tokenize a conversation; the assistant's messages at the indices `turns` are trained.
+
+        Each prompt has to begin with all earlier tokens, as for an agent. `begun` is the beginning
+        of the first trained message that belongs to the prompt.
+        """
+        if not turns:
+            raise UserError(f"{where}: no message of the assistant to learn from. Remove the row.")
+        self._note_message_keys(messages)
+        try:
+            return self._example(*self._chat_tokens(messages, turns, tools, begun))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def _chat_tokens(
+        self, messages: Messages, turns: list[int], tools: Sequence[object], begun: str
+    ) -> tuple[list[int], list[int]]:
+        """Return the tokens of a conversation, and their kinds."""
+        conversation = Conversation(self.tokenizer, messages, tools)
+        conversation.check_context()
+        tokens, kinds = list[int](), list[int]()
+        for turn, following in zip(turns, [*turns[1:], len(messages)], strict=True):
+            start = begun if turn == turns[0] else ""
+            answer = conversation.answer(turn, following=following, begun=start)
+            prompt = self._extend(tokens, answer.prompt, turn)
+            kinds += [NEXT_STATE if tokens else CONTEXT] * (len(prompt) - len(tokens))
+            whole = encode(self.tokenizer, answer.prompt + answer.text)
+            is_longer = whole[: len(prompt)] == prompt
+            sampled = whole[len(prompt) :] if is_longer else encode(self.tokenizer, answer.text)
+            if answer.needs_eos:
+                sampled = [*sampled, self._eos()]
+            tokens = prompt + sampled
+            kinds += [ASSISTANT] * len(sampled)
+        if turns[-1] + 1 < len(messages):
+            whole = self._extend(tokens, conversation.prompt(len(messages)), len(messages))
+            kinds += [NEXT_STATE] * (len(whole) - len(tokens))
+            tokens = whole
+        return tokens, kinds
+
+    def _extend(self, tokens: list[int], text: str, turn: int) -> list[int]:
+        """Return the tokens of a prompt, which has to begin with earlier tokens."""
+        prompt = encode(self.tokenizer, text)
+        if prompt[: len(tokens)] != tokens:
+            raise UserError(
+                f"from token {common_prefix_length(prompt, tokens)} on, the chat template renders "
+                f"the messages before message {turn + 1} differently than for earlier answers, so "
+                "no agent would have sampled these tokens. Set trainer.sft.turns=last, give each "
+                "answer a row of its own, or change the template."
+            )
+        return prompt
+
+    def _eos(self, where: str = "") -> int:
+        if self.tokenizer.eos_token_id is None:
+            place = f"{where}: " if where else ""
+            raise UserError(
+                f"{place}the model's tokenizer has no EOS token to end an answer. Set eos_token."
+            )
+        return self.tokenizer.eos_token_id  # type: ignore[return-value]
+
+    def _example(self, tokens: Any, kinds: Any) -> Example:
+        cut = slice(self.limit)
+        return Example(np.asarray(tokens[cut], np.int32), np.asarray(kinds[cut], np.uint8))
+
+    # ------------------------------------------------------------ what nothing reads
+
+    def note_columns(self, names: Iterable[str]) -> None:
+        """Note columns that are not read, except those that were read before."""
+        for name in names:
+            if name not in ALWAYS_READ | self.mapped:
+                self.unread.columns[name] = None
+
+    def _note_columns(self, columns: Mapping[str, object], read: set[str]) -> None:
+        present = [name for name, value in columns.items() if value is not None]
+        self.note_columns([name for name in present if name not in read])
+
+    def _note_message_keys(self, messages: Messages) -> None:
+        for message in messages:
+            for key, value in message.items():
+                if value is not None and key not in MESSAGE_KEYS and not self._is_rendered(key):
+                    self.unread.message_keys[key] = None
+
+    def _is_rendered(self, key: str) -> bool:
+        """Return whether the chat template names a key of messages."""
+        tokenizer: Any = self.tokenizer
+        template = str(tokenizer.chat_template)
+        return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
+
+
+def _with_system(messages: Messages, columns: Mapping[str, Any], where: str) -> Messages:
+    """Return the messages after the row's column `system`, if it has one."""
+    system = columns.get("system")
+    if not system:
+        return messages
+    if not isinstance(system, str):
+        raise UserError(f"{where}: `system` must be a text, or null without one.")
+    if messages and messages[0]["role"] == "system":
+        if messages[0]["content"] != system:
+            raise UserError(
+                f"{where}: the column `system` differs from the first message, which is a system "
+                "message, too. Keep one of them."
+            )
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _continued(prompt: Messages, answer: Messages) -> tuple[Messages, Messages, str]:
+    """Join the beginning of an answer at the end of a prompt with the answer.
+
+    Returns:
+        The prompt without the beginning, the answer with it, and the beginning; "" without one.
+    """
+    first, last = answer[0], prompt[-1] if prompt else {"role": ""}
+    if last["role"] != "assistant" or first["role"] != "assistant" or tool_calls(last):
+        return prompt, answer, ""
+    begun = last["content"]
+    whole = {**last, **first, "content": begun + (first["content"] or "")}
+    return prompt[:-1], [whole, *answer[1:]], begun
+
+
+def _unknown(row: Row, wanted: str) -> UserError:
+    where, columns = row
+    has = ", ".join(name for name, value in columns.items() if value is not None) or "none"
+    return UserError(f"{where}: a row needs the columns {wanted}; it has {has}.")
