@@ -89,11 +89,12 @@ def _first_marker(tokenizer: Any, text: str) -> str:
     return match[1] if match else ""
 
 
-def special_tokens(tokenizer: Any) -> list[str]:
+@lru_cache(maxsize=16)
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     """Return the texts of a tokenizer's special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     texts = [token.content for token in added if token.special]
-    return [text for text in {*texts, *tokenizer.all_special_tokens} if text]
+    return tuple(text for text in {*texts, *tokenizer.all_special_tokens} if text)
 
 
 def marker_id(tokenizer: Any, marker: str) -> int:
@@ -256,7 +257,7 @@ class Conversation:
         """Cut the text of an answer after the token that ends the turn, or add that token."""
         end = turn_end(self.tokenizer)
         stripped = text.rstrip()
-        markers = special_tokens(self.tokenizer)
+        markers = [*special_tokens(self.tokenizer)]
         if end.marker and end.marker in end.tail:
             markers.append(end.marker)
         closing = [marker for marker in markers if stripped.endswith(marker)]

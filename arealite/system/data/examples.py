@@ -15,7 +15,7 @@ import numpy as np
 
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
-from arealite.system.data.answers import Conversation
+from arealite.system.data.answers import Conversation, special_tokens
 from arealite.system.data.forms import MESSAGE_KEYS, check_prompt, read_tools, tool_calls
 from arealite.system.data.templates import common_prefix_length, encode, tokenize
 
@@ -203,9 +203,7 @@ class RowEncoder:
             answer = conversation.answer(turn, following=following, begun=start)
             prompt = self._extend(tokens, answer.prompt, turn)
             kinds += [NEXT_STATE if tokens else CONTEXT] * (len(prompt) - len(tokens))
-            whole = encode(self.tokenizer, answer.prompt + answer.text)
-            is_longer = whole[: len(prompt)] == prompt
-            sampled = whole[len(prompt) :] if is_longer else encode(self.tokenizer, answer.text)
+            sampled = self._encode_after(answer.prompt, answer.text)
             if answer.needs_eos:
                 sampled = [*sampled, self._eos()]
             tokens = prompt + sampled
@@ -215,6 +213,18 @@ class RowEncoder:
             kinds += [NEXT_STATE] * (len(whole) - len(tokens))
             tokens = whole
         return tokens, kinds
+
+    def _encode_after(self, prompt: str, text: str) -> list[int]:
+        """Return the tokens of a text that follows a prompt.
+
+        Tokenizers treat the start of a text differently, so the text is tokenized after the
+        prompt's last special token, where tokenizers split a text in any case.
+        """
+        begin = max([prompt.rfind(token) for token in special_tokens(self.tokenizer)], default=0)
+        before = encode(self.tokenizer, prompt[max(0, begin) :])
+        both = encode(self.tokenizer, prompt[max(0, begin) :] + text)
+        is_longer = both[: len(before)] == before
+        return both[len(before) :] if is_longer else encode(self.tokenizer, text)
 
     def _extend(self, tokens: list[int], text: str, turn: int) -> list[int]:
         """Return the tokens of a prompt, which has to begin with earlier tokens."""
