@@ -7,7 +7,8 @@ tokens that an agent would send and sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
+MARK = "q7f3c9d1e5"
+"""A text that no message contains. It shows where, and whether, a template renders a message."""
 
 
 def tokenize(tokenizer: Tokenizer, prompt: str | Sequence[object]) -> list[int]:
@@ -82,6 +85,38 @@ def render(
         what = f"the model's chat template refuses the messages: {error}"
         fix = "Remove what it does not support (a system prompt, tools), or use another template."
         raise UserError(f"{what}. {fix}") from error
+
+
+def dropped_messages(
+    tokenizer: Any, messages: Sequence[Any], tools: Sequence[object] = ()
+) -> list[int]:
+    """Return the indices of the messages whose text or calls the chat template leaves out.
+
+    The messages are rendered again for each message: with a longer text, or without the message if
+    it has calls and no text. If the result is the same, the template does not render the message.
+    A message without text and calls is not listed.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        messages: A conversation or the beginning of one.
+        tools: JSON schemas of the tools.
+
+    Raises:
+        UserError: the template refuses the messages.
+    """
+    is_question = messages[-1]["role"] != "assistant"
+    show = partial(render, tokenizer, tools=tools, add_generation_prompt=is_question)
+    rendered = show(messages)
+    dropped = list[int]()
+    for index, message in enumerate(messages):
+        text = message.get("content") or ""
+        if not text.strip() and not tool_calls(message):
+            continue
+        longer = [{**message, "content": text + MARK}] if text.strip() else []
+        with suppress(UserError):  # a template that refuses the change has read the message
+            if show([*messages[:index], *longer, *messages[index + 1 :]]) == rendered:
+                dropped.append(index)
+    return dropped
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
