@@ -189,12 +189,26 @@ def tool_calls(message: Any) -> list[dict[str, Any]]:
     return message.get("tool_calls") or []
 
 
-def for_template(message: Any) -> dict[str, Any]:
-    """Return a message as templates expect it: arguments of tool calls as objects, not as JSON
-    text (OpenAI), and without the null values that Parquet adds."""
+def for_template(message: Any, template: str) -> dict[str, Any]:
+    """Return a message as a chat template expects it.
+
+    Arguments of tool calls are objects, not JSON text (OpenAI). The null values that Parquet adds
+    are removed. The role is `template_role`.
+    """
     kept = {key: each for key, each in message.items() if each is not None or key == "content"}
     calls = [_without_nulls(each) for each in tool_calls(message)]
+    kept["role"] = template_role(message["role"], template)
     return kept | ({"tool_calls": calls} if calls else {})
+
+
+def template_role(role: str, template: str = "") -> str:
+    """Return the role of a message for a chat template.
+
+    A developer's message is the system's, unless the template names the role: most templates leave
+    out the messages of an unknown role.
+    """
+    is_named = "'developer'" in template or '"developer"' in template
+    return "system" if role == "developer" and not is_named else role
 
 
 def _without_nulls(value: Any, key: str = "") -> Any:

@@ -10,8 +10,8 @@ from arealite.api.env import envs
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import has_chat_template, read_json, vocab_size
-from arealite.system.data.templates import tokenize
 from arealite.system.data.tasks import FIRST_ROWS
+from arealite.system.data.templates import tokenize
 
 SHOWN = {"math", "code", "tools", "debate", "reasoning_gym"}
 """Environments that send a row's prompt to the agent; others may use the prompt as a task name."""
