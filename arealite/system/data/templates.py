@@ -137,10 +137,11 @@ def render_prompt(tokenizer: Any, messages: Sequence[Any], *, tools: Sequence[ob
     return text
 
 
-def beginning_of(prompt: str | Sequence[Any]) -> str:
+def beginning_of(prompt: Any) -> str:
     """Return the beginning of the answer at the end of a prompt (`render_prompt`); "" without."""
-    is_begun = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
-    return str(prompt[-1]["content"]) if is_begun else ""
+    if not prompt or isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+        return ""
+    return str(prompt[-1]["content"])
 
 
 def dropped_messages(
