@@ -204,6 +204,14 @@ def turn_markers(tokenizer: Any) -> frozenset[str]:
     return frozenset()
 
 
+def rendered_marker(tokenizer: Any, text: str) -> str:
+    """Return the marker that shows that a text is the output of a chat template; else ""."""
+    bos = tokenizer.bos_token
+    if bos and text.lstrip().startswith(bos):
+        return bos
+    return next((marker for marker in sorted(turn_markers(tokenizer)) if marker in text), "")
+
+
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokenize the output of `render`, which contains the special tokens already.
 

@@ -117,6 +117,11 @@ def test_answer_that_a_prompt_begins_is_continued(name: str, beginning: str) -> 
         encode(tokenizer, text)
     )
     whole = [*chat, {"role": "assistant", "content": f"{beginning}sunny."}]
+    if beginning == "It is":
+        chat.append({"role": "assistant", "content": beginning})
+        options = {"tokenize": False, "continue_final_message": True}
+        assert text == tokenizer.apply_chat_template(chat, **options)
+        chat.pop()
     if "<think>" not in beginning:
         assert render(tokenizer, whole, add_generation_prompt=False).startswith(f"{text}sunny.")
 
