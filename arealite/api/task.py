@@ -28,9 +28,11 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def text(self) -> str:
-        """The prompt, or the content of its last chat message."""
-        is_text = isinstance(self.prompt, str)
-        return self.prompt if is_text else self.prompt[-1].get("content") or ""
+        """The prompt, or the content of its last chat message that is not the assistant's."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        asked = [message for message in self.prompt if message.get("role") != "assistant"]
+        return (asked or self.prompt)[-1].get("content") or ""
 
     @property
     def truth(self) -> str:

@@ -9,12 +9,15 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from arealite.api.agent import load_tokenizer
 from arealite.api.config import ExperimentConfig, ServerConfig, name_dir, run_paths
 from arealite.api.env import Env, envs
 from arealite.api.llm_server import servers
+from arealite.api.task import Task
 from arealite.api.trial import ClusterConfig
 from arealite.base import model_folder
 from arealite.base.config import check_constraints
@@ -29,7 +32,14 @@ from arealite.impl.self_check import template
 from arealite.system.data import prompts
 from arealite.system.data.chats import check_examples
 from arealite.system.data.dataset import identity
-from arealite.system.data.tasks import check_first_rows, describe, describe_rows, load_split, shares
+from arealite.system.data.tasks import (
+    FIRST_ROWS,
+    check_first_rows,
+    describe,
+    describe_rows,
+    load_split,
+    shares,
+)
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.names.registry import Entry, NameRegistry
 
@@ -155,11 +165,27 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     longest = prompts.longest_request(config, [*tasks, *held_out])
     if line := prompts.template_line(config, [*tasks, *held_out]):
         print(fold(f"{'prompts':<10} {line}"), flush=True)
-    if prompts.uses_template(config, [*tasks, *held_out]):
-        for fault in template.check_template(config):
-            print(fold(f"{'template':<10} warning: {fault}"), flush=True)
+    for fault in check_templates(config, tasks, held_out):
+        print(fold(f"{'template':<10} warning: {fault}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
     return Facts(model, shapes, free, (len(tasks), len(held_out)), longest, addresses)
+
+
+def check_templates(config: ExperimentConfig, *splits: Sequence[Task]) -> list[str]:
+    """Check the chat template, and the first prompts of each split that go through it.
+
+    Returns:
+        Warnings about the template.
+
+    Raises:
+        UserError: See prompts.check_rendering and template.check_template.
+    """
+    if not prompts.uses_template(config, list(chain.from_iterable(splits))):
+        return []
+    tokenizer: Any = load_tokenizer(config.model.path)
+    faults = template.check_template(config, tokenizer)
+    first_tasks = [task for split in splits for task in split[:FIRST_ROWS]]
+    return [*prompts.check_rendering(config, first_tasks, tokenizer), *faults]
 
 
 def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:

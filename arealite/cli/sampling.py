@@ -179,6 +179,8 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     sampled_ppo = replace(ppo, collector=replace(ppo.collector, sampling=options_of(config, split)))
     config = replace(config, trainer=replace(config.trainer, ppo=sampled_ppo))
     check_prompts(config, tasks, preflight.contexts(config, model, found))
+    for fault in preflight.check_templates(config, tasks):
+        print(f"{config.name}: warning: {fault}", file=sys.stderr, flush=True)
 
 
 def options_of(config: SamplingRunConfig, split: str) -> SamplingConfig:

@@ -18,6 +18,7 @@ from arealite.cli import configs, estimates
 from arealite.cli.main import main
 from arealite.system.data.prompts import longest_request
 from tests.e2e.conftest import write_rows
+from tests.fakes.chat_families import tokenizer_of
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,6 +233,96 @@ def test_template_of_an_agent_with_texts_is_checked(
     assert main([*words, f"{AGENT}={agent}"]) == 2
     assert "no prompt can be rendered" in capsys.readouterr().err
     assert main([*words, f"{TEMPLATE}=false"]) == 0
+
+
+def ask(*messages: str) -> list[dict[str, str]]:
+    """Return chat messages, each written as "role: content"."""
+    parts = [message.partition(": ") for message in messages]
+    return [{"role": role, "content": content} for role, _, content in parts]
+
+
+def write_prompts(words: list[str], family: str, *prompts: Any) -> None:
+    """Give the model the tokenizer of a family, and let the first rows have these prompts."""
+    folder = Path(next(word for word in words if word.startswith("model.path="))[11:])
+    shutil.rmtree(folder)
+    tiny_model(folder, vocab_size=len(tokenizer_of(family)))
+    tokenizer_of(family).save_pretrained(folder)
+    file = folder.parent / "train.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, prompt in zip(rows, prompts, strict=False):
+        row["prompt"] = prompt
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+LATE = ask("user: a", "assistant: b", "system: c", "user: d")
+
+
+def test_prompt_that_the_template_does_not_render_as_written_is_refused(
+    words: list[str], capsys: Any
+) -> None:
+    write_prompts(words, "deepseek_v3", "a", ask("user: a"), LATE)
+    assert main(words) == 2
+    line = capsys.readouterr().err
+    assert line == (
+        "error: row train-2: the model's chat template leaves out message 3 (system) of its "
+        "prompt. Put the text into a message of the user, remove it, or use another template.\n"
+    )
+
+
+def test_rendered_text_is_accepted_if_it_is_sent_as_it_is(words: list[str], capsys: Any) -> None:
+    write_prompts(words, "qwen3", "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+    assert main(words) == 2
+    assert "row train-0: message 1 (user) of its prompt contains <|im_" in capsys.readouterr().err
+    assert main([*words, f"{TEMPLATE}=false"]) == 0
+
+
+def test_messages_without_a_chat_template_are_refused(words: list[str], capsys: Any) -> None:
+    write_prompts(words, "qwen3", "a", ask("user: b"))
+    folder = Path(next(word for word in words if word.startswith("model.path="))[11:])
+    (folder / "chat_template.jinja").unlink()
+    file = folder / "tokenizer_config.json"
+    values = json.loads(file.read_text())
+    values.pop("chat_template", None)
+    file.write_text(json.dumps(values))
+    assert main(words) == 2
+    line = capsys.readouterr().err
+    assert "row train-1: The prompt is a list of messages, but the model's tokenizer has no" in line
+
+
+def test_key_of_messages_that_the_template_does_not_render_is_printed(
+    words: list[str], capsys: Any
+) -> None:
+    (message,) = ask("user: b")
+    write_prompts(words, "qwen3", "a", [message | {"name": "Ann"}], [message | {"name": "Bob"}])
+    assert main(words) == 0
+    line = said(capsys)["template"]
+    assert (
+        line == "warning: the chat template does not render `name` of a message, as in row train-1"
+    )
+
+
+def test_tools_that_the_template_does_not_render_are_printed(words: list[str], capsys: Any) -> None:
+    assert main([*words, f"{AGENT}=tool_use"]) == 0
+    assert "the chat template renders no tools" in capsys.readouterr().out
+    write_prompts(words, "qwen3")
+    assert main([*words, f"{AGENT}=tool_use"]) == 0
+    assert "renders no tools" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["eval", "collect"])
+def test_samples_of_a_prompt_that_the_template_drops_are_refused(
+    command: str, words: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    write_prompts(words, "deepseek_v3", "a", LATE)
+    split = "eval" if command == "eval" else "train"
+    data = next(word for word in words if word.startswith("dataset.train="))
+    folders = [word for word in words if word.startswith(("model.", "cluster."))]
+    given = [f"dataset.{split}={data[14:]}", "name=s", "launcher.llm_servers=1"]
+    given += [f"out={tmp_path / 'samples.jsonl'}"] * (command == "collect")
+    assert main([command, *folders, *given]) == 2
+    assert f"row {split}-1: the model's chat template leaves out message 3 (sy" in (
+        capsys.readouterr().err
+    )
 
 
 def test_unknown_format_of_tool_calls_is_printed(words: list[str], capsys: Any) -> None:

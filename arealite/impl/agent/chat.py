@@ -45,8 +45,12 @@ class ChatAgent(Agent):
         raise ContextOverflow(f"{what}. Raise max_tokens or lower max_new_tokens.")
 
     def read(self, response: LLMResponse) -> Action:
-        """Add an answer to the conversation; return the action it means."""
-        return Action(self.history.add(response), response, is_last=self.is_over())
+        """Add an answer to the conversation; return the action it means.
+
+        The text of the action includes the answer's beginning, if the prompt ended with one.
+        """
+        text = self.history.beginning + self.history.add(response)
+        return Action(text, response, is_last=self.is_over())
 
     def is_over(self) -> bool:
         """Return whether the agent has generated `max_turns` answers."""

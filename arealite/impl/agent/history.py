@@ -14,7 +14,13 @@ from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.system.data.templates import common_prefix_length, decode, encode, render
+from arealite.system.data.templates import (
+    beginning_of,
+    common_prefix_length,
+    decode,
+    encode,
+    render_prompt,
+)
 
 logger = log.get(__name__)
 
@@ -66,6 +72,11 @@ class History:
         self.pieces: list[Piece] = []
         """All tokens so far. The next prompt starts with them."""
 
+    @property
+    def beginning(self) -> str:
+        """The beginning of the next answer, if the messages end with the assistant's; else ""."""
+        return beginning_of(self.messages)
+
     def ask(self, messages: Sequence[ChatMessage], tools: tuple[object, ...] = ()) -> list[int]:
         """Add messages and return the next prompt: all tokens so far and those of the new text.
 
@@ -78,10 +89,10 @@ class History:
         self.messages += messages
         self.tools = tools or self.tools
         past = "".join([piece.text for piece in self.pieces])
-        if past and self.has_channels:
+        if past and self.has_channels and not self.beginning:
             text = past + self._text_after(messages)
         else:
-            text = render(self.tokenizer, self.messages, tools=self.tools)
+            text = render_prompt(self.tokenizer, self.messages, tools=self.tools)
         if not past:
             ids = first(self.tokenizer, text)
         elif text.startswith(past):
@@ -123,7 +134,7 @@ class History:
         return renderer.remaining(text, stop, turn)
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
-        """Add an answer.
+        """Add an answer. If the messages end with its beginning, both are one message.
 
         Args:
             response: The sampled answer.
@@ -131,14 +142,18 @@ class History:
                 that the template wrote.
 
         Returns:
-            The answer's whole text, without the token that ended the turn.
+            The sampled text, without the token that ended the turn.
         """
         ids = response.output_ids
         answer = text = self.decode(ids)
         if ids and response.stop_reason == "stop":
             answer = text.removesuffix(ending(self.tokenizer, ids[-1]))
         self.pieces.append(Piece(ids, text))
-        self.messages.append({"role": "assistant", "content": opening + answer})
+        message: ChatMessage = {"role": "assistant"}
+        start = max(self.beginning, opening, key=len)  # both are ends of the prompt
+        if self.messages[-1]["role"] == "assistant":
+            message = self.messages.pop()
+        self.messages.append({**message, "content": start + answer})
         return answer
 
     def decode(self, ids: Sequence[int]) -> str:

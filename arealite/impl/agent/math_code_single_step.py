@@ -9,15 +9,20 @@ from arealite.api.agent_config import MathCodeSingleStepConfig
 from arealite.api.episode import Action
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage, messages, observe
-from arealite.system.data.templates import tokenize
+from arealite.system.data.templates import beginning_of, tokenize
 
 
 class MathCodeSingleStepAgent(Agent):
     """Sends the task's prompt and acts with the whole completion."""
 
+    beginning = ""
+    """The beginning of the answer, if the prompt's last message is the assistant's."""
+
     async def act(self, observation: object) -> Action:
         """Generate one completion for an observation, a text or a list of chat messages."""
-        response = await self.generate(tokenize(self.tokenizer, self.build_prompt(observation)))
+        prompt = self.build_prompt(observation)
+        self.beginning = beginning_of(prompt)
+        response = await self.generate(tokenize(self.tokenizer, prompt))
         return Action(self.parse(response), response)
 
     def build_prompt(self, observation: object) -> str | list[ChatMessage]:
@@ -34,5 +39,6 @@ class MathCodeSingleStepAgent(Agent):
         return messages(observation, system=config.system_prompt)
 
     def parse(self, response: LLMResponse) -> str:
-        """Return the action's text: the completion without special tokens."""
-        return str(self.tokenizer.decode(response.output_ids, skip_special_tokens=True))
+        """Return the action's text: the completion without special tokens, after `beginning`."""
+        text = self.tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        return f"{self.beginning}{text}"

@@ -37,7 +37,9 @@ class ReasoningAgent(ChatAgent):
         """Return an action with the text after the thought; "" if the thought does not end."""
         history, begin, end = self.history, self.config.begin, self.config.end
         prompt = history.pieces[-1]
-        is_begun = prompt.text.rstrip().endswith(begin)
+        beginning = history.beginning
+        _, has_ended, answer_start = beginning.rpartition(end)
+        is_begun = prompt.text.rstrip().endswith(begin) or begin in answer_start
         opening = prompt.text[prompt.text.rindex(begin) :] if is_begun else ""
         whole = history.add(response, opening=opening)
         answer = history.pieces[-1]
@@ -46,7 +48,7 @@ class ReasoningAgent(ChatAgent):
             text = text.lstrip()
             length = tokens_before(history, answer.ids, text + answer.text.removeprefix(whole))
         elif begin not in opening + whole:
-            text = whole
+            text = (answer_start.lstrip() if has_ended else answer_start) + whole
         else:  # the answer ended inside the thought
             length = len(answer.ids) - (answer.text != whole)
         previous = self.latest

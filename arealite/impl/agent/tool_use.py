@@ -42,7 +42,8 @@ class ToolUseAgent(ChatAgent):
         """
         tools, ids = self.history.tools, f"c{len(self.record.turns):04}{{:04}}"
         family = format_of(self.tokenizer, self.config.format)
-        text, calls = read_calls(self.history.add(response), family, tools, ids=ids)
+        answer = self.history.beginning + self.history.add(response)
+        text, calls = read_calls(answer, family, tools, ids=ids)
         known = [str(tool["function"]["name"]) for tool in tools]
         if known and not calls and (other := foreign(text, known)):
             error = f"the call has the format {other}, not {family.name}"

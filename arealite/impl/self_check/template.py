@@ -19,8 +19,12 @@ from arealite.system.data.templates import common_prefix_length
 ARGUMENTS = {"query": "a b", "count": 3}
 
 
-def check_template(config: ExperimentConfig) -> list[str]:
+def check_template(config: ExperimentConfig, tokenizer: Any = None) -> list[str]:
     """Return the faults of a run's chat template.
+
+    Args:
+        config: The experiment.
+        tokenizer: The model's tokenizer; None: it is loaded.
 
     Raises:
         UserError: See template_faults.
@@ -28,7 +32,7 @@ def check_template(config: ExperimentConfig) -> list[str]:
     collector, path = config.trainer.ppo.collector, config.model.path
     if not has_chat_template(path):
         return []
-    tokenizer: Any = load_tokenizer(path)
+    tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
     sampling = collector.sampling
     words = tokenizer.convert_tokens_to_ids([*sampling.stop])
     stops = {*eos_tokens(path), *sampling.stop_token_ids, *words, tokenizer.eos_token_id}
@@ -76,7 +80,7 @@ def template_faults(
         fault = f"the chat template ends a turn with {marker}, which is no stop token; {fix}"
         faults += [fault] * (token not in stops)
     try:
-        if has_tools and renderer.has_tools:
+        if has_tools:
             faults += _faults_of_calls(renderer)
     except ApiError as error:
         faults.append(f"the chat template refuses a short conversation: {error}")
@@ -84,7 +88,7 @@ def template_faults(
 
 
 def _faults_of_calls(renderer: Renderer) -> list[str]:
-    """Return the fault if the parser does not read a call as the template writes it, else []."""
+    """Return the fault if the template renders no tools, or calls that the parser does not read."""
     kinds = {"query": {"type": "string"}, "count": {"type": "integer"}}
     schema: Any = {"type": "object", "properties": kinds, "required": []}
     tools = [{"type": "function", "function": {"name": "search", "description": "d"}}]
@@ -94,6 +98,9 @@ def _faults_of_calls(renderer: Renderer) -> list[str]:
     call = {"role": "assistant", "tool_calls": [function_call(name, "search", ARGUMENTS)]}
     user: Any = {"role": "user", "content": "q"}
     before = renderer.render([user], tools)
+    if before == renderer.render([user], ()):
+        fault = "the chat template renders no tools, so the model does not see them"
+        return [f"{fault}; describe them in agent.tool_use.system_prompt, or use another template"]
     whole = renderer.render([user, renderer.prepare(call)], tools, is_prompt=False)
     written = whole[common_prefix_length(before, whole) :]
     _, calls = read_calls(written, renderer.family, tools)

@@ -7,23 +7,25 @@ end of the turn. An answer is refused if the template does not render it so, or 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from arealite.base.errors import UserError
 from arealite.system.data.forms import thought_of, tool_calls, with_thought
-from arealite.system.data.templates import common_prefix_length, encode, render
+from arealite.system.data.templates import (
+    MARK,
+    MARKER,
+    common_prefix_length,
+    dropped_messages,
+    encode,
+    render,
+)
 
 Messages = Sequence[dict[str, Any]]
 
-CONTENT_MARK = "§"
-"""Content of the short answer that shows how a template ends a turn."""
-MARKER = re.compile(r"\s*(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,20}\])")
-"""A marker of a template, such as <|im_end|> or [/INST]."""
 USER: dict[str, Any] = {"role": "user", "content": "q"}
-SHORT_ANSWER = {"role": "assistant", "content": CONTENT_MARK}
+SHORT_ANSWER = {"role": "assistant", "content": MARK}
 CALL_ID = "c00010000"
 """Nine letters and digits: the only form of an id that Mistral's templates accept."""
 CALL_ANSWER = {
@@ -36,8 +38,6 @@ CALL_ANSWER = {
 TOOL_RESULT = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "r"}
 THOUGHT = "reasoning_content"
 """The key of an answer's thought in errors."""
-UNIQUE = "q7f3a9c1e5b2d8"
-"""A text that no template and no row contains."""
 SHORT_PART = 16
 """Characters below which a rendering can contain a part by chance."""
 SHOWN = 32
@@ -67,8 +67,8 @@ def turn_end(tokenizer: Any) -> TurnEnd:
 def _turn_end(tokenizer: Any, _template: str) -> TurnEnd:
     last = render(tokenizer, [USER, SHORT_ANSWER], add_generation_prompt=False)
     longer = render(tokenizer, [USER, SHORT_ANSWER, USER], add_generation_prompt=False)
-    after = longer.rpartition(CONTENT_MARK)[2]
-    return TurnEnd(marker=_first_marker(tokenizer, after), tail=last.rpartition(CONTENT_MARK)[2])
+    after = longer.rpartition(MARK)[2]
+    return TurnEnd(marker=_first_marker(tokenizer, after), tail=last.rpartition(MARK)[2])
 
 
 @lru_cache(maxsize=16)
@@ -85,8 +85,8 @@ def _first_marker(tokenizer: Any, text: str) -> str:
     special = [token for token in special_tokens(tokenizer) if stripped.startswith(token)]
     if special:
         return max(special, key=len)
-    match = MARKER.match(text)
-    return match[1] if match else ""
+    match = MARKER.match(stripped)
+    return match[0] if match else ""
 
 
 @lru_cache(maxsize=16)
@@ -226,29 +226,20 @@ class Conversation:
             UserError: it leaves one out.
         """
         whole = self.prompt(len(self.messages))
-        for index, message in enumerate(self.messages):
-            content = message.get("content") or ""
-            if message["role"] != "assistant" and not _contains(whole, content):
-                if self._renders_differently_without(index, whole):
-                    continue
-                raise UserError(
-                    f"the chat template leaves out message {index + 1}, whose role is "
-                    f"'{message['role']}'. Remove it, use another role, or another template."
-                )
+        contents = [message.get("content") or "" for message in self.messages]
+        if not all(_contains(whole, content) for content in contents):
+            for index in dropped_messages(self.tokenizer, self.messages, self.tools):
+                if (role := self.messages[index]["role"]) != "assistant":
+                    raise UserError(
+                        f"the chat template leaves out message {index + 1}, whose role is "
+                        f"'{role}'. Remove it, use another role, or another template."
+                    )
         lost = [name for name in map(tool_name, self.tools) if not _contains(whole, name)]
         if lost:
             raise UserError(
                 f"the chat template leaves out the tool `{lost[0]}` of the column `tools`. Remove "
                 "the column, or use another template."
             )
-
-    def _renders_differently_without(self, index: int, whole: str) -> bool:
-        """Return whether the rendering depends on a message, for instance in another form."""
-        others = [*self.messages[:index], *self.messages[index + 1 :]]
-        try:
-            return self._render(others, False) != whole
-        except UserError:  # a template may refuse a conversation without the message
-            return True
 
     def _render(self, messages: Messages, is_prompt: bool) -> str:
         return render(self.tokenizer, messages, tools=self.tools, add_generation_prompt=is_prompt)
@@ -288,14 +279,14 @@ class Conversation:
         # The generation prompt can contain the start of the answer: the tag of its thought.
         lost = [key for key, part in parts if not _contains(start + text, part)]
         changed = {
-            "content": {**message, "content": UNIQUE},
-            THOUGHT: with_thought(message, UNIQUE),
+            "content": {**message, "content": MARK},
+            THOUGHT: with_thought(message, MARK),
         }
         for key, part in parts:
             if key in changed and 0 < len(part) < SHORT_PART and key not in lost:
                 # The rendering can contain a short text by chance, so a unique text replaces it.
                 messages = [*self.messages[:index], changed[key], *self.messages[index + 1 : end]]
-                if UNIQUE not in self._render(messages, end < len(self.messages)):
+                if MARK not in self._render(messages, end < len(self.messages)):
                     lost.append(key)
         return lost
 

@@ -6,7 +6,6 @@ rendering, see answers.py. Shape letter: T = tokens of one row.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ import numpy as np
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import UserError
 from arealite.system.data.answers import Conversation, special_tokens
-from arealite.system.data.forms import MESSAGE_KEYS, check_prompt, read_tools, tool_calls
-from arealite.system.data.templates import common_prefix_length, encode, tokenize
+from arealite.system.data.forms import check_prompt, read_tools, tool_calls
+from arealite.system.data.templates import common_prefix_length, encode, tokenize, unread_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -263,16 +262,9 @@ class RowEncoder:
         self.note_columns([name for name in present if name not in read])
 
     def _note_message_keys(self, messages: Messages) -> None:
-        for message in messages:
-            for key, value in message.items():
-                if value is not None and key not in MESSAGE_KEYS and not self._is_rendered(key):
-                    self.unread.message_keys[key] = None
-
-    def _is_rendered(self, key: str) -> bool:
-        """Return whether the chat template names a key of messages."""
-        tokenizer: Any = self.tokenizer
-        template = str(tokenizer.chat_template)
-        return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
+        for key in unread_keys(self.tokenizer, messages):
+            if key != "weight":
+                self.unread.message_keys[key] = None
 
 
 def _with_system(messages: Messages, columns: Mapping[str, Any], where: str) -> Messages:

@@ -20,8 +20,6 @@ CHAT = ("tokens", "messages", "prompt", "completion", "chosen", "rejected")
 """Columns of a row of sft, dpo and reward."""
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Names of an answer's thought, in order of preference."""
-MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "weight", *THOUGHT_KEYS}
-"""Keys of a chat message that AReaLite reads, or that a template cannot render in another way."""
 PROMPTS = ("question", "problem", "instruction", "query", "input", "messages", "text")
 """Common names of the column with the prompt, for errors."""
 ROLES = {"human": "user", "observation": "tool", "function_response": "tool"} | {
@@ -219,15 +217,16 @@ def with_thought(message: dict[str, Any], thought: str) -> dict[str, Any]:
     return {**message, **dict.fromkeys(THOUGHT_KEYS, thought)}
 
 
-def for_template(message: Any) -> dict[str, Any]:
-    """Return a message as templates expect it.
+def for_template(message: Any, template: str) -> dict[str, Any]:
+    """Return a message as a chat template expects it.
 
-    Arguments of tool calls are objects, not JSON text (OpenAI). There are no null values, which
-    Parquet adds. A thought has the names of all templates.
+    Arguments of tool calls are objects, not JSON text (OpenAI). The null values that Parquet adds
+    are removed. A thought has the names of all templates. The role is `template_role`.
     """
     kept = {key: each for key, each in message.items() if each is not None or key == "content"}
     calls = [_without_nulls(each) for each in tool_calls(message)]
     kept |= {"tool_calls": calls} if calls else {}
+    kept["role"] = template_role(message["role"], template)
     thought = thought_of(message)
     return with_thought(kept, thought) if thought else kept
 
@@ -255,6 +254,16 @@ def _is_schema(value: object) -> bool:
     schema = cast(Row, value) if isinstance(value, dict) else Row()
     function = schema.get("function") or schema
     return isinstance(function, dict) and isinstance(cast(Row, function).get("name"), str)
+
+
+def template_role(role: str, template: str = "") -> str:
+    """Return the role of a message for a chat template.
+
+    A developer's message is the system's, unless the template names the role: most templates leave
+    out the messages of an unknown role.
+    """
+    is_named = "'developer'" in template or '"developer"' in template
+    return "system" if role == "developer" and not is_named else role
 
 
 def _without_nulls(value: Any, key: str = "") -> Any:

@@ -7,16 +7,27 @@ from typing import Any
 from arealite.api.agent import agents, load_tokenizer
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
+from arealite.api.observation import ChatMessage, messages
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.base.model_folder import has_chat_template, read_json, vocab_size
 from arealite.system.data.tasks import FIRST_ROWS
-from arealite.system.data.templates import tokenize
+from arealite.system.data.templates import (
+    dropped_messages,
+    render_prompt,
+    rendered_marker,
+    tokenize,
+    unread_keys,
+)
 
 SHOWN = {"math", "code", "tools", "debate", "reasoning_gym"}
 """Environments that send a row's prompt to the agent; others may use the prompt as a task name."""
 ONE_TURN = {"math", "code", "reasoning_gym"}
 """Environments of one turn: a request has a row's prompt and one answer."""
+SENT = ONE_TURN | {"tools"}
+"""Environments that send a row's prompt as it is."""
+TEMPLATED = {"math_code_single_step", "chat", "tool_use", "reasoning"}
+"""Agents that send an observation through the chat template; a derived agent may change it."""
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
@@ -48,7 +59,10 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
     long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
     tokenizer: Any = load_tokenizer(config.model.path) if long else None
     for task in long:
-        length = len(tokenize(tokenizer, task.prompt))
+        try:
+            length = len(tokenize(tokenizer, task.prompt))
+        except UserError as error:
+            raise UserError(f"row {task.task_id}: {error}") from error
         if length + budget > context:
             what = f"its prompt has {length} tokens, with max_new_tokens {budget} that is over"
             fix = f"Remove the row, lower {ANSWER} or raise llm_server.context_length."
@@ -91,6 +105,84 @@ def uses_template(config: ExperimentConfig, tasks: Sequence[Task]) -> bool:
     return False
 
 
+def check_rendering(config: ExperimentConfig, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
+    """Check that the chat template renders the prompts of tasks as they are written.
+
+    Returns:
+        A warning for each key of messages that the template does not render.
+
+    Raises:
+        UserError: a prompt is rendered already; or the template refuses it, leaves out one of its
+            messages, or changes the beginning of its answer.
+    """
+    collector = config.trainer.ppo.collector
+    if not {envs.base_of(part.env.type) for part in collector.parts.values()} <= SENT:
+        return []
+    first_rows = dict[str, str]()
+    for agent in collector.agents:
+        if agent.type not in TEMPLATED:
+            continue
+        options = agents.options(agent)
+        checked_forms = set[str]()
+        for task in tasks:
+            chat = _sent_chat(task, options, tokenizer)
+            first_number = 1 if options.system_prompt is None else 0
+            try:
+                unread = _check_chat(chat, first_number, tokenizer, checked_forms) if chat else []
+            except UserError as error:
+                raise UserError(f"row {task.task_id}: {error}") from error
+            first_rows = {**dict.fromkeys(unread, task.task_id), **first_rows}
+    return [
+        f"the chat template does not render `{key}` of a message, as in row {row}"
+        for key, row in first_rows.items()
+    ]
+
+
+def _sent_chat(task: Task, options: Any, tokenizer: Any) -> list[ChatMessage]:
+    """Return the messages that an agent sends through the chat template; [] for a plain text."""
+    is_templated = getattr(options, "use_chat_template", True)
+    if is_templated is None:
+        is_templated = bool(tokenizer.chat_template)
+    if isinstance(task.prompt, str) and not is_templated and options.system_prompt is None:
+        return []
+    return messages(task.prompt, system=options.system_prompt)
+
+
+def _check_chat(
+    chat: list[ChatMessage], first_number: int, tokenizer: Any, checked_forms: set[str]
+) -> list[str]:
+    """Check a conversation; return the keys of messages that the template does not render.
+
+    Args:
+        chat: The messages.
+        first_number: Number of the first message in errors: 1; 0 for the agent's system_prompt.
+        tokenizer: Has the chat template.
+        checked_forms: Roles and keys of earlier conversations, which are checked in part only.
+    """
+    numbered = enumerate(chat, first_number)
+    names = [f"message {number} ({message['role']})" for number, message in numbered]
+    for name, message in zip(names, chat, strict=True):
+        if marker := rendered_marker(tokenizer, str(message.get("content") or "")):
+            raise UserError(
+                f"{name} of its prompt contains {marker}, so it is rendered already, and the "
+                "model's chat template would render it again. Write only the text of the message; "
+                "agent.math_code_single_step.use_chat_template=false sends a text as it is."
+            )
+    form = str([(message["role"], [key for key in message if message[key]]) for message in chat])
+    is_checked = form in checked_forms
+    checked_forms.add(form)
+    if not is_checked or chat[-1]["role"] == "assistant":
+        render_prompt(tokenizer, chat)
+    if is_checked:
+        return []
+    if dropped := dropped_messages(tokenizer, chat):
+        raise UserError(
+            f"the model's chat template leaves out {names[dropped[0]]} of its prompt. Put the text "
+            "into a message of the user, remove it, or use another template."
+        )
+    return unread_keys(tokenizer, chat)
+
+
 def check_tokens(path: str, tasks: Sequence[Task]) -> None:
     """Check that the text prompts of the first rows have only tokens of the model's vocabulary.
 
@@ -108,7 +200,8 @@ def check_tokens(path: str, tasks: Sequence[Task]) -> None:
         encode = Tokenizer.from_file(str(file)).encode_batch
     except Exception as error:  # tokenizers has no narrower class
         raise UserError(f"{file} cannot be read: {error}. Download it again.") from error
-    for row, encoding in zip(rows, encode([str(row.prompt) for row in rows]), strict=True):
+    encodings = encode([str(row.prompt) for row in rows], add_special_tokens=False)
+    for row, encoding in zip(rows, encodings, strict=True):
         if not encoding.ids or max(encoding.ids) >= size:
             found = max(encoding.ids, default="no token")
             what = f"the tokenizer of model.path={path} makes {found} of its prompt"

@@ -6,8 +6,10 @@ tokens that an agent would send and sample.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,16 +21,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
+MARK = "q7f3c9d1e5"
+"""A text that no message contains. It shows where, and whether, a template renders a message."""
+MARKER = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{1,20}\]")
+"""A marker of a template, such as <|im_end|> or [/INST]."""
+TAG = re.compile(r"</?(\w+)>")
+"""A marker that ordinary texts contain, too, such as <think> or </s>."""
+READ_KEYS = {"role", "content", "tool_calls", "tool_call_id"}
+"""Keys of a message that `unread_keys` does not look for."""
 
 
 def tokenize(tokenizer: Tokenizer, prompt: str | Sequence[object]) -> list[int]:
-    """Tokenize a prompt: a text, or chat messages through the chat template.
+    """Tokenize a prompt: a text, or chat messages through the chat template (`render_prompt`).
 
-    The result is cached, because the episodes of a group have the same prompt. The caller must not
-    change the list.
+    A text gets the special tokens that the tokenizer puts before it, such as BOS, unless it begins
+    with them. Special tokens that the tokenizer appends, such as EOS, are left out. The result is
+    cached, because the episodes of a group have the same prompt. The caller must not change it.
 
     Raises:
-        UserError: the prompt is a list of messages, and the tokenizer has no chat template.
+        UserError: the prompt is a list of messages, and cannot be rendered.
     """
     encoded = _encode(prompt)
     cached = _short if len(encoded) <= SHORT else _long
@@ -37,9 +48,16 @@ def tokenize(tokenizer: Tokenizer, prompt: str | Sequence[object]) -> list[int]:
 
 def _tokenize(tokenizer: Tokenizer, encoded: bytes) -> list[int]:
     prompt = msgspec.json.decode(encoded)
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]  # type: ignore[return-value]
-    return encode(tokenizer, render(tokenizer, prompt))
+    if not isinstance(prompt, str):
+        return encode(tokenizer, render_prompt(tokenizer, prompt))
+    plain_ids = encode(tokenizer, prompt)
+    special_ids: Any = tokenizer(prompt)["input_ids"]
+    for start in range(len(special_ids) - len(plain_ids) + 1):
+        if special_ids[start : start + len(plain_ids)] == plain_ids:
+            first_ids = special_ids[:start]
+            has_first_ids = plain_ids[:start] == first_ids
+            return plain_ids if has_first_ids else first_ids + plain_ids
+    return special_ids  # the tokenizer reads the text differently between special tokens
 
 
 SHORT = 1024
@@ -73,7 +91,7 @@ def render(
         raise UserError(f"{what}. Use another model or template, or remove the messages.")
     try:
         return tokenizer.apply_chat_template(
-            [for_template(message) for message in messages],
+            [for_template(message, str(tokenizer.chat_template)) for message in messages],
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -82,6 +100,116 @@ def render(
         what = f"the model's chat template refuses the messages: {error}"
         fix = "Remove what it does not support (a system prompt, tools), or use another template."
         raise UserError(f"{what}. {fix}") from error
+
+
+def render_prompt(tokenizer: Any, messages: Sequence[Any], *, tools: Sequence[object] = ()) -> str:
+    """Render chat messages as the prompt of an answer.
+
+    If the last message is the assistant's, its text is the beginning of the answer: the prompt is
+    the template's rendering up to the end of this text.
+
+    Raises:
+        UserError: as `render`; or the last message has tool calls; or the template changes its
+            text, so that no prompt ends with it.
+    """
+    *earlier, last = messages
+    if last["role"] != "assistant":
+        return render(tokenizer, messages, tools=tools)
+    if tool_calls(last):
+        raise UserError(
+            "the last message has tool calls, so an answer cannot continue it. "
+            "Add the results of the calls, or remove the message."
+        )
+    beginning = str(last["content"])
+    marked = [*earlier, {**last, "content": beginning + MARK}]
+    rendered = render(tokenizer, marked, tools=tools, add_generation_prompt=False)
+    text, mark, _ = rendered.rpartition(MARK)
+    if not mark or not text.endswith(beginning):
+        raise UserError(
+            "the last message is the assistant's, so the answer continues it, but the chat "
+            f"template changes its beginning {beginning[:40]!r}. Remove white space and thoughts "
+            "from it, remove the message, or use another template."
+        )
+    added = text.removesuffix(beginning).rstrip()
+    opened_tags = {tag[1] for tag in TAG.finditer(beginning) if tag[0][1] != "/"}
+    if any(added.endswith(f"</{tag}>") for tag in opened_tags):  # the template's empty thought
+        return render(tokenizer, earlier, tools=tools) + beginning
+    return text
+
+
+def beginning_of(prompt: Any) -> str:
+    """Return the beginning of the answer at the end of a prompt (`render_prompt`); "" without."""
+    if not prompt or isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+        return ""
+    return str(prompt[-1]["content"])
+
+
+def dropped_messages(
+    tokenizer: Any, messages: Sequence[Any], tools: Sequence[object] = ()
+) -> list[int]:
+    """Return the indices of the messages whose text or calls the chat template leaves out.
+
+    The messages are rendered again for each message: with a longer text, or without the message if
+    it has calls and no text. If the result is the same, the template does not render the message.
+    A message without text and calls is not listed.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        messages: A conversation or the beginning of one.
+        tools: JSON schemas of the tools.
+
+    Raises:
+        UserError: the template refuses the messages.
+    """
+    is_question = messages[-1]["role"] != "assistant"
+    show = partial(render, tokenizer, tools=tools, add_generation_prompt=is_question)
+    rendered = show(messages)
+    dropped = list[int]()
+    for index, message in enumerate(messages):
+        text = message.get("content") or ""
+        if not text.strip() and not tool_calls(message):
+            continue
+        longer = [{**message, "content": text + MARK}] if text.strip() else []
+        with suppress(UserError):  # a template that refuses the change has read the message
+            if show([*messages[:index], *longer, *messages[index + 1 :]]) == rendered:
+                dropped.append(index)
+    return dropped
+
+
+def unread_keys(tokenizer: Any, messages: Sequence[Any]) -> list[str]:
+    """Return the keys of messages, such as `name`, that do not change what the template renders.
+
+    Raises:
+        UserError: the template refuses the messages.
+    """
+    keys = {key for message in messages for key, value in message.items() if value} - READ_KEYS
+    show = partial(render, tokenizer, add_generation_prompt=False)
+    rendered = show(messages) if keys else ""
+    without = {key: [{**each, key: None} for each in messages] for key in sorted(keys)}
+    return [key for key, changed in without.items() if show(changed) == rendered]
+
+
+@lru_cache(maxsize=16)
+def turn_markers(tokenizer: Any) -> frozenset[str]:
+    """Return the markers that a chat template writes between an answer and the next one.
+
+    Tags that stand in ordinary texts, too, are left out.
+    """
+    question = {"role": "user", "content": "q"}
+    answer = {"role": "assistant", "content": MARK}
+    with suppress(UserError):  # the template refuses such a conversation
+        text = render(tokenizer, [question, answer, question], add_generation_prompt=False)
+        markers = MARKER.findall(text.rpartition(MARK)[2])
+        return frozenset(marker for marker in markers if not TAG.fullmatch(marker))
+    return frozenset()
+
+
+def rendered_marker(tokenizer: Any, text: str) -> str:
+    """Return the marker that shows that a text is the output of a chat template; else ""."""
+    bos = tokenizer.bos_token
+    if bos and text.lstrip().startswith(bos):
+        return bos
+    return next((marker for marker in sorted(turn_markers(tokenizer)) if marker in text), "")
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -148,6 +148,35 @@ async def test_stop_string_is_part_of_the_answer() -> None:
     assert "the\n\n<|end|>\n<|turn|>user" in prompts(agent)[1]
 
 
+# ------------------------------------------------------------ answers that a prompt begins
+
+
+@pytest.mark.parametrize("name", [*ALWAYS, "heads", "tiny"])
+async def test_beginning_and_its_continuation_are_one_answer(name: str) -> None:
+    tokenizer = chat_tokenizer(name)
+    agent = make("chat", tokenizer, [said(tokenizer, " 12"), said(tokenizer, "1")])
+    question = {"role": "user", "content": "a"}
+    action = await agent.act([question, {"role": "assistant", "content": "the"}])
+    assert prompts(agent)[0] == render(tokenizer, [question]) + "the"
+    assert action.text == "the 12"
+    await agent.act("b")
+    answer = {"role": "assistant", "content": "the 12"}
+    messages = [question, answer, {"role": "user", "content": "b"}]
+    assert prompts(agent)[1] == render(tokenizer, messages)
+    assert extends(agent) == [name != "tiny"]  # this template does not end a turn
+
+
+async def test_answer_of_a_later_turn_is_continued() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    agent = make("chat", tokenizer, [said(tokenizer, "1"), said(tokenizer, " 12")])
+    await agent.act("a")
+    beginning = {"role": "assistant", "content": "the"}
+    action = await agent.act([{"role": "user", "content": "b"}, beginning])
+    assert action.text == "the 12"
+    assert extends(agent) == [True]
+    assert prompts(agent)[1].endswith("<|turn|>user\nb<|end|>\n<|turn|>assistant\nthe")
+
+
 # ------------------------------------------------------------ templates that rewrite
 
 

@@ -65,3 +65,11 @@ async def test_text_of_a_derived_agent_is_sent_unchanged() -> None:
     made.build_prompt = lambda observation: f"{observation}="
     await made.act("1+1")
     assert tokenizer().decode(made.client.requests[0].input_ids) == "1+1="
+
+
+async def test_answer_that_the_prompt_begins_is_continued() -> None:
+    made = agent()
+    action = await made.act([*CHAT, {"role": "assistant", "content": "it is "}])
+    assert tokenizer().decode(made.client.requests[0].input_ids) == "user: 1+1\nassistant: it is "
+    assert action.text == "it is " + tokenizer().decode([10, 11])
+    assert (await made.act(CHAT)).text == tokenizer().decode([10, 11])

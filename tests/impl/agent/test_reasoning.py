@@ -49,6 +49,32 @@ async def test_unfinished_thought_started_by_the_template_gives_an_empty_action(
     assert (await agent.act("a")).text == ""
 
 
+@pytest.mark.parametrize(
+    ("beginning", "sampled", "text"),
+    [
+        ("<think>", "1 > 2</think>the", "the"),
+        ("12.\n<think>\n1", " > 2</think>the", "the"),
+        ("<think>1", " > 2", ""),
+        ("<think>1 > 2</think>\n\nthe", " 12", "the 12"),
+        ("the", " 12", "the 12"),
+    ],
+)
+@pytest.mark.parametrize("keep", ["all", "none"])
+async def test_thought_that_the_prompt_begins_is_no_part_of_the_action(
+    beginning: str, sampled: str, text: str, keep: str
+) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    agent = make("reasoning", tokenizer, [said(tokenizer, sampled)] * 2, keep=keep)
+    question = {"role": "user", "content": "a"}
+    action = await agent.act([question, {"role": "assistant", "content": beginning}])
+    assert action.text == text
+    assert prompts(agent)[0].endswith(f"<|turn|>assistant\n{beginning}")
+    await agent.act("b")
+    is_begun_thought = beginning.startswith("<think>") and "</think>" not in beginning
+    kept = text if keep == "none" and is_begun_thought else beginning + sampled
+    assert f"<|turn|>assistant\n{kept}<|end|>" in prompts(agent)[1]
+
+
 async def test_markers_are_configurable() -> None:
     tokenizer = chat_tokenizer("chatml")
     agent = make("reasoning", tokenizer, [said(tokenizer, "[1]the")], begin="[", end="]")

@@ -148,3 +148,16 @@ async def test_conversation_in_channels_continues_after_a_call_and_is_one_segmen
 def answered(tokenizer: Any, text: str) -> LLMResponse:
     ids = encode(tokenizer, text)
     return LLMResponse(ids, [0.0] * len(ids), [0] * len(ids), "stop")
+
+
+async def test_call_that_the_prompt_begins_is_read() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    sampled = said(tokenizer, '"add", "arguments": {"n": 1}}\n</tool_call>')
+    agent = make("tool_use", tokenizer, [sampled])
+    beginning = {"role": "assistant", "content": '<tool_call>\n{"name": '}
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    chat = [{"role": "user", "content": "q"}, beginning]
+    action = await agent.act(Observation(chat, tools=tools))
+    assert [(call.name, call.arguments, call.error) for call in action.calls] == [
+        ("add", {"n": 1}, "")
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -33,14 +34,14 @@ def test_end_of_turn_that_is_no_stop_token_is_reported() -> None:
 
 
 def test_end_of_turn_that_the_tokenizer_splits_is_refused() -> None:
-    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<|end_of_role|>")
     with pytest.raises(UserError, match=r"model\.path: .*<\|end_of_role\|>.* splits it into \d+"):
         template_faults(tokenizer, stops("qwen2_5", tokenizer))
 
 
 def test_template_that_refuses_every_prompt_is_refused() -> None:
-    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
     tokenizer.chat_template = "{{ raise_exception('no') }}" + tokenizer.chat_template
     with pytest.raises(UserError, match=r"model\.path: no prompt can be rendered: .*: no\. Corr"):
         template_faults(tokenizer, stops("qwen2_5", tokenizer))
@@ -51,3 +52,12 @@ def test_call_that_the_format_does_not_read_is_reported() -> None:
     (fault,) = template_faults(tokenizer, stops("mistral", tokenizer), format="qwen2_5")
     assert "writes a call as '[TOOL_CALLS]" in fault
     assert "which the format qwen2_5 does not read" in fault
+
+
+def test_template_that_renders_no_tools_is_reported_if_the_agent_calls_tools() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
+    tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
+    given = stops("qwen2_5", tokenizer)
+    (fault,) = template_faults(tokenizer, given)
+    assert fault.startswith("the chat template renders no tools, so the model does not see them")
+    assert template_faults(tokenizer, given, has_tools=False) == []

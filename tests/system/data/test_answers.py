@@ -313,7 +313,7 @@ def test_columns_and_keys_that_nothing_reads_are_named(tmp_path: Path, write: An
     model = make_model(tmp_path / "model", "kimi_k2")
     config = settings(dataset=DatasetConfig(train=write(tmp_path, rows)), model=model)
     checked = check_examples(config, {})
-    assert checked.unread == "columns id, score; keys of messages name, language"
+    assert checked.unread == "columns id, score; keys of messages language, name"
     mapped = replace(config.dataset, columns={"messages": "messages", "reward": "score"})
     assert check_examples(replace(config, dataset=mapped), {}).unread.startswith("columns id; ")
 

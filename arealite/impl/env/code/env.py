@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
-from arealite.api.observation import messages
 from arealite.api.sandbox import CodeEnvConfig, SandboxFailed
 from arealite.api.task import Row, Task
 from arealite.base.errors import EpisodeError
@@ -91,7 +90,7 @@ class CodeEnv(Env):
         agent, cases = agents["agent"], read_cases(task, self.config.case_timeout_s)
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
-        verdict = await self.judge(program(action.text, prompt_text(task), cases.entry), cases)
+        verdict = await self.judge(program(action.text, task.text, cases.entry), cases)
         agent.record.seconds_scoring += time.perf_counter() - begin
         share, solved = verdict.passed / verdict.total, float(verdict.passed == verdict.total)
         reward = share * self.config.partial + self.config.bonus * solved
@@ -187,7 +186,7 @@ def read_cases(task: Task, seconds: float) -> Cases:
         calls = [[list(case.get("args") or []), dict(case.get("kwargs") or {})] for case in cases]
         work = timed | {"calls": encode(calls, str)}
         return Cases("calls", entry, work, [case["expected"] for case in cases])
-    tests, (given, _) = list(info.get("test_list") or []), head_of(prompt_text(task), entry)
+    tests, (given, _) = list(info.get("test_list") or []), head_of(task.text, entry)
     if info.get("test") and entry:
         tests = [f"{info['test']}\ncheck(candidate)\n"]
     if not tests:
@@ -222,11 +221,6 @@ def without_classes(source: str) -> tuple[str, list[str]]:
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     tree.body = [node for node in tree.body if node not in classes]
     return ast.unparse(tree), [node.name for node in classes]
-
-
-def prompt_text(task: Task) -> str:
-    """Return the prompt's text; of a chat, the last message."""
-    return str(messages(task.prompt)[-1]["content"])
 
 
 def program(text: str, prompt: str, entry: str) -> str:

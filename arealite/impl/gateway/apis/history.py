@@ -10,6 +10,7 @@ import msgspec
 
 from arealite.api.observation import ChatMessage
 from arealite.impl.gateway.exchange import ApiError, assistant, function_call
+from arealite.system.data.forms import template_role
 
 TEXTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -98,7 +99,7 @@ def _assistant(each: Item) -> ChatMessage:
 
 def _others(each: Item) -> Iterator[ChatMessage]:
     """Yield a message for each tool result, and one for texts between results."""
-    role = "system" if each.role == "developer" else each.role
+    role = template_role(each.role)
     for is_result, group in groupby(_parts(each.content), lambda part: part.type == "tool_result"):
         if is_result:
             yield from [_result(part.tool_use_id, part.content) for part in group]

@@ -185,6 +185,15 @@ async def test_code_of_the_prompt_is_part_of_the_program(env, text):
         assert (await verdict(env, text, CHECK, prompt=prompt)) == Verdict(5, 5, True)
 
 
+async def test_code_of_the_question_is_used_if_the_prompt_begins_the_answer(env):
+    chat = [{"role": "user", "content": HEAD}, {"role": "assistant", "content": "```python\n"}]
+    assert task(chat).text == HEAD
+    text = "```python\ndef total(of: List[float]) -> float:\n    return sum(of)\n```"
+    player = Player([text])
+    await env.run(task(chat, **CHECK), agent=player)
+    assert player.parts["solved"] == 1.0
+
+
 async def test_helpers_of_the_prompt_can_be_used_by_tests(env):
     prompt = (
         "def poly(xs, x):\n    return sum(a * x**n for n, a in enumerate(xs))\n\ndef root(xs):\n"
