@@ -1,6 +1,7 @@
-"""Measure the pool of the maths reward: checks per second, and how long it blocks the event loop.
+"""Measure the pool of the maths reward and the processes of reward functions.
 
-Every maths episode waits for a check, in the event loop that also drives all generations.
+Every episode waits for a reward, in the event loop that also drives all generations: the table has
+checks and calls per second, and how long they block this event loop.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,12 +18,25 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from arealite.api.reward import MathVerifyConfig  # noqa: E402
+import uvloop  # noqa: E402
+
+from arealite.api.reward import FunctionRewardConfig, MathVerifyConfig, Reward  # noqa: E402
+from arealite.api.task import Task  # noqa: E402
 from arealite.impl.reward.checker import is_equal  # noqa: E402
+from arealite.impl.reward.functions import FunctionReward  # noqa: E402
 from arealite.impl.reward.math_verify import MathVerifyReward  # noqa: E402
 from tools import figures  # noqa: E402
 
 CHECKS, REPEATS, WORKERS, TICK_S = 300, 5, 2, 0.001
+CALLS, EPISODES = 20, 256
+"""Calls of a function in each episode, and concurrent episodes."""
+FUNCTIONS = """
+def cheap(completion, ground_truth):
+    return float(completion == ground_truth)
+
+async def cheap_async(completion, ground_truth):
+    return float(completion == ground_truth)
+"""
 ENDLESS = "$9^{9^{9^{9}}}$"
 
 
@@ -97,11 +112,60 @@ async def bench() -> dict[str, float]:
     }
 
 
+async def bench_function(path: str) -> dict[str, float]:
+    """Measure calls of a function from concurrent episodes; return medians."""
+    reward = FunctionReward(FunctionRewardConfig(paths=[path]))
+    start_s, start_stall_s = await measure(reward.setup)
+    rates: list[float] = []
+    stalls: list[float] = [start_stall_s]
+    cpu_s = time.process_time()
+    task = Task("train-0", "What is 17 times 23? " * 10, "391", {"data_source": "bench"})
+    try:
+        for _ in range(REPEATS):
+            seconds, stall = await measure(lambda: play(reward, task))
+            rates.append(CALLS * EPISODES / seconds)
+            stalls.append(stall)
+        cpu_s = time.process_time() - cpu_s
+    finally:
+        await reward.close()
+    name = path.rpartition(":")[2]
+    return {
+        f"{name}_calls_per_s": statistics.median(rates),
+        f"{name}_worker_cpu_us_per_call": 1e6 * cpu_s / (REPEATS * CALLS * EPISODES),
+        f"{name}_loop_stall_max_ms": 1000 * max(stalls),
+        f"{name}_start_s": start_s,
+    }
+
+
+async def play(reward: Reward, task: Task) -> None:
+    """Score EPISODES episodes concurrently, each CALLS times."""
+
+    async def episode() -> None:
+        for _ in range(CALLS):
+            await reward.score_task("the answer is 391", task)
+
+    await asyncio.gather(*(episode() for _ in range(EPISODES)))
+
+
 def main() -> int:
-    """Print the table and write out/bench/reward.json."""
+    """Print the tables and write out/bench/reward.json."""
     metrics = asyncio.run(bench())
     print(f"maths reward, {WORKERS} workers, {CHECKS} checks x {REPEATS}:")
     figures.show(metrics)
+    of_functions: dict[str, float] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        asyncio.Runner(
+            loop_factory=uvloop.new_event_loop  # as in workers
+        ) as runner,
+    ):
+        file = Path(folder) / "bench_functions.py"
+        file.write_text(FUNCTIONS)
+        for name in ("cheap", "cheap_async"):
+            of_functions |= runner.run(bench_function(f"{file}:{name}"))
+    print(f"functions in one process, {EPISODES} episodes x {CALLS} calls x {REPEATS}:")
+    figures.show(of_functions)
+    metrics |= of_functions
     figures.save("reward.json", metrics)
     return 0
 

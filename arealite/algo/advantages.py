@@ -14,7 +14,7 @@ from arealite.api.algorithm import ShapingConfig
 
 
 def group_advantages(
-    rewards: Sequence[float], groups: Sequence[Hashable], *, kind: str, eps: float
+    rewards: Sequence[float | None], groups: Sequence[Hashable], *, kind: str, eps: float
 ) -> list[float]:
     """Return the advantage of each episode relative to its group.
 
@@ -23,18 +23,20 @@ def group_advantages(
     arXiv 2503.20783; RLOO, arXiv 2402.14740.
 
     Args:
-        rewards: The reward of each episode.
+        rewards: The reward of each episode. None: it has no score and takes no part in its group.
         groups: The key of each episode's group. Groups may have different sizes.
         kind: grpo, dr_grpo or rloo.
         eps: Added to the standard deviation of grpo.
 
     Returns:
-        One advantage per episode; 0 in groups of one and in groups of equal rewards.
+        One advantage per episode; 0 without a score, in groups of one score and in groups of equal
+        rewards.
     """
     advantages = [0.0] * len(rewards)
-    for members in _members(groups):
-        own = [rewards[i] for i in members]
-        if max(own) == min(own):
+    for group in _members(groups):
+        scored = {i: reward for i in group if (reward := rewards[i]) is not None}
+        own = [*scored.values()]
+        if len({*own}) < 2:
             continue
         mean, others = math.fsum(own) / len(own), len(own) - 1
         scale = 1.0
@@ -42,18 +44,21 @@ def group_advantages(
             scale = math.sqrt(math.fsum((r - mean) ** 2 for r in own) / others) + eps
         elif kind == "rloo":  # R − (n·mean − R) / (n − 1) = (R − mean) · n / (n − 1)
             scale = others / len(own)
-        for i, reward in zip(members, own, strict=True):
+        for i, reward in scored.items():
             advantages[i] = (reward - mean) / scale
     return advantages
 
 
-def group_counts(rewards: Sequence[float], groups: Sequence[Hashable]) -> dict[str, float]:
-    """Count groups, groups of one episode, and larger groups whose rewards are all equal."""
+def group_counts(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> dict[str, float]:
+    """Count groups, groups of one episode, and larger groups whose rewards are all equal.
+
+    The latter include groups in which fewer than two episodes have a score.
+    """
     found = [[rewards[i] for i in members] for members in _members(groups)]
     return {
         "groups": float(len(found)),
         "groups_of_one": float(sum(len(g) == 1 for g in found)),
-        "groups_zero_variance": float(sum(len(g) > 1 and max(g) == min(g) for g in found)),
+        "groups_zero_variance": float(sum(len(g) > 1 and len({*g} - {None}) < 2 for g in found)),
     }
 
 

@@ -57,16 +57,20 @@ class Agent(ABC):
     async def act(self, observation: object) -> Action:
         """Build a prompt from an observation, generate, and parse the completion into an action."""
 
-    def reward(self, value: float, /, **parts: float) -> None:
+    def reward(self, value: float | None, /, **parts: float) -> None:
         """Add a reward to the latest turn, and named parts to the episode's sums.
+
+        None: the agent has no score in this episode, whatever its other rewards are. The episode
+        is not trained, takes no part in the baseline of its group, and is left out of means.
 
         Raises:
             RuntimeError: The agent is trainable and has not generated yet.
             RewardNotFinite: The reward or a part is not a finite number.
         """
         value, parts = finite(value, parts)
+        self.record.is_unscored |= value is None
         if self.record.turns:
-            self.record.turns[-1].reward += value
+            self.record.turns[-1].reward += value or 0.0
         elif self.trainable:
             raise RuntimeError("reward before the agent's first generation")
         for name, part in parts.items():

@@ -94,7 +94,8 @@ class StepResult:
     """The result of one step of a StepEnv."""
 
     observation: object
-    reward: float
+    reward: float | None
+    """None: the episode has no score (`Agent.reward`)."""
     done: bool
 
 

@@ -103,7 +103,8 @@ class SeatReward(msgspec.Struct, frozen=True):
     seat: str
     turn: int
     """The seat's last finished turn at the time of the reward."""
-    value: float
+    value: float | None
+    """None: the seat has no score in this episode."""
     parts: dict[str, float]
 
 
@@ -120,7 +121,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     observation: EnvObservation
     reward: float | None = None
-    """The sum of `rewards`; None with several seats or without rewards."""
+    """The sum of `rewards`; None with several seats, without rewards, or without a score."""
     done: bool = False
 
 

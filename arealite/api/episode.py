@@ -43,6 +43,8 @@ class Record(msgspec.Struct):
     resumed_diverged: int = 0
     """1: a generation was not recorded while others of the record were unused."""
     reward_parts: dict[str, float] = {}
+    is_unscored: bool = False
+    """Whether a reward was None: the episode has no reward for this agent."""
     generations: int = 0
     """Number of started generations."""
     seconds_generating: float = 0.0
@@ -123,13 +125,14 @@ class Seat:
     """The seat's generations in an earlier attempt, whose worker crashed, by index."""
 
 
-def finite(value: float, parts: dict[str, float]) -> tuple[float, dict[str, float]]:
-    """Return a reward and its parts as floats.
+def finite(value: float | None, parts: dict[str, float]) -> tuple[float | None, dict[str, float]]:
+    """Return a reward, which may be None, and its parts as floats.
 
     Raises:
         RewardNotFinite: a number or the sum is not finite.
     """
-    value, parts = float(value), {name: float(part) for name, part in parts.items()}
-    if not isfinite(sum(parts.values(), value)):
+    value = None if value is None else float(value)
+    parts = {name: float(part) for name, part in parts.items()}
+    if not isfinite(sum(parts.values(), value or 0.0)):
         raise RewardNotFinite(f"reward and parts must be finite, got {value}, {parts}")
     return value, parts

@@ -24,6 +24,8 @@ class FunctionRewardConfig:
 
     paths: list[str] = sub(list, "functions: module:name or file.py:name")
     weights: list[float] = sub(list, "weight of each function; []: 1 each")
+    processes: int = opt(1, "processes of one worker that call the functions", at_least=1)
+    timeout_s: float = opt(60.0, "seconds of a call; a longer one fails the episode", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +65,16 @@ class Reward(ABC):
         self.config = config
 
     @abstractmethod
-    async def score(self, completion: str, ground_truth: str) -> float:
+    async def score(self, completion: str, ground_truth: str) -> float | None:
         """Return the reward of a completion: a number, or a `Score` with named parts.
+
+        None: the completion has no score. It is not trained, and no mean contains it.
 
         Raises:
             EpisodeError: Scoring failed for a reason outside the completion.
         """
 
-    async def score_task(self, completion: str, task: Task) -> float:
+    async def score_task(self, completion: str, task: Task) -> float | None:
         """Return the reward of a completion, like `score`, with the whole row.
 
         Override this method to read other columns: `task.columns` is empty without an override.

@@ -1,6 +1,7 @@
 """The task: a row of the data set, as environments get it."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -25,6 +26,13 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     columns: dict[str, Any] = {}
     """The other columns of the row, by the file's names; {} if no reward of the run reads them
     (`Reward.score_task`)."""
+
+    def copy(self) -> "Task":
+        """Return a deep copy, whose values can be changed without a change of this task."""
+        try:
+            return _decode(_encode(self))  # takes a tenth of the time of `deepcopy`
+        except (TypeError, ValueError, OverflowError):  # not a row of a file
+            return deepcopy(self)
 
     @property
     def text(self) -> str:
@@ -56,3 +64,7 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
         """The label by which metrics are grouped: the name of the environment in a run with
         several, else the row's `data_source`, else ""."""
         return str(self.extra_info.get("env") or self.extra_info.get("data_source") or "")
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Task).decode

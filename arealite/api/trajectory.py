@@ -6,6 +6,7 @@ the payload as bytes. Shapes: T = tokens of one segment.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 from typing import Annotated
 
 import msgspec
@@ -25,8 +26,9 @@ class TrajectoryHeader(msgspec.Struct, frozen=True):
     seat: str
     """Advantages are normalised within (group_id, seat)."""
     task_id: str
-    reward: float
-    """Sum of all rewards of this seat in the episode."""
+    reward: float | None
+    """Sum of all rewards of this seat in the episode; None: the episode has no score. It is stored
+    and counted like others, but not trained."""
     reward_parts: dict[str, float]
     """Named parts of the reward; {} without parts."""
     segment_lengths: list[Count]
@@ -108,6 +110,12 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     common: Count = 0
     """Only inside a payload: number of tokens at the start that the five arrays leave out. They are
     those of the prompt or of the segment before, and are not trained here."""
+
+
+def mean_reward(headers: Iterable[TrajectoryHeader]) -> float | None:
+    """Return the mean reward of the trajectories that have a score; None if there are none."""
+    rewards = [header.reward for header in headers if header.reward is not None]
+    return fmean(rewards) if rewards else None
 
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:

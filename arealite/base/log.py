@@ -6,9 +6,13 @@ import sys
 
 import structlog
 
+arguments: dict[str, str] = {}
+"""Arguments of the latest call of `setup`."""
+
 
 def setup(role: str, level: str = "info") -> None:
     """Configure structlog for this process. Every event has `role` and the process id."""
+    arguments.update(role=role, level=level)
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[

@@ -22,6 +22,8 @@ ENTRY_POINT_GROUP = "arealite.plugins"
 """Entry point group of installed packages; importing its modules registers their parts."""
 UNNAMED = "MODULE"
 """Stands in an error for a module whose name is not known."""
+imported: list[str] = []
+"""Values of the option `imports` that this process has imported."""
 
 
 T = TypeVar("T")
@@ -161,6 +163,7 @@ def import_plugins(modules: Sequence[str]) -> None:
         entry.load()
     for module in modules:
         import_user_module(module, f"imports=[{module}]")
+        imported.append(module)
 
 
 def import_user_module(module: str, option: str) -> ModuleType:

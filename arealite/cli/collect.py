@@ -13,6 +13,7 @@ train.py. After an interruption, the same command resumes."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def select(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:
-    """Select trajectories: rewards within the bounds, then the `best_of` of each task and seat."""
+    """Select trajectories: rewards within the bounds, then the `best_of` of each task and seat.
+
+    A trajectory without a score is within no bound, and comes after all others.
+    """
     low, high = config.min_reward, config.max_reward
     found: defaultdict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
     for task, member, headers in samples.headers():
         for header in headers if task < tasks and member < config.n else ():
-            if (low is None or header.reward >= low) and (high is None or header.reward <= high):
-                found[task, header.seat].append((-header.reward, member))
+            reward = header.reward
+            if reward is None:
+                if low is None and high is None:
+                    found[task, header.seat].append((inf, member))
+            elif (low is None or reward >= low) and (high is None or reward <= high):
+                found[task, header.seat].append((-reward, member))
     return {
         (task, member, seat)
         for (task, seat), ranked in found.items()

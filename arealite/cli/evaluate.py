@@ -34,6 +34,8 @@ from arealite.system.data.samples import Samples
 WORDS = sampling.words("eval")
 DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 INTERVALS = "95 %; pass@k: Wilson over tasks; reward: normal over tasks"
+UNKNOWN = Estimate(inf, inf, inf)
+"""The mean of no values; null in JSON."""
 Score = dict[str, Any]
 
 
@@ -94,14 +96,20 @@ def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> S
 def score(
     config: EvaluateConfig, ks: Sequence[int], by_task: Sequence[Sequence[TrajectoryHeader]]
 ) -> Score:
-    """Return the averages of one seat over the tasks of one source."""
+    """Return the averages of one seat over the tasks of one source.
+
+    Samples without a score are counted. They take no part in `reward` and `pass`.
+    """
     every = [header for headers in by_task for header in headers]
-    counts = [(len(hs), sum(h.reward >= config.solved for h in hs)) for hs in by_task]
+    by_task_scored = [[h.reward for h in hs if h.reward is not None] for hs in by_task]
+    counts = [(len(own), sum(reward >= config.solved for reward in own)) for own in by_task_scored]
+    task_means = [fmean(own) for own in by_task_scored if own]
     rates = {str(k): mean_pass_at_k(counts, k) for k in ks}
     return {
         "tasks": len(by_task),
         "samples": len(every),
-        "reward": as_json(mean_of_tasks([fmean(h.reward for h in headers) for headers in by_task])),
+        "unscored": len(every) - sum(map(len, by_task_scored)),
+        "reward": as_json(mean_of_tasks(task_means) if task_means else UNKNOWN),
         "pass": {k: as_json(rate) for k, rate in rates.items() if rate},
         "parts": means(header.reward_parts for header in every),
         "tokens": fmean(header.trained_tokens for header in every),
@@ -127,12 +135,15 @@ def show(result: Score) -> None:
         for what, found in {"reward": row["reward"], **rates}.items():
             bounds = [found["low"], found["high"]]
             between = "" if None in bounds else " … ".join(f"{bound:.3f}" for bound in bounds)
-            table.add_row(first, what, f"{found['mean']:.3f}", between)
+            mean = "–" if found["mean"] is None else f"{found['mean']:.3f}"
+            table.add_row(first, what, mean, between)
             first = ""
         for what, mean in row["parts"].items():
             table.add_row("", what, f"{mean:.3f}", "")
         table.add_row("", "tokens", f"{row['tokens']:.1f}", "")
         counts = f"{row['samples']} samples of {row['tasks']} tasks"
+        if unscored := row.get("unscored"):
+            counts += f", {unscored} without a score"
         table.add_row("", "truncated", f"{row['truncated']:.3f}", counts, end_section=True)
     terminal = Terminal()
     terminal.width = terminal.width if terminal.is_terminal else 1000

@@ -107,10 +107,10 @@ class Player(Agent):
             text = await self.lines.read()
         return Action(text, calls=read_calls(text, HERMES)[1] if seen.tools else ())
 
-    def reward(self, value: float, /, **parts: float) -> None:
+    def reward(self, value: float | None, /, **parts: float) -> None:
         """Add a reward to the sum that is printed at the end."""
         super().reward(value, **parts)
-        self.total += value
+        self.total += value or 0.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -174,7 +174,8 @@ async def play(config: ExperimentConfig, options: Namespace) -> None:
     next(iter(players.values())).lines.show("")
     for name, player in players.items():
         parts = ", ".join(f"{part}={value:g}" for part, value in player.record.reward_parts.items())
-        print(f"{name}: reward {player.total:g}" + (f" ({parts})" if parts else ""))
+        reward = "no score" if player.record.is_unscored else f"reward {player.total:g}"
+        print(f"{name}: {reward}" + (f" ({parts})" if parts else ""))
 
 
 def find_task(config: ExperimentConfig, options: Namespace) -> Task:

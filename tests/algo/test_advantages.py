@@ -51,6 +51,22 @@ def test_groups_of_one_and_equal_rewards_get_zero(kind: str) -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_episode_without_a_score_takes_no_part_in_its_group(kind: str) -> None:
+    scored = group_advantages([1.0, 0.0, 5.0], ["a"] * 3, kind=kind, eps=1e-6)
+    rewards = [1.0, None, 0.0, 5.0, None]
+    got = group_advantages(rewards, ["a"] * 5, kind=kind, eps=1e-6)
+    assert got == [scored[0], 0.0, scored[1], scored[2], 0.0]
+
+
+def test_group_with_fewer_than_two_scores_has_no_variance() -> None:
+    groups = [*"aabbccc"]
+    rewards = [None, None, None, 1.0, 1.0, 0.0, None]
+    assert group_advantages(rewards, groups, kind="grpo", eps=0.0)[:4] == [0.0] * 4
+    counts = group_counts(rewards, groups)
+    assert (counts["groups"], counts["groups_zero_variance"]) == (3.0, 2.0)
+
+
 drawn_rewards = st.lists(
     st.tuples(st.sampled_from("abc"), st.floats(-10, 10, allow_nan=False)), max_size=20
 )

@@ -46,6 +46,9 @@ class Letters(Env):
         action = await agents["agent"].act(task.prompt)
         if task.prompt == "check":
             raise RewardTimeout("killed")
+        if task.prompt == "unscored" and len(action.text) != 2:
+            agents["agent"].reward(None)
+            return
         rare = {"rare": 0.5} if len(action.text) == 1 else {}
         agents["agent"].reward(float(len(action.text)), length=1.0, **rare)
 

@@ -95,6 +95,18 @@ def test_reward_filters_and_best_of_select_rows(
     assert [row["reward"] for row in written(collect)] == rewards
 
 
+@pytest.mark.parametrize(
+    ("words", "rewards"),
+    [([], [None, 2.0, None]), (["best_of=2"], [None, 2.0]), (["max_reward=9"], [2.0])],
+)
+def test_trajectory_without_a_score_is_within_no_bound_and_comes_last(
+    collect: Command, words: list[str], rewards: list[float | None]
+) -> None:
+    collect.write({"prompt": "unscored"})
+    assert collect("n=3", out(collect), *words) == 0, collect.out
+    assert [row["reward"] for row in written(collect)] == rewards
+
+
 def test_best_of_applies_to_each_seat(collect: Command) -> None:
     assert collect("n=2", "best_of=1", "tasks=1", out(collect), env="duel") == 0
     assert [(row["seat"], row["sample"]) for row in written(collect)] == [

@@ -74,6 +74,22 @@ def test_failed_samples_are_reported_and_not_scored(evaluate: Command) -> None:
     assert "1 samples of hard failed; the same command retries them" in evaluate.out
 
 
+def test_samples_without_a_score_are_counted_and_left_out(evaluate: Command) -> None:
+    unscored = {"prompt": "unscored", "extra_info": {"data_source": "b"}}
+    evaluate.write({"prompt": "ok"}, {"prompt": "unscored"}, unscored)
+    assert evaluate("n=2", "solved=2", "k=[1]") == 0, evaluate.out
+    first, second = result(evaluate)["results"]
+    assert (first["samples"], first["unscored"], first["reward"]["mean"]) == (4, 1, 1.75)
+    assert first["pass"]["1"]["mean"] == 0.75
+    assert (second["samples"], second["unscored"], second["reward"]["mean"]) == (2, 1, 2.0)
+    assert "4 samples of 2 tasks, 1 without a score" in evaluate.out
+    evaluate.write(unscored)
+    assert evaluate("n=1", "trial_name=none") == 0, evaluate.out
+    file = evaluate.folder / "runs" / "arealite" / "none" / "eval" / "eval.json"
+    (only,) = json.loads(file.read_text())["results"]
+    assert (only["reward"]["mean"], only["pass"], only["unscored"]) == (None, {}, 1)
+
+
 def test_results_are_split_by_seat(evaluate: Command) -> None:
     assert evaluate("n=2", env="duel") == 0
     rewards = {

@@ -79,6 +79,15 @@ def test_last_input_line_needs_no_newline(play: Play, from_file: bool) -> None:
     assert out.endswith("agent: reward 1 (exact=1)\n")
 
 
+def test_answer_without_a_score_is_shown(play: Play, tmp_path: Path) -> None:
+    file = tmp_path / "my_none.py"
+    file.write_text("def f(completion): return None")
+    paths = f"reward.function.paths=[{file}:f]"
+    code, out, _ = play("4\n", "math", "reward.type=function", paths)
+    assert code == 0
+    assert out.endswith("agent: no score\n")
+
+
 def test_user_can_play_all_seats(play: Play) -> None:
     code, out, _ = play("defect\ncooperate\n", "matrix_game", "--seat", "all")
     assert code == 0

@@ -56,7 +56,7 @@ def experiment(
 
 def header(
     group_id: str, member: int, *, version: int = 0, newest: int | None = None,
-    reward: float = 1.0, tokens: int = 8, seat: str = "agent",
+    reward: float | None = 1.0, tokens: int = 8, seat: str = "agent",
 ) -> TrajectoryHeader:  # fmt: skip
     return TrajectoryHeader(
         trajectory_id=f"{group_id}/{member}/{seat}",
@@ -109,7 +109,7 @@ def payload(header: TrajectoryHeader) -> bytes:
             array("f", bytes(4 * length)),
         )
         if not segments:
-            rewards[-1] = header.reward
+            rewards[-1] = header.reward or 0.0
         told = (arrays[0].tobytes(), arrays[1], logprobs.tobytes(), array("i", ages).tobytes())
         segments.append(Segment(*told, rewards.tobytes(), 1.0))
     return encode_segments(segments)

@@ -71,17 +71,20 @@ class ToolsEnv(Env):
         agent, calls, wanted = agents["agent"], Calls(), task.extra_info.get("tools")
         async with self.box.episode(task) as states:
             action = await self._converse(task, agent, states, calls)
-        correct, begin = 0.0, time.perf_counter()
+        begin = time.perf_counter()
+        correct: float | None = 0.0
         if not action.calls:
             correct = await self.scorer.score_task(action.text, task)
         agent.record.seconds_scoring += time.perf_counter() - begin
         parts, kinds = scores(correct, calls, wanted), Counter(kind for _, kind in calls)
-        value = sum(getattr(self.config.weights, name) * part for name, part in parts.items())
+        weights = {name: getattr(self.config.weights, name) for name in parts}
+        value = sum(weights[name] * part for name, part in parts.items())
         parts["unanswered"] = float(bool(action.calls) or not action.text)
         parts["tool_calls"] = float(len(calls))
         parts["tool_errors"] = parts["tool_calls"] - kinds["fine"]
         parts |= getattr(correct, "parts", {})
-        agent.reward(value, **parts, tool_timeouts=float(kinds["timeout"]))
+        is_scored = correct is not None or any(weights.values())
+        agent.reward(value if is_scored else None, **parts, tool_timeouts=float(kinds["timeout"]))
 
     async def _converse(self, task: Task, agent: Agent, states: States, calls: Calls) -> Action:
         """Return the agent's last action. It has calls if the agent gave no answer."""
@@ -108,27 +111,29 @@ class ToolsEnv(Env):
         return [*(task.result() for task in made), *[refused] * len(calls[limit:])]
 
 
-def scores(correct: float, calls: Calls, wanted: list[str] | None) -> dict[str, float]:
+def scores(correct: float | None, calls: Calls, wanted: list[str] | None) -> dict[str, float]:
     """Return the parts of the reward by name, each from 0 to 1.
 
     Args:
-        correct: Score of the answer.
+        correct: Score of the answer; None: it has none.
         calls: The episode's calls.
         wanted: Tools that the task needs; None: the row does not list them.
 
     Returns:
-        correct: The score of the answer. format: The share of valid calls. efficiency: `correct`,
-        reduced by calls beyond the needed ones. tool, if `wanted` is given: the share of the needed
-        tools that were used; if none is needed, whether no tool was called.
+        correct: The score of the answer, if it has one. format: The share of valid calls.
+        efficiency: `correct`, reduced by calls beyond the needed ones. tool, if `wanted` is given:
+        the share of the needed tools that were used; if none is needed, whether no tool was called.
     """
     malformed = sum(kind == "malformed" for _, kind in calls)
-    parts = {"correct": correct, "format": 1.0 - malformed / max(len(calls), 1)}
+    parts = {} if correct is None else {"correct": correct}
+    parts["format"] = 1.0 - malformed / max(len(calls), 1)
     needed = 1
     if wanted is not None:
         needed = len(wanted)
         used = {name for name, kind in calls if kind == "fine"}.intersection(wanted)
         parts["tool"] = len(used) / len({*wanted}) if wanted else float(not calls)
-    parts["efficiency"] = correct * (needed + 1) / (max(len(calls), needed) + 1)
+    if correct is not None:
+        parts["efficiency"] = correct * (needed + 1) / (max(len(calls), needed) + 1)
     return parts
 
 

@@ -176,7 +176,7 @@ class _Episode:
         """Add a reward to the turn it was given for; the agent may have acted since."""
         agent, turns = self.agents[given.seat], self.agents[given.seat].record.turns
         length = self._record_lengths.get((given.seat, given.turn), 0)
-        if not 0 < length < len(turns):
+        if given.value is None or not 0 < length < len(turns):
             agent.reward(given.value, **given.parts)
             return
         agent.reward(0.0, **given.parts)

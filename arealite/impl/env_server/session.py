@@ -52,7 +52,7 @@ class RemoteSeat(Agent):
             self.record.turns.append(Turn(response, 0.0))
         return Action(step.text, response if step.stop_reason else None, step.calls, step.is_last)
 
-    def reward(self, value: float, /, **parts: float) -> None:
+    def reward(self, value: float | None, /, **parts: float) -> None:
         """Keep the reward for the next answer."""
         self._session.rewards.append(SeatReward(self.seat.name, self._turn, *finite(value, parts)))
 
@@ -110,7 +110,8 @@ class Session:
         self._turns.clear()
         frozen, names = reset.untrained, self.env.seats
         seats = {name: RemoteSeat(name, self, trainable=name not in frozen) for name in names}
-        self._run = asyncio.create_task(self._play(task, seats), name=f"episode {self.episode_id}")
+        playing = self._play(task.copy(), seats)
+        self._run = asyncio.create_task(playing, name=f"episode {self.episode_id}")
         return await self._reply()
 
     async def step(self, step: Step) -> Reply:
@@ -213,5 +214,6 @@ class Session:
             view = EnvObservation(waiting=waits, rewards=rewards)
         else:
             view = EnvObservation(*msgspec.structs.astuple(waits[0]), rewards=rewards)
-        total = sum(given.value for given in rewards) if rewards and seats == 1 else None
+        values = [given.value for given in rewards if given.value is not None]
+        total = sum(values) if values and seats == 1 else None
         return Reply(view, total, not waits)

@@ -120,6 +120,7 @@ async def spawn(
     environment: Mapping[str, str],
     stdout: int | None = None,
     guard: str = "",
+    pass_fds: Sequence[int] = (),
 ) -> Child:
     """Start a process. If the caller is cancelled meanwhile, the process is killed.
 
@@ -132,6 +133,7 @@ async def spawn(
         stdout: PIPE if the caller reads the output.
         guard: Shell script, as GUARD, that runs the command and acts when its stdin closes because
             this process has exited. "": nothing happens then.
+        pass_fds: File descriptors that the process inherits.
 
     Raises:
         UserError: the log cannot be written, or this machine can hold no more processes.
@@ -147,6 +149,7 @@ async def spawn(
                 stdin=asyncio.subprocess.PIPE if guard else asyncio.subprocess.DEVNULL,
                 stdout=stdout or output,
                 stderr=output,
+                pass_fds=pass_fds,
                 start_new_session=True,  # Ctrl-C reaches only the parent, which stops the children
             )
             return Child(name, await _started(asyncio.ensure_future(creating)), log, begin)

@@ -70,7 +70,10 @@ class Progress:
             held_out = [n for n in ("reward", "loss", "accuracy") if f"eval/{n}" in metrics]
             result = ", ".join(f"{name} {metrics[f'eval/{name}']:.3f}" for name in held_out)
             self.is_unevaluated = not result
-            result = f"held-out {result}" if result else "every sample failed"
+            nothing = (
+                "no sample has a score" if "eval/unscored" in metrics else "every sample failed"
+            )
+            result = f"held-out {result}" if result else nothing
             self.say(f"eval at step {step}: {result}")
         if not is_step(metrics):
             return

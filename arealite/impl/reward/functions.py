@@ -8,37 +8,29 @@ A function gets the values that its parameters name:
   result is a list of one number. A completion is a text, or a list of one message if the prompt is
   a chat.
 
-A path may also name a `Reward` class. If a function returns None, it does not count for the row.
+If a function returns None, it does not count for the row. A path may also name a `Reward` class,
+which is used in the worker. Functions are called in processes of their own (`process_pool.py`).
 """
 
 import asyncio
 import inspect
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from traceback import extract_tb
-from typing import Any, SupportsFloat
+from typing import Any
 
 from arealite.api.reward import FunctionRewardConfig, Reward, Score
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_function
-from arealite.impl.env.adapters.blocking import outcome
+from arealite.impl.reward.function_process import OPTION
+from arealite.impl.reward.process_pool import ProcessPool
 
-THREADS = 16
-"""Concurrent calls of functions that are not async, in one worker."""
-OPTION = "reward.function.paths"
 TAKEN = ("self", "value")
 """Names that a part of a reward cannot have: parameters of `Agent.reward`."""
-
-
-class FunctionFailed(EpisodeError, failure_class="reward_function"):
-    """A reward function raised an exception or returned no number. There is no reward."""
 
 
 class _RowReward(Reward):
     """A reward that reads the whole row."""
 
-    async def score(self, completion: str, ground_truth: str) -> float:
+    async def score(self, completion: str, ground_truth: str) -> float | None:
         """Return the reward of a row without other columns."""
         return await self.score_task(completion, Task("", "", ground_truth, {}))
 
@@ -59,31 +51,51 @@ class FunctionReward(_RowReward):
         if not config.paths or len(self.weights) != len(config.paths):
             what = f"{OPTION}={config.paths} with reward.function.weights={config.weights}"
             raise UserError(f"{what}: name functions, and one weight for each function or none.")
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
         self.parts = dict[str, Reward]()
         for path in config.paths:
             name = path.rpartition(":")[2]
             while name in (*TAKEN, *self.parts):
                 name += "_"
-            self.parts[name] = make_part(path, self.threads)
+            self.parts[name] = make_part(path)
+        functions = [part for part in self.parts.values() if isinstance(part, _Function)]
+        pool = ProcessPool({part.path: part.is_batched for part in functions}, config)
+        self.pool = pool if functions else None
+        for part in functions:
+            part.pool = pool
 
     async def setup(self) -> None:
-        """Set up the `Reward` classes."""
+        """Start the processes of the functions, and set up the `Reward` classes."""
+        if self.pool is not None:
+            await self.pool.start()
         await asyncio.gather(*(part.setup() for part in self.parts.values()))
 
-    async def score_task(self, completion: str, task: Task) -> float:
+    async def score_task(self, completion: str, task: Task) -> float | None:
         """Return the weighted sum; its parts are the results without weights.
 
+        Each part gets its own copy of the row.
+
+        Returns:
+            None if no function with a weight other than 0 has scored the completion.
+
         Raises:
-            FunctionFailed: A function failed.
+            EpisodeError: A function failed.
         """
-        every = [part.score_task(completion, task) for part in self.parts.values()]
-        values = await asyncio.gather(*every)
-        score = Score(sum(w * v for w, v in zip(self.weights, values, strict=True)))
-        for name, value in zip(self.parts, values, strict=True):
-            own = {} if value is NO_OPINION else {name: float(value)}
-            score.parts |= getattr(value, "parts", {}) | own
-        return score
+        parts_scores = [
+            # Sending a row to a process copies it.
+            part.score_task(completion, task if isinstance(part, _Function) else task.copy())
+            for part in self.parts.values()
+        ]
+        values = await asyncio.gather(*parts_scores)
+        weighted = list[float]()
+        parts = dict[str, float]()
+        for name, weight, value in zip(self.parts, self.weights, values, strict=True):
+            if value is None:
+                continue
+            if weight:
+                weighted.append(weight * value)
+            parts |= getattr(value, "parts", {})
+            parts[name] = float(value)
+        return Score(sum(weighted), **parts) if weighted else None
 
     async def check_row(self, task: Task) -> None:
         """Check that each function gets its arguments from this row.
@@ -94,16 +106,13 @@ class FunctionReward(_RowReward):
         await asyncio.gather(*(part.check_row(task) for part in self.parts.values()))
 
     async def close(self) -> None:
-        """Stop the `Reward` classes. Does not wait for running functions."""
+        """Stop the `Reward` classes and the processes. Does not wait for running functions."""
         await asyncio.gather(*(part.close() for part in self.parts.values()))
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        if self.pool is not None:
+            await self.pool.close()
 
 
-NO_OPINION = Score(0.0)
-"""The result of a function that returned None."""
-
-
-def make_part(path: str, threads: ThreadPoolExecutor) -> Reward:
+def make_part(path: str) -> Reward:
     """Import the function or `Reward` class that a path names.
 
     Raises:
@@ -112,15 +121,17 @@ def make_part(path: str, threads: ThreadPoolExecutor) -> Reward:
     target = import_function(path, f"{OPTION}={path}")
     if isinstance(target, type) and issubclass(target, Reward):
         return target(None)
-    return _Function(path, target, threads)
+    return _Function(path, target)
 
 
 class _Function(_RowReward):
-    """One function."""
+    """One function, which `pool` calls."""
 
-    def __init__(self, path: str, target: Any, threads: ThreadPoolExecutor) -> None:
+    pool: ProcessPool
+
+    def __init__(self, path: str, target: Any) -> None:
         super().__init__(None)
-        self.path, self.target, self.threads = path, target, threads
+        self.path = path
         try:
             self.signature = inspect.signature(target)
         except (TypeError, ValueError) as error:
@@ -160,31 +171,12 @@ class _Function(_RowReward):
             fix = "parameter a default, or name its column: dataset.columns.PARAMETER=COLUMN"
             raise EpisodeError(f"{what} {fix}") from error
 
-    async def score_task(self, completion: str, task: Task) -> float:
-        """Call the function in a thread, and return its number.
+    async def score_task(self, completion: str, task: Task) -> float | None:
+        """Return the number of the function in one of the processes; None if it returned None.
 
         Raises:
-            FunctionFailed: The function raised an exception, or returned no number.
+            EpisodeError: The function raised one, takes too long, or ended its process.
+            FunctionFailed: The function raised another exception, or returned no number.
         """
-        call = partial(self.target, **self.arguments(completion, task))
-        loop = asyncio.get_running_loop()
-        value, error = await loop.run_in_executor(self.threads, outcome, call)
-        try:
-            if error is not None:
-                raise error
-            value = await value if inspect.isawaitable(value) else value
-        except EpisodeError:
-            raise
-        except (Exception, SystemExit) as error:
-            frame = extract_tb(error.__traceback__)[-1]
-            what = f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-            raise FunctionFailed(f"reward function {self.path} {what}") from error
-        value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch
-        match value if self.is_batched else [value]:
-            case [None]:
-                return NO_OPINION
-            case [SupportsFloat() as number]:
-                return number if isinstance(number, float) else float(number)
-        wanted = "a list with one number per completion" if self.is_batched else "a number or None"
-        what = f"returned {value!r:.60}, and must return {wanted}"
-        raise FunctionFailed(f"reward function {self.path} {what}")
+        answer = await self.pool.call(self.path, self.arguments(completion, task))
+        return None if answer.value is None else Score(answer.value, **answer.parts)

@@ -167,7 +167,7 @@ class Collector:
             self._playing[lease.lease_id, member] = lease, agents
         try:
             with wait:
-                await wait.run(part.env.run(lease.task, **agents))
+                await wait.run(part.env.run(lease.task.copy(), **agents))
             if wait.expired:  # the environment caught the cancellation
                 raise DeadlineError(what, owner="collector", seconds=seconds)
         except (TimeoutError, DeadlineError) as error:
@@ -239,6 +239,9 @@ def make_trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) 
     versions = [version for turn in turns for version in turn.response.versions]
     if not versions:
         raise NothingGenerated(f"seat '{seat}' sampled no token in {len(turns)} turns")
+    if record.is_unscored:
+        for turn in turns:
+            turn.reward = 0.0
     reward = math.fsum([turn.reward for turn in turns])
     if not math.isfinite(reward):
         raise errors.RewardNotFinite(f"seat '{seat}' has reward {reward}")
@@ -250,7 +253,7 @@ def make_trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) 
         member=member,
         seat=seat,
         task_id=lease.task.task_id,
-        reward=reward,
+        reward=None if record.is_unscored else reward,
         reward_parts=record.reward_parts,
         segment_lengths=[len(segment.loss_mask) for segment in segments],
         trained_tokens=len(versions),

@@ -56,11 +56,14 @@ class Trajectory:
     """Position of its header in the batch."""
     rows: list[Sequence]
     sampled: list[np.ndarray]
-    """bool [T] for each row: sampled tokens. The loss mask also excludes too old tokens."""
+    """bool [T] for each row: sampled tokens. The loss mask also excludes too old tokens, and those
+    of unscored episodes."""
     versions: list[np.ndarray]
     """int32 [T] for each row: the policy version that sampled each token, -1 elsewhere."""
     rewards: list[np.ndarray]
     """float32 [T] for each row, as received."""
+    is_scored: bool = True
+    """Whether its episode has a reward. Without one, no token is in the loss."""
     bootstrap: float = 0.0
     """The critic's value of the state after a truncated episode."""
 
@@ -117,7 +120,7 @@ class TrainBatch:
     """The trajectories that this rank trains, in the headers' order."""
     world_size: int
     scores: list[float] = field(default_factory=list)
-    """Shaped reward of each local trajectory; [] where rewards are not shaped."""
+    """Shaped reward of each scored local trajectory; [] where rewards are not shaped."""
 
     @property
     def step(self) -> int:
@@ -223,7 +226,8 @@ def make_train_batch(
     weights = _token_weights(batch, config)
     made = TrainBatch(batch, [], world_size)
     for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
-        header, trajectory = batch.headers[index], Trajectory(index, [], [], [], [])
+        header = batch.headers[index]
+        trajectory = Trajectory(index, [], [], [], [], is_scored=header.reward is not None)
         for segment in decode_segments(payload):
             row = _make_row(segment, weight=weights[index])
             trajectory.rows.append(row)
@@ -231,17 +235,23 @@ def make_train_batch(
             trajectory.versions.append(np.frombuffer(segment.versions, "<i4"))
             trajectory.rewards.append(np.frombuffer(segment.rewards, "<f4"))
             _enforce_staleness(row, trajectory.versions[-1], header, step=batch.step, config=config)
+            if not trajectory.is_scored:
+                row.loss_mask = np.zeros_like(row.loss_mask)
         made.local.append(trajectory)
     return made
 
 
 def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
-    """Return the weight of each trajectory's tokens within its minibatch."""
+    """Return the weight of each trajectory's tokens within its minibatch.
+
+    Unscored trajectories have the weight 0, and do not count.
+    """
     weights = [0.0] * len(batch.headers)
     divisor = float(config.collector.sampling.max_new_tokens)
     for update in set(batch.minibatches):
         members = [i for i, owner in enumerate(batch.minibatches) if owner == update]
-        lengths = [batch.headers[i].trained_tokens for i in members]
+        headers = [batch.headers[i] for i in members]
+        lengths = [0 if h.reward is None else h.trained_tokens for h in headers]
         found = token_weights(config.loss.reduction, lengths, divisor=divisor)
         for i, weight in zip(members, found, strict=True):
             weights[i] = weight

@@ -44,8 +44,11 @@ def _group_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> lis
     """Return one advantage for each local trajectory: its reward compared with its group."""
     rewards = [header.reward for header in batch.headers]
     if config.reward != ShapingConfig() or _has_kl_reward(config):
-        batch.scores = [float(_rewards(batch, each, config).sum()) for each in batch.local]
-        rewards = _from_all_ranks(batch, world, batch.scores)
+        shaped = [float(_rewards(batch, each, config).sum()) for each in batch.local]
+        pairs = zip(batch.local, shaped, strict=True)
+        batch.scores = [score for trajectory, score in pairs if trajectory.is_scored]
+        pairs = zip(batch.headers, _from_all_ranks(batch, world, shaped), strict=True)
+        rewards = [None if header.reward is None else score for header, score in pairs]
     groups = [(header.group_id, header.seat) for header in batch.headers]
     kind, eps = config.advantage.type, config.advantage.eps
     advantages = algo.group_advantages(rewards, groups, kind=kind, eps=eps)
@@ -53,7 +56,10 @@ def _group_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> lis
 
 
 def _token_advantages(batch: TrainBatch, trajectory: Trajectory, config: PPOConfig) -> np.ndarray:
-    """Return advantages [N] from the returns over the trajectory's sampled tokens."""
+    """Return advantages [N] from the returns over the trajectory's sampled tokens; 0 if unscored."""
+    if not trajectory.is_scored:
+        trajectory.scatter("returns", 0.0)
+        return np.zeros(np.count_nonzero(np.concatenate(trajectory.sampled)))
     rewards_N, options = _rewards(batch, trajectory, config), config.advantage
     gamma, lam = options.gamma, options.gae_lambda
     batch.scores.append(float(rewards_N.sum()))
@@ -87,18 +93,25 @@ def _has_kl_reward(config: PPOConfig) -> bool:
 
 def _normalized(
     batch: TrainBatch, world: World, advantages: Seq[np.ndarray | float], *, eps: float
-) -> list[np.ndarray]:
-    """Return advantages of mean 0 and standard deviation 1 over the batch's sampled tokens."""
-    counts = [header.trained_tokens for header in batch.headers]
+) -> list[np.ndarray | float]:
+    """Return advantages of mean 0 and standard deviation 1 over the batch's sampled tokens.
+
+    Unscored trajectories keep the advantage 0, and do not count.
+    """
+    counts = [0 if h.reward is None else h.trained_tokens for h in batch.headers]
     pairs = zip(batch.local, advantages, strict=True)
-    by_token = [np.broadcast_to(advantage, counts[each.index]) for each, advantage in pairs]
-    count = sum(counts)
+    by_token = [
+        np.broadcast_to(advantage if each.is_scored else 0.0, counts[each.index])
+        for each, advantage in pairs
+    ]
+    count = max(sum(counts), 1)
     mean = math.fsum(_from_all_ranks(batch, world, [float(a_N.sum()) for a_N in by_token])) / count
     centred = [a_N - mean for a_N in by_token]
     squares = [float(np.square(a_N).sum()) for a_N in centred]
     square = math.fsum(_from_all_ranks(batch, world, squares))
     scale = math.sqrt(square / count) + eps or 1.0
-    return [a_N / scale for a_N in centred]
+    pairs = zip(batch.local, centred, strict=True)
+    return [a_N / scale if each.is_scored else 0.0 for each, a_N in pairs]
 
 
 def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
@@ -119,10 +132,10 @@ def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
 def with_gradient(
     batch: TrainBatch, config: PPOConfig, world: World, advantages: Seq[np.ndarray | float]
 ) -> set[int]:
-    """Return the indices of trajectories with a gradient, from advantage or other loss terms."""
+    """Return the indices of scored trajectories with a gradient, from advantage or other terms."""
     in_loss = config.kl.coef > 0 and config.kl.place == "loss"
     if in_loss or config.loss.entropy_coef or config.advantage.type == "gae":
-        return set(range(len(batch.headers)))
+        return {i for i, header in enumerate(batch.headers) if header.reward is not None}
     largest = [float(np.abs(advantage).max()) for advantage in advantages]
     return {i for i, peak in enumerate(_from_all_ranks(batch, world, largest)) if peak != 0.0}
 

@@ -16,7 +16,7 @@ import numpy as np
 from arealite.algo.advantages import group_counts
 from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explained_variance
 from arealite.api.publisher import PublishReport
-from arealite.api.trajectory import TrajectoryHeader, means
+from arealite.api.trajectory import TrajectoryHeader, mean_reward, means
 from arealite.base import log
 from arealite.impl.trainer.batch import TrainBatch
 from arealite.system.health.waits import ITSELF, Wait
@@ -80,10 +80,12 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
     """Compute the metrics of the whole batch from its headers."""
     count = len(headers)
     rewards, groups = [h.reward for h in headers], [(h.group_id, h.seat) for h in headers]
+    scored = [reward for reward in rewards if reward is not None]
     spans = [h.newest_version - h.oldest_version + 1 for h in headers]
     waits, parts = means(h.waits for h in headers), means(h.reward_parts for h in headers)
     return {
-        **spread("reward/", rewards),
+        **(spread("reward/", scored) if scored else {}),
+        "reward/unscored": float(count - len(scored)),
         "reward/unchecked": sum(h.reward_parts.get("unchecked", 0.0) for h in headers),
         **spread("length/tokens_", [h.num_tokens for h in headers]),
         **spread("length/trained_", [h.trained_tokens for h in headers]),
@@ -117,12 +119,13 @@ def metrics_by_source(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
         f"{group}/{name}/{what}": float(number)
         for name, own in sorted(found.items())
         for group, what, number in (
-            ("reward", "mean", fmean(h.reward for h in own)),
+            ("reward", "mean", mean_reward(own)),
             ("episode", "trajectories", len(own)),
             ("episode", "turns_mean", fmean(h.turns for h in own)),
             ("episode", "truncated_frac", fmean(h.truncated for h in own)),
             ("length", "trained_mean", fmean(h.trained_tokens for h in own)),
         )
+        if number is not None
     }
 
 

@@ -62,9 +62,10 @@ class Curriculum:
                 break
 
     def record(self, group: Group) -> None:
-        """Update the success rate from a closed group; ignore a group without trajectories."""
-        if headers := group.headers:
-            share = sum(h.reward >= self.options.threshold for h in headers) / len(headers)
+        """Update the success rate from a closed group; ignore a group without scores."""
+        rewards = [h.reward for h in group.headers if h.reward is not None]
+        if rewards:
+            share = sum(reward >= self.options.threshold for reward in rewards) / len(rewards)
             self._keep(self.class_of[group.row], group.seq, share)
 
     def draw(self, seq: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from statistics import fmean
 from arealite.algo.pass_at_k import default_ks, mean_pass_at_k
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.api.task import Task
+from arealite.api.trajectory import mean_reward
 from arealite.system.ledger.group import LOST, Group
 
 SOLVED = 1.0
@@ -127,15 +128,19 @@ class EvalScheduler:
 
 
 def score(groups: Sequence[Group]) -> dict[str, float]:
-    """Average the scores of an evaluation. Failed samples are counted and get no score."""
+    """Average the scores of an evaluation. Samples that failed or have no score are counted."""
     headers = [h for g in groups for h in g.headers]
     failed = sum(g.size - len(g.finished) for g in groups)
     metrics = {"eval/num_prompts": float(len(groups)), "eval/failed": float(failed)}
     if not headers:
         return metrics
     # A sample's reward is averaged over its seats.
-    rewards = [[fmean(h.reward for h in hs) for hs in g.finished.values() if hs] for g in groups]
-    metrics["eval/reward"] = fmean(chain.from_iterable(rewards))
+    samples = [[mean_reward(hs) for hs in g.finished.values() if hs] for g in groups]
+    rewards = [[reward for reward in own if reward is not None] for own in samples]
+    if every := [*chain.from_iterable(rewards)]:
+        metrics["eval/reward"] = fmean(every)
+    if unscored := sum(map(len, samples)) - len(every):
+        metrics["eval/unscored"] = float(unscored)
     metrics["eval/tokens_mean"] = fmean(h.trained_tokens for h in headers)
     metrics["eval/oldest_version"] = float(min(h.oldest_version for h in headers))
     metrics["eval/newest_version"] = float(max(h.newest_version for h in headers))

@@ -165,7 +165,7 @@ def check_episode(
     for h, payload in zip(episode.headers, payloads, strict=True):
         if (h.group_id, h.member, h.trajectory_id) != (*ids, f"{ids[0]}/{ids[1]}/{h.seat}"):
             return "a header has the ids of another episode"
-        numbers = (h.reward, h.seconds, *h.reward_parts.values(), *h.waits.values())
+        numbers = (h.reward or 0.0, h.seconds, *h.reward_parts.values(), *h.waits.values())
         if not all(map(math.isfinite, numbers)):
             return "a number is not finite"
         if h.newest_version > newest:

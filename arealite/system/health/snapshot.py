@@ -35,6 +35,8 @@ FAILED = "failed_"
 """Prefix of the counters of failed episodes, in metrics and vitals."""
 PUBLISHING = ("stage", "pause", "load", "continue", "stall")
 """Parts of a weight update, as in names of metrics."""
+STEP_METRICS = "reward/mean", "reward/unscored", "train/epoch"
+"""Each trained step has one of these metrics."""
 CURVES = ("reward/mean", "train/loss", *(f"publish/{part}_s" for part in PUBLISHING))
 
 
@@ -110,7 +112,7 @@ class Metrics:
 
 def is_step(line: Mapping[str, float]) -> bool:
     """Return whether a line is of a trained step, and not of an evaluation."""
-    return "reward/mean" in line or "train/epoch" in line
+    return not line.keys().isdisjoint(STEP_METRICS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,10 +101,11 @@ class Group(msgspec.Struct, eq=False):
             return "filtered", f"failed:{classes[-1]}"
         if len(self.finished) + len(exhausted) < self.size:
             return None
-        rewards = {(h.seat, h.reward) for h in self.headers}
+        rewards = {(h.seat, h.reward) for h in self.headers if h.reward is not None}
         if not self.headers:
             return "filtered", "empty"
-        if ppo.filter_zero_variance and len(rewards) == len({h.seat for h in self.headers}):
+        has_gradient = len(rewards) > len({seat for seat, _ in rewards})
+        if ppo.filter_zero_variance and not has_gradient:
             return "filtered", "zero_variance"
         return "complete", ""
 

@@ -300,7 +300,8 @@ class Ledger:
 def columns(header: TrajectoryHeader) -> tuple[object, ...]:
     """Return the columns of the table `trajectories` that repeat fields of a header."""
     h = header
-    reward = h.reward + 0.0  # as SQLite stores it: a float, and never -0.0
+    # As SQLite stores it: a float, and never -0.0.
+    reward = None if h.reward is None else h.reward + 0.0
     first = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
     return (*first, h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
 

@@ -133,7 +133,7 @@ def _first_flaw(header: TrajectoryHeader, segments: list[Segment], vocab_size: i
         return "reward"
     reward = float(np.add.reduce(rewards, dtype=np.float64))
     total = float(np.add.reduce(np.abs(rewards), dtype=np.float64))
-    return "" if abs(reward - header.reward) <= ROUNDING * total else "reward"
+    return "" if abs(reward - (header.reward or 0.0)) <= ROUNDING * total else "reward"
 
 
 def _is_finite(values: np.ndarray) -> bool:

@@ -36,8 +36,8 @@ Script = list[Any]
 class Same(Reward):
     """Score 1 if the answer is the ground truth, else 0."""
 
-    async def score(self, completion: str, ground_truth: str) -> float:
-        return float(completion == ground_truth)
+    async def score(self, completion: str, ground_truth: str) -> float | None:
+        return None if completion == "unknown" else float(completion == ground_truth)
 
 
 class Actor(Agent):
@@ -93,6 +93,15 @@ async def play():
     yield run
     for env in opened:
         await env.close()
+
+
+async def test_answer_without_a_score_leaves_out_the_parts_that_depend_on_it(play) -> None:
+    agent = await play(actor("unknown"))
+    assert agent.record.is_unscored
+    assert agent.record.reward_parts.keys().isdisjoint({"correct", "efficiency"})
+    agent = await play(actor("unknown"), weights=ToolsRewardConfig(correct=1.0, format=0.5))
+    assert not agent.record.is_unscored
+    assert agent.record.turns[-1].reward == 0.5
 
 
 async def test_calls_are_answered_in_order_and_the_answer_is_scored(play) -> None:

@@ -62,6 +62,14 @@ async def test_remote_episode_equals_the_episode_in_process(env: str) -> None:
         assert frames == others
 
 
+async def test_reward_of_none_leaves_a_remote_episode_without_a_score() -> None:
+    async with hosted("world") as (_, address), collecting("world", address) as collector:
+        for prompt in ("unscored", "unscored later"):
+            (header,) = (await played(collector, prompt)).headers
+            assert header.reward is None
+            assert "length" in header.reward_parts
+
+
 async def test_tools_choices_and_stop_reason_are_sent() -> None:
     def script(_: Any) -> Any:
         return response([10], stop_reason="length")

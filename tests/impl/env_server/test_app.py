@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,7 +24,10 @@ from arealite.impl.env_server.session import Session
 from arealite.system.health.waits import table
 from tests.fakes.env_hosts import Moods
 from tests.fakes.env_servers import Wire, hosted, wired
+from tests.impl.rollout import worlds
 from tests.waiting import eventually
+
+assert worlds is not None
 
 
 async def test_steps_return_observations_and_rewards_until_the_episode_is_done() -> None:
@@ -436,6 +440,17 @@ async def test_sessions_of_all_environments_share_the_limit_and_posts_have_paths
 
 def rated(completion: str, difficulty: float) -> float:
     return difficulty * len(completion)
+
+
+async def test_episodes_of_a_drawn_task_get_copies_of_its_row(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "changes", "extra_info": {"seen": []}}\n')
+    server = EnvServer(EnvServerConfig(env=EnvConfig(type="world"), tasks=str(file)))
+    async with server.serving() as address, wired(address) as wire:
+        for _ in range(2):
+            await wire.ask("reset", {})
+            end = await wire.ask("step", {"text": "hi", "stop_reason": "stop"})
+            assert end["observation"]["rewards"][0]["parts"] == {"seen": 1.0}
 
 
 async def test_columns_of_a_task_reach_the_reward_function() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from arealite.api.task import Task
 from arealite.base.config import check_constraints
 from arealite.base.errors import EpisodeError, UserError
 from arealite.base.registry import import_user_module
-from arealite.impl.reward.functions import THREADS, FunctionFailed
+from arealite.impl.reward.process_pool import FunctionFailed
 
 SOURCE = """
-import asyncio, threading
+import asyncio
 import numpy as np
 from arealite.api.reward import Reward, Score
 from arealite.base.errors import RewardTimeout
@@ -40,8 +39,10 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
     return float(data_source == "s" and solution_str == ground_truth)
 
 def trl(prompts, completions, answer, **kwargs):
-    seen.append((prompts, completions, answer, sorted(kwargs)))
     return [0.25]
+
+def trl_arguments(prompts, completions, answer, **kwargs):
+    raise RewardTimeout(repr((prompts, completions, answer, sorted(kwargs))))
 
 async def trl_async(completions, **kwargs):
     return [None]
@@ -82,14 +83,6 @@ def timed_out(completion):
 def value(completion):
     return 2.0
 
-def where(completion):
-    seen.append(threading.current_thread().name)
-    return 1.0
-
-def blocked(completion):
-    release.wait(30)
-    return 1.0
-
 class Callable:
     async def __call__(self, completion):
         return 3.0
@@ -107,8 +100,6 @@ def unnamed(answer, truth):
     return 1.0
 
 number = 3
-seen = []
-release = threading.Event()
 """
 TASK = Task("train-0", "2+2?", "4", {"data_source": "s"}, {"difficulty": 3, "answer": "four"})
 
@@ -118,13 +109,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("mine") / "my_reward_functions.py"
     file.write_text(SOURCE)
     return file
-
-
-@pytest.fixture
-def seen(file: Path) -> list[Any]:
-    found: list[Any] = import_user_module(str(file), "test").seen
-    found.clear()
-    return found
 
 
 def made(file: Path, *names: str, weights: list[float] | None = None) -> Any:
@@ -150,15 +134,15 @@ async def scored(file: Path, *names: str, task: Task = TASK, completion: str = "
         ("with_columns", 3 + 1 + 4),
         ("verl", 1.0),
         ("trl", 0.25),
-        ("trl_async", 0.0),
-        ("no_opinion", 0.0),
+        ("trl_async", None),
+        ("no_opinion", None),
         ("numpy_number", 0.5),
         ("numpy_list", 0.5),
         ("instance", 3.0),
         ("Whole", 2.0),
     ],
 )
-async def test_function_scores_a_completion(file: Path, name: str, expected: float) -> None:
+async def test_function_scores_a_completion(file: Path, name: str, expected: float | None) -> None:
     assert await scored(file, name) == expected
 
 
@@ -170,16 +154,17 @@ async def test_module_path_finds_an_installed_function(file: Path) -> None:
     await reward.close()
 
 
-async def test_trl_function_gets_lists_of_one_row(file: Path, seen: list[Any]) -> None:
-    await scored(file, "trl")
-    chat = Task("t", [{"role": "user", "content": "2+2?"}], "4", {}, {"answer": "four"})
-    await scored(file, "trl", task=chat)
+async def test_trl_function_gets_lists_of_one_row(file: Path) -> None:
     names = ["data_source", "difficulty", "extra_info", "ground_truth", "prompt"]
+    with pytest.raises(EpisodeError) as caught:
+        await scored(file, "trl_arguments")
+    assert str(caught.value) == repr((["2+2?"], ["4"], ["four"], names))
+    chat = Task("t", [{"role": "user", "content": "2+2?"}], "4", {}, {"answer": "four"})
     said = [{"role": "assistant", "content": "4"}]
-    assert seen == [
-        (["2+2?"], ["4"], ["four"], names),
-        ([chat.prompt], [said], ["four"], ["extra_info", "ground_truth", "prompt"]),
-    ]
+    with pytest.raises(EpisodeError) as caught:
+        await scored(file, "trl_arguments", task=chat)
+    names = ["extra_info", "ground_truth", "prompt"]
+    assert str(caught.value) == repr(([chat.prompt], [said], ["four"], names))
 
 
 async def test_kwargs_get_all_columns_and_scores_keep_their_parts(file: Path) -> None:
@@ -203,21 +188,13 @@ async def test_equal_names_have_parts_of_their_own(file: Path) -> None:
     assert (await scored(file, "Whole")).parts == {"inner": 1.0, "Whole": 2.0}
 
 
-async def test_blocking_function_runs_in_a_thread_and_does_not_block_the_loop(
-    file: Path, seen: list[Any]
-) -> None:
-    await scored(file, "where")
-    assert seen != [threading.current_thread().name]
-    reward, module = made(file, "blocked"), import_user_module(str(file), "test")
-    module.release.clear()
-    running = [asyncio.ensure_future(reward.score_task("", TASK)) for _ in range(THREADS)]
-    other = made(file, "slow")
-    assert await other.score_task("", TASK) == 0.5
-    assert not any(task.done() for task in running)
-    module.release.set()
-    assert await asyncio.gather(*running) == [1.0] * THREADS
+async def test_completion_has_no_score_if_no_weighted_function_scores_it(file: Path) -> None:
+    reward = made(file, "no_opinion", "trl_async")
+    assert await reward.score_task("4", TASK) is None
     await reward.close()
-    await other.close()
+    reward = made(file, "no_opinion", "value", weights=[1.0, 0.0])
+    assert await reward.score_task("4", TASK) is None
+    await reward.close()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ import pytest
 from arealite.api.llm import LLMResponse, SamplingConfig
 from arealite.api.payloads import decode_segments
 from arealite.api.rollout_messages import Lease
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.turns import decode_turn
 from arealite.base.errors import GenerationRefused, InvariantError, UserError
 from arealite.impl.rollout.collector import Collector
+from arealite.system.datapipe.intake import check_episode
 from arealite.system.health import vitals, waits
 from arealite.system.ledger.payloads import find_mismatch
 from tests.fakes.client import ScriptedClient, response
@@ -64,6 +66,28 @@ async def test_numpy_rewards_are_converted_to_floats() -> None:
     (header,) = episode.headers
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(header))
     assert (header.reward, header.reward_parts) == (3.5, {"length": 2.0})
+
+
+@pytest.mark.parametrize("prompt", ["unscored", "unscored later"])
+async def test_reward_of_none_leaves_the_episode_without_a_score(prompt: str) -> None:
+    episode, payloads = await collector().run(lease(prompt=prompt), 0)
+    (header,), (payload,) = episode.headers, payloads
+    sent = msgspec.msgpack.encode(header)
+    assert msgspec.msgpack.decode(sent, type=TrajectoryHeader).reward is None
+    assert "length" in header.reward_parts
+    (segment,) = decode_segments(payload)
+    assert not any(segment.rewards)
+    assert find_mismatch(header, payload) == ""
+    assert check_episode(episode, payloads, newest=header.newest_version) == ""
+
+
+async def test_each_episode_of_a_group_has_its_own_copy_of_the_row() -> None:
+    made, shared = collector(), lease(prompt="changes")
+    shared.task.extra_info["seen"] = []
+    for member in range(3):
+        episode, _ = await made.run(shared, member)
+        assert episode.headers[0].reward_parts["seen"] == 1.0
+    assert shared.task.extra_info["seen"] == []
 
 
 async def test_evaluation_uses_its_own_sampling_options() -> None:

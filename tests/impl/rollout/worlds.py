@@ -47,6 +47,18 @@ async def slow(swallows: int) -> None:
         await asyncio.Event().wait()
 
 
+def _reward_first(agent: Agent, task: Task) -> None:
+    """Give the rewards of a prompt that come before the usual one."""
+    if task.prompt == "unscored":
+        agent.reward(0.5, bonus=1.0)
+        agent.reward(None)
+    if task.prompt == "unscored later":
+        agent.reward(None)
+    if task.prompt == "changes":
+        task.extra_info.setdefault("seen", []).append(1)
+        agent.reward(0.0, seen=float(len(task.extra_info["seen"])))
+
+
 @envs.register("world")
 class World(Env):
     """An environment whose behaviour is given by the task's prompt."""
@@ -78,6 +90,7 @@ class World(Env):
             agent.reward(np.float32(0.5), length=np.float64(1.0))
         if what == "infinite":
             agent.record.turns[-1].reward = float("inf")
+        _reward_first(agent, task)
         if what in RAISED:
             raise RAISED[what]
         if "group" in what:

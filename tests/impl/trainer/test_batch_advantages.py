@@ -292,3 +292,40 @@ def test_advantages_of_two_ranks_are_bitwise_equal_to_one_rank(
         both = [found[number] for _, found in parts]
         assert {each.num_tokens for each in both} == {minibatch.num_tokens}
         assert minibatch.num_tokens == sum(len(row.tokens) for each in both for row in each.rows)
+
+
+UNSCORED = [
+    config("grpo"),
+    config("rloo", reward=ShapingConfig(scale=2.0, bias=0.5)),
+    config("dr_grpo", advantage={"normalize": True}),
+    config("dr_grpo", kl=KLConfig(coef=0.1, place="reward")),
+    config("grpo", kl=KLConfig(coef=0.1, place="loss")),
+    config("grpo", loss=LossConfig(m2_threshold=0.01)),
+    config("grpo", loss=LossConfig(reduction="seq_mean_token_mean")),
+    config("reinforce", advantage={"normalize": True}),
+    config("gae", advantage={"normalize": True}),
+]
+
+
+@pytest.mark.parametrize("ppo", UNSCORED)
+def test_trajectory_without_a_score_is_not_trained_and_changes_no_other(ppo: PPOConfig) -> None:
+    expected, minibatches = estimated(group("g", [1.0, -1.0]), ppo)
+    made, with_unscored = estimated(group("g", [1.0, -1.0, None]), ppo)
+    *scored, unscored = made.local
+    for got, due in zip(scored, expected.local, strict=True):
+        assert got.rows[0].fields.keys() == due.rows[0].fields.keys()
+        for name, values in due.rows[0].fields.items():
+            np.testing.assert_array_equal(got.rows[0].fields[name], values, err_msg=name)
+    assert [len(each.rows) for each in with_unscored] == [len(each.rows) for each in minibatches]
+    assert with_unscored[0].num_tokens == minibatches[0].num_tokens
+    assert made.scores == expected.scores
+    (row,) = unscored.rows
+    assert not row.loss_mask.any()
+    for name in ("loss_weight", "advantages"):
+        assert not row.fields[name].any(), name
+
+
+@pytest.mark.parametrize("ppo", UNSCORED)
+def test_batch_without_any_score_has_no_gradient(ppo: PPOConfig) -> None:
+    _, minibatches = estimated(group("g", [None, None]), ppo)
+    assert [each.num_rows for each in minibatches] == [0]

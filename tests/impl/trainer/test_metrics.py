@@ -12,6 +12,7 @@ from arealite.api.publisher import PublishReport
 from arealite.api.trainer import PPOConfig
 from arealite.impl.trainer import metrics
 from arealite.impl.trainer.batch import TrainBatch, make_train_batch
+from arealite.system.health.snapshot import is_step
 from tests.impl.trainer.trajectories import batch, group, header, segment
 
 
@@ -187,3 +188,23 @@ def test_agreement_of_routing_is_a_share_of_the_recorded_choices() -> None:
     assert found["routing/agreement"] == pytest.approx(29 / 30)
     assert not [name for name in found if "routing_" in name]
     assert "routing/agreement" not in metrics.update_metrics([{"loss": 1.0}])
+
+
+def test_rewards_leave_out_trajectories_without_a_score() -> None:
+    headers = [h for h, _ in group("g", [2.0, None, 4.0])]
+    got = metrics.trajectory_metrics(headers, step=0)
+    assert (got["reward/min"], got["reward/mean"], got["reward/max"]) == (2.0, 3.0, 4.0)
+    assert (got["reward/unscored"], got["episode/trajectories"]) == (1.0, 3.0)
+    named = [msgspec.structs.replace(h, source="a" if h.reward else "b") for h in headers]
+    split = metrics.trajectory_metrics(named, step=0)
+    assert split["reward/a/mean"] == 3.0
+    assert "reward/b/mean" not in split and split["episode/b/trajectories"] == 1.0
+
+
+def test_batch_without_any_score_has_no_mean_reward() -> None:
+    headers = [h for h, _ in group("g", [None, None])]
+    got = metrics.trajectory_metrics(headers, step=0)
+    assert [name for name in got if name.startswith("reward/")] == [
+        *("reward/unscored", "reward/unchecked")
+    ]
+    assert is_step(got), "readers of metrics still see a step"

@@ -35,7 +35,7 @@ def segment(
 
 
 def header(
-    name: str, segments: Sequence[Segment], *, reward: float, **changes: Any
+    name: str, segments: Sequence[Segment], *, reward: float | None, **changes: Any
 ) -> TrajectoryHeader:
     """Return the header of `<group>/<member>/agent`, consistent with its segments."""
     group, member, seat = name.split("/")
@@ -48,7 +48,7 @@ def header(
         "seat": seat,
         "task_id": "train-0",
         "reward": reward,
-        "reward_parts": {"exact": reward},
+        "reward_parts": {} if reward is None else {"exact": reward},
         "segment_lengths": [len(s.loss_mask) for s in segments],
         "trained_tokens": sum(s.loss_mask.count(1) for s in segments),
         "oldest_version": int(versions.min(initial=2**31 - 1)),
@@ -85,12 +85,12 @@ def batch(
 
 
 def group(
-    name: str, rewards: Sequence[float], *, version: int = 0, prompt: int = 2
+    name: str, rewards: Sequence[float | None], *, version: int = 0, prompt: int = 2
 ) -> list[tuple[TrajectoryHeader, list[Segment]]]:
     """Return a group with one trajectory for each reward; member i has i + 1 sampled tokens."""
     made = []
     for member, reward in enumerate(rewards):
         tokens = [3 + member] * (prompt + member + 1)
-        parts = [segment(tokens, sampled=member + 1, version=version, reward=reward)]
+        parts = [segment(tokens, sampled=member + 1, version=version, reward=reward or 0.0)]
         made.append((header(f"{name}/{member}/agent", parts, reward=reward), parts))
     return made

@@ -145,6 +145,23 @@ def test_groups_without_variance_update_the_rate_and_empty_groups_do_not(
     assert went_on.curriculum.recent == store.curriculum.recent
 
 
+def test_samples_without_a_score_do_not_change_the_rate(
+    opened: Callable[..., GroupStore],
+) -> None:
+    store = opened()
+    for rewards in ((1.0, None), (None, None)):
+        group = store.next_group()
+        assert group is not None
+        lease = store.lease(group, worker_id="w", credit=9)
+        for member in lease.members:
+            made = episode(lease, member, reward=rewards[min(member, 1)])
+            store.add_episode(made, [b""])
+    known = [share for own in store.curriculum.recent.values() for share in own.values()]
+    assert known == [1.0]
+    went_on = opened()
+    assert went_on.curriculum.recent == store.curriculum.recent
+
+
 def test_curriculum_can_be_enabled_and_disabled_within_a_trial(
     opened: Callable[..., GroupStore],
 ) -> None:

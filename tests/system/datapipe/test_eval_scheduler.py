@@ -74,6 +74,21 @@ def test_pass_at_k_leaves_failed_samples_out() -> None:
     }
 
 
+def test_samples_without_a_score_are_counted_and_left_out() -> None:
+    evals = EvalScheduler(tasks(2, "eval"), samples=3, max_attempts=1)
+    evals.begin(0)
+    for rewards in ((1.0, None, 0.5), (None, None, None)):
+        lease = evals.lease(boot=1, version=0, credit=3)
+        assert lease
+        for member, reward in enumerate(rewards):
+            evals.add_episode(episode(lease, member, reward=reward))
+    ((_, metrics),) = evals.take_finished()
+    assert (metrics["eval/reward"], metrics["eval/unscored"]) == (0.75, 4.0)
+    assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == (0.5, 1.0)
+    assert "eval/pass@3" not in metrics
+    assert metrics["eval/reward/s0"] == 0.75 and "eval/reward/s1" not in metrics
+
+
 def test_row_with_pass_at_k_has_its_own_number_of_samples() -> None:
     usual, own, odd = tasks(3, "eval")
     own.extra_info["pass@k"] = 4

@@ -147,6 +147,37 @@ def test_zero_variance_is_decided_per_seat(make: Make, won: float) -> None:
     assert store.counts["filtered:zero_variance"] == (won == 1.0)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "is_filtered"),
+    [
+        ((1.0, None, 1.0), True),
+        ((1.0, None, 0.0), False),
+        ((0.0, None, None), True),
+        ((None, None, None), True),
+    ],
+)
+def test_zero_variance_compares_only_scores(
+    make: Make, rewards: tuple[float | None, ...], is_filtered: bool
+) -> None:
+    store = make(filter_zero_variance=True, max_staleness=0)
+    lease = lease_next(store)
+    for member, reward in enumerate(rewards):
+        store.add_episode(episode(lease, member, reward=reward), [b""])
+    assert store.counts["filtered:zero_variance"] == is_filtered
+
+
+def test_seat_without_scores_does_not_filter_the_group_of_another_seat(make: Make) -> None:
+    store = make(group_size=2, filter_zero_variance=True, max_staleness=0)
+    lease = lease_next(store)
+    for member in lease.members:
+        seats = [
+            header(lease.group_id, member, version=lease.version, reward=r, seat=seat)
+            for seat, r in (("x", float(member)), ("o", None))
+        ]
+        store.add_episode(replace_headers(episode(lease, member), seats), [b"", b""])
+    assert store.counts["filtered:zero_variance"] == 0
+
+
 def test_lengths_of_dropped_stale_groups_are_counted(make: Make) -> None:
     store = make(staleness_policy="drop", max_staleness=0, group_size=1)
     store.ppo = replace(store.ppo, batch_size=1)

@@ -12,7 +12,7 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger.audit import audit
-from arealite.system.ledger.ledger import Ledger
+from arealite.system.ledger.ledger import Ledger, decode_header, open_read_only
 from tests.system.scenes import episode, experiment, failed, payload, tasks
 
 
@@ -97,6 +97,35 @@ def test_damage_is_detected(path: Path, harm: str, line: str) -> None:
     report = audit(path)
     assert not report.ok
     assert line in report.table()
+
+
+def test_trajectories_without_a_score_are_stored_and_pass_the_audit(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={})
+    ppo = experiment(tmp_path, num_groups=1, max_attempts=1).trainer.ppo
+    store = GroupStore(ledger, tasks(5), ppo=ppo, seed=1, shuffle=True)
+    store.version = 0
+    for rewards in ((1.0, None), (None, None)):
+        group = store.next_group()
+        assert group
+        lease = store.lease(group, worker_id="w", credit=2)
+        for member, reward in enumerate(rewards):
+            made = episode(lease, member, reward=reward)
+            store.add_episode(made, [payload(made.headers[0])])
+    for step in range(2):
+        groups = store.compose()
+        assert groups
+        store.mark_trained(step)
+        ids = [header.trajectory_id for group in groups for header in group.headers]
+        ledger.train(StepReport(step, ids, {}))
+    ledger.commit()
+    ledger.close()
+    report = audit(tmp_path / "ledger.sqlite")
+    assert report.ok, report.table()
+    assert report.groups.trained == report.groups.offered == 2
+    with open_read_only(tmp_path / "ledger.sqlite") as db:
+        rows = db.execute("SELECT reward, header FROM trajectories ORDER BY n").fetchall()
+    assert [reward for reward, _ in rows] == [1.0, None, None, None]
+    assert [decode_header(header).reward for _, header in rows] == [1.0, None, None, None]
 
 
 def test_turns_of_a_running_episode_are_no_problem(path: Path) -> None:

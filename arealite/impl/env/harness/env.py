@@ -6,7 +6,7 @@ the score of a reward function.
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from functools import cached_property
 from math import fsum
@@ -111,7 +111,7 @@ class HarnessEnv(Env):
             first.reward_parts["branches"] = float(sum(branches))
             for name, each in acted.items():
                 score = scores.get(name, scores.get("", Score(0.0)))
-                each.reward(score, **score.parts)
+                each.reward(score, **getattr(score, "parts", {}))
 
     async def _wait_for_end(self, session: Session) -> None:
         """Offer a session to agents elsewhere; return when an agent has ended it.
@@ -131,8 +131,10 @@ class HarnessEnv(Env):
             with suppress(TimeoutError):
                 await asyncio.wait_for(session.ended.wait(), left)
 
-    async def _scores(self, task: Task, session: Session, result: Any) -> dict[str, Score]:
-        """Return the reward of each seat by name; "": of all seats.
+    async def _scores(
+        self, task: Task, session: Session, result: Any
+    ) -> Mapping[str, Score | None]:
+        """Return the reward of each seat by name; "": of all seats. None: it has no score.
 
         Raises:
             HarnessFailed: The agent gave no reward, or one that cannot be read.
@@ -176,15 +178,15 @@ class HarnessEnv(Env):
         """The setup of the reward function, which begins at its first use."""
         return asyncio.create_task(self.scorer.setup())
 
-    async def _score(self, task: Task, text: str, folder: dict[str, str]) -> Score:
-        """Score an answer with the reward function."""
+    async def _score(self, task: Task, text: str, folder: dict[str, str]) -> Score | None:
+        """Score an answer with the reward function; None: it has no score."""
         if self.scorer.needs_truth and task.ground_truth is None:
             what = "the agent gave no reward, and the row has no ground_truth to score its answer"
             raise HarnessFailed(f"{what}. Return a reward, or set {AT}reward.type.")
         await asyncio.shield(self._scoring)
         task = structs.replace(task, extra_info={**task.extra_info, **folder})
         found = await self.scorer.score_task(text, task)
-        return found if isinstance(found, Score) else Score(found)
+        return found if isinstance(found, Score | None) else Score(found)
 
 
 def parse(text: str | None, where: str) -> Score:

@@ -191,7 +191,7 @@ class Game:
             if own or reply.done or seat in waits:
                 wait, needs_action = waits.get(seat, SeatObservation()), seat in waits
                 seen = Observation(wait.content, wait.choices, wait.tools)
-                result = (fsum(each.value for each in own), needs_action, reply.done)
+                result = (fsum(each.value or 0.0 for each in own), needs_action, reply.done)
                 ids = (episode, self.group_id, {**parts})
                 made.append(Request(seat + self.suffix, seen, *result, *ids))
         return made

@@ -75,9 +75,11 @@ class ScaleReward(Wrapper):
             self.agent.reward(self.bias)
         return action
 
-    def reward(self, value: float, /, **parts: float) -> None:
+    def reward(self, value: float | None, /, **parts: float) -> None:
         """Give the agent the scaled reward; parts are unchanged."""
-        self.agent.reward(min(max(value * self.scale, -self.clip), self.clip), **parts)
+        if value is not None:
+            value = min(max(value * self.scale, -self.clip), self.clip)
+        self.agent.reward(value, **parts)
 
 
 class TransformObservation(Wrapper):
@@ -111,7 +113,7 @@ class Record(Wrapper):
         self._add("action", action.text)
         return action
 
-    def reward(self, value: float, /, **parts: float) -> None:
+    def reward(self, value: float | None, /, **parts: float) -> None:
         """Record the reward."""
         self._add("reward", value)
         self.agent.reward(value, **parts)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
+from arealite.api.reward import FunctionRewardConfig, RewardConfig
 from arealite.base.errors import ServerUnavailable, UserError
 from arealite.impl.env.harness.env import HarnessEnv
 from arealite.impl.rollout.collector import Collector
@@ -110,6 +112,15 @@ async def test_reward_of_an_unknown_seat_fails_the_episode(result: dict[str, Any
 async def test_seat_that_did_not_ask_has_no_trajectory() -> None:
     (header,) = (await play(run="alone", seats=["x", "o"])).headers
     assert (header.seat, header.reward) == ("o", 2.0)
+
+
+async def test_answer_that_the_reward_function_leaves_unscored_has_no_score(tmp_path: Path) -> None:
+    file = tmp_path / "my_unscored_reward.py"
+    file.write_text("def f(completion): return None if completion == '2' else 1.0")
+    paths = [f"{file}:f"]
+    reward = RewardConfig(type="function", function=FunctionRewardConfig(paths=paths))
+    (header,) = (await play(run="row", columns={"result": None}, reward=reward)).headers
+    assert header.reward is None
 
 
 async def test_posted_reward_wins_over_the_reward_function() -> None:

@@ -1,0 +1,360 @@
+"""Calls reward functions in processes, each of which makes one call at a time.
+
+All calls wait in one queue. A process gets the next call when it has answered; while its calls are
+short, it gets several at once. Coroutines run concurrently, in the process that began them.
+
+A call that takes too long or is cancelled ends its process, and so does a call that crashes it. All
+other calls of this process go back to the queue, and the next call starts another process.
+"""
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from arealite.api.reward import FunctionRewardConfig
+from arealite.base import log, registry
+from arealite.base.errors import DeadlineError, EpisodeError, RewardTimeout, UserError
+from arealite.impl.launcher.processes import Child, end_all, how_ended, spawn
+from arealite.impl.reward import function_process as wire
+from arealite.impl.reward.function_process import Answer, Call, Frames, Start, framed
+from arealite.system.health.waits import Wait
+
+START_S = 300.0
+"""Limit for the start of a process, which imports the functions: a module may load a model."""
+MOST_SENT, SHORT_S = 64, 0.002
+"""A process gets up to MOST_SENT calls at once if its newest call took less than SHORT_S."""
+TRIES = 3
+"""Attempts of a coroutine whose process is ended by other calls."""
+CLOSE_S = 5.0
+"""Time for an idle process to exit before it is killed."""
+DRAIN_S = 1.0
+"""Time for reading the last answers of a process that has exited. Another process, which a function
+started, can hold the connection open."""
+
+NAME = "reward process"
+COMMAND = sys.executable, "-m", wire.__name__
+logger = log.get(__name__)
+_decode = msgspec.msgpack.Decoder(Answer).decode
+
+
+class FunctionFailed(EpisodeError, failure_class="reward_function"):
+    """A reward function raised an exception or returned no number. There is no reward."""
+
+
+class FunctionCrash(EpisodeError, failure_class="reward_crash"):
+    """A reward function ended its process. There is no reward."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """A call without an answer."""
+
+    number: int
+    what: str
+    """The function, for errors."""
+    message: bytes
+    answer: asyncio.Future[Answer]
+    process: "FunctionProcess | None" = None
+    """The process that got the call; None: the call is in the queue."""
+    begin: float = 0.0
+    """Time at which the process began the call."""
+    interrupted: int = 0
+    """Number of times that another call ended the process of the coroutine."""
+
+    def fail(self, error: Exception) -> None:
+        """Raise an error in the caller, unless it has stopped waiting."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class FunctionProcess(asyncio.Protocol):
+    """One process, from its start to its end."""
+
+    def __init__(self, pool: "ProcessPool") -> None:
+        self.running: asyncio.Task[None] | None = None
+        """Runs as long as the process; None: it is not started."""
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_ready = False
+        self._pool = pool
+        self._child: Child | None = None
+        self._transport: Any = None
+        self._frames = Frames()
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_killed = False
+        self._last_call_s = SHORT_S
+        self._timer: asyncio.TimerHandle | None = None
+        self._calls: dict[int, PendingCall] = {}
+        """In the order of their messages: the process makes the first one."""
+        self._coroutines: dict[int, PendingCall] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the process can get another call."""
+        most = MOST_SENT if self._last_call_s < SHORT_S else 1
+        return self.is_ready and len(self._calls) < most
+
+    async def run(self) -> None:
+        """Start the process, wait until it has exited, and return its open calls to the pool."""
+        error = None
+        try:
+            await self._start()
+            await self._closed
+        except (UserError, DeadlineError) as raised:
+            error = raised
+            if not self.started.done():
+                self.started.set_exception(error)
+            self.started.exception()  # the next line logs it, if no caller waits for the start
+            logger.warning("reward process failed to start", error=str(error))
+        finally:
+            self.is_ready = False
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._transport is not None:
+                self._transport.close()
+            if self._child is not None:
+                is_busy = self._calls or self._coroutines
+                await end_all([self._child], 0, grace_s=0.0 if is_busy else CLOSE_S)
+            self._pool.replace(self, self._give_back(), error)
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs, Wait("its start", owner="reward pool", on=NAME, seconds=START_S):
+            await loop.create_unix_connection(lambda: self, sock=ours)
+            words = [*COMMAND, str(theirs.fileno()), str(os.getpid())]
+            passed = (theirs.fileno(),)
+            self._child = await spawn(NAME, words, log=None, environment={}, pass_fds=passed)
+            theirs.close()
+            exited = asyncio.ensure_future(self._child.process.wait())
+            exited.add_done_callback(lambda _: loop.call_later(DRAIN_S, self._transport.abort))
+            self._transport.write(framed(self._pool.start_message()))
+            await asyncio.wait((self.started, self._closed), return_when="FIRST_COMPLETED")
+            if not self.started.done():
+                how = how_ended(await exited)
+                what = f"{wire.OPTION}={self._pool.paths}: the process that imports them ended"
+                raise UserError(f"{what} ({how}). Its output is in the log.")
+        self.started.result()
+        self.is_ready = True
+        self._pool.dispatch()
+
+    def close(self) -> None:
+        """Make `run` end."""
+        if self._transport is not None:
+            self._transport.close()
+        elif self.running is not None:
+            self.running.cancel()
+
+    def send(self, call: PendingCall) -> None:
+        """Send a call to the process."""
+        call.process = self
+        call.begin = time.monotonic()
+        self._calls[call.number] = call
+        self._transport.write(call.message)
+        if self._timer is None:
+            self._set_timer(self._pool.limit_s)
+
+    def cancel(self, call: PendingCall) -> None:
+        """End a call: kill the process if it makes this call."""
+        if call.number in self._coroutines:
+            self._transport.write(framed(Call(call.number, wire.CANCEL, {})))
+        elif call is self._first:
+            self._kill()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End `run`."""
+        self._closed.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        """Give the answers to their callers, and get the next calls."""
+        for frame in self._frames.feed(data):
+            answer = _decode(frame)
+            if answer.id != wire.READY:
+                self._receive(answer)
+            elif answer.error:
+                self.started.set_exception(UserError(answer.error))
+            else:
+                self.started.set_result(None)
+        self._pool.dispatch()
+
+    def _receive(self, answer: Answer) -> None:
+        call = self._calls.pop(answer.id, None) or self._coroutines.pop(answer.id)
+        now = time.monotonic()
+        self._last_call_s = now - call.begin
+        if self._first is not None:
+            self._first.begin = now
+        if answer.is_awaited:
+            self._coroutines[call.number] = call
+        elif not call.answer.done():
+            call.answer.set_result(answer)
+
+    @property
+    def _first(self) -> PendingCall | None:
+        """The call that the process makes; None: it makes none."""
+        return next(iter(self._calls.values()), None)
+
+    def _set_timer(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._check_limit)
+
+    def _check_limit(self) -> None:
+        """Fail a call that exceeds the limit, and kill the process."""
+        self._timer = None
+        if (call := self._first) is None:
+            return
+        left_s = call.begin + self._pool.limit_s - time.monotonic()
+        if left_s > 0.0:
+            self._set_timer(left_s)
+            return
+        call.fail(RewardTimeout(wire.too_long(call.what, self._pool.limit_s)))
+        self._kill()
+
+    def _kill(self) -> None:
+        self._is_killed = True
+        self.is_ready = False
+        if self._child is not None:
+            self._child.kill()
+
+    def _give_back(self) -> list[PendingCall]:
+        """Fail the calls that the process made when it crashed; return its other open calls."""
+        calls = [*self._calls.values()]
+        coroutines = [*self._coroutines.values()]
+        if self._child is not None and not self._is_killed:
+            how = how_ended(self._child.code)
+            for call in calls[:1] or coroutines:
+                call.fail(FunctionCrash(f"{call.what} ended its process ({how})"))
+        for call in coroutines:
+            call.interrupted += 1
+            if call.interrupted == TRIES:
+                what = f"{call.what}: other calls ended its process {TRIES} times"
+                call.fail(FunctionCrash(what))
+        return [call for call in (*coroutines, *calls) if not call.answer.done()]
+
+
+class ProcessPool:
+    """The processes of one worker, and the queue of their calls."""
+
+    def __init__(self, functions: dict[str, bool], config: FunctionRewardConfig) -> None:
+        """Create a pool without processes.
+
+        Args:
+            functions: For the path of each function: whether it has TRL's form.
+            config: Number of processes, and limit of a call.
+        """
+        self.paths = [*functions]
+        self.limit_s = config.timeout_s
+        self._batched = [*functions.values()]
+        self._count = config.processes
+        self._processes: list[FunctionProcess] = []
+        self._queue = deque[PendingCall]()
+        self._numbers = itertools.count(wire.READY + 1)
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Start all processes.
+
+        Raises:
+            UserError: A process cannot import the functions.
+            DeadlineError: A process does not end importing them.
+        """
+        while len(self._processes) < self._count:
+            self._start_process()
+        await asyncio.gather(*(process.started for process in self._processes))
+
+    async def call(self, path: str, arguments: dict[str, Any]) -> Answer:
+        """Call a function and return its answer, which has no error.
+
+        Raises:
+            EpisodeError: The arguments cannot be sent, the call takes too long, its process ends,
+                or the function raised an exception or returned no number.
+        """
+        what = f"reward function {path}"
+        number = next(self._numbers)
+        try:
+            message = framed(Call(number, self.paths.index(path), arguments))
+        except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            fix = "A row consists of values of JSON."
+            raise FunctionFailed(f"{what}: the row cannot be sent ({error}). {fix}") from error
+        call = PendingCall(number, what, message, asyncio.get_running_loop().create_future())
+        self._queue.append(call)
+        self.dispatch()
+        try:
+            with Wait(what, owner="reward pool", on=NAME):
+                answer = await call.answer
+        except asyncio.CancelledError:
+            if call.process is not None:
+                call.process.cancel(call)
+            raise
+        if answer.error:
+            raise error_of(answer)
+        return answer
+
+    def dispatch(self) -> None:
+        """Send calls to the processes that have room; start further processes if calls wait."""
+        queue = self._queue
+        for process in self._processes:
+            while queue and process.has_room:
+                call = queue.popleft()
+                if not call.answer.done():  # the caller was cancelled
+                    process.send(call)
+        while queue and len(self._processes) < self._count and not self._is_closed:
+            self._start_process()
+
+    def replace(
+        self, process: FunctionProcess, calls: list[PendingCall], error: Exception | None
+    ) -> None:
+        """Remove a process that has ended, and queue its open calls again.
+
+        Args:
+            process: The process.
+            calls: Its open calls.
+            error: Why it could not start; fails all calls of the queue.
+        """
+        self._processes.remove(process)
+        self._queue.extendleft(reversed(calls))
+        while self._queue and (error or self._is_closed):
+            self._queue.popleft().fail(FunctionFailed(str(error or "the worker stops")))
+        self.dispatch()
+
+    async def close(self) -> None:
+        """End all processes. Does not wait for calls."""
+        self._is_closed = True
+        processes = [*self._processes]
+        for process in processes:
+            process.close()
+        running = [process.running for process in processes if process.running]
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def start_message(self) -> Start:
+        """Return the first message of a process."""
+        return Start(
+            paths=self.paths,
+            batched=self._batched,
+            sys_path=sys.path,
+            imports=registry.imported,
+            logging=log.arguments,
+            timeout_s=self.limit_s,
+        )
+
+    def _start_process(self) -> None:
+        process = FunctionProcess(self)
+        self._processes.append(process)
+        process.running = asyncio.create_task(process.run(), name=NAME)
+
+
+def error_of(answer: Answer) -> EpisodeError:
+    """Return the EpisodeError that a function raised; for other exceptions a FunctionFailed."""
+    if not answer.failure_class:
+        return FunctionFailed(answer.error)
+    kind = type(answer.error_type, (EpisodeError,), {"failure_class": answer.failure_class})
+    return kind(answer.error)
