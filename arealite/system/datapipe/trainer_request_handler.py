@@ -248,6 +248,8 @@ class TrainerRequestHandler:
         text = f"batch {step}: {store.counts['complete']} of {store.ppo.num_groups} groups"
         if store.version is None:
             return text + ", no policy version is published yet"
+        if in_row := store.filtered.length:
+            text += f", {in_row:,} groups filtered in a row"
         if slow := slow_episodes(store, self.workers):
             text += f", kept back for slow episodes: {'; '.join(slow)}"
         return text
@@ -300,6 +302,7 @@ class TrainerRequestHandler:
             self.send(route, messages.Refused(request_name(start), why))
             return
         self.store.ledger.set_meta("ticket", str(start.ticket))
+        self.store.filtered.reset()
         rolled = self.store.roll_back(start.step)
         self._batch_requests.clear()
         self._eval_requests.clear()
