@@ -57,8 +57,10 @@ def test_run_with_equal_rewards_is_reported_and_stops_at_the_bound(
     before = audit(paths.ledger).filtered_by_reason["zero_variance"]
     done = site.train(tmp_path, *options, "datapipe.max_filtered_groups=8")
     assert done.code == 3, done.shown + done.logs()
-    last = [line for line in done.shown.splitlines() if line.startswith("error: ")][-1]
-    assert SAYS in last and "(datapipe.max_filtered_groups=8)" in last
+    errors = [line for line in done.shown.splitlines() if line.lstrip().startswith("error: ")]
+    assert "datapipe-0 died (exit code 3)" in errors[0]
+    assert SAYS in errors[1] and "(datapipe.max_filtered_groups=8)" in errors[1]
+    assert SAYS in paths.end.read_text()
     assert "started again" not in done.shown
     report = audit(paths.ledger)
     assert report.ok and report.steps == 0

@@ -351,14 +351,13 @@ class Datapipe:
     def _check_filtered(self) -> None:
         """Report groups that are filtered in a row; stop at `datapipe.max_filtered_groups`.
 
-        This is done while a trainer waits. After a resume, the count of the earlier trainer lasts
-        until the new trainer starts.
+        After a resume, the count of the earlier trainer lasts until the new trainer starts.
         """
         filtered, limit = self.store.filtered, self.config.datapipe.max_filtered_groups
-        is_due = self.requests.is_waiting and filtered.length > 0
-        is_reported = is_due and filtered.length >= REPORTED_FROM
+        has_trainer = self.requests.has_trainer
+        is_reported = has_trainer and filtered.length >= REPORTED_FROM
         self._report_filtered(filtered.describe() if is_reported else "")
-        if is_due and 0 < limit <= filtered.length:
+        if has_trainer and 0 < limit <= filtered.length:
             option = f"datapipe.max_filtered_groups={limit}"
             self._stop(InvariantError(f"{filtered.describe()} ({option})"))
 

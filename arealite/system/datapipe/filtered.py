@@ -18,11 +18,11 @@ STALE = "stale"
 """Reason of groups that were complete before, and became too old because steps were trained."""
 FIXES = {
     "zero_variance": "In each group all rewards are equal: correct the reward, choose tasks that "
-    "the model sometimes solves, or set trainer.ppo.filter_zero_variance=false.",
-    "failed": "`arealite audit RUN` lists the failed episodes by class: correct their cause.",
+    "the model sometimes solves, or set trainer.ppo.filter_zero_variance=false",
+    "failed": "`arealite audit RUN` lists the failed episodes by class: correct their cause",
 }
 """The advice for a reason, by its part before the colon."""
-OTHER_FIX = "`arealite audit RUN` lists the filtered groups by reason."
+OTHER_FIX = "`arealite audit RUN` lists the filtered groups by reason"
 
 
 class FilterStreak:
@@ -62,7 +62,7 @@ class FilterStreak:
             self._store()
 
     def describe(self) -> str:
-        """Return a sentence with number and reasons, and the advice for the most frequent one.
+        """Return a text with number and reasons, and the advice for the most frequent one.
 
         At least one group must be filtered.
         """

@@ -92,6 +92,11 @@ class TrainerRequestHandler:
         is_pending = self.finish is None and bool(self._batch_requests or self._eval_requests)
         return is_pending and time.monotonic() - self.last_request < TRAINER_GONE_S
 
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer has sent a request to this process, and has not finished."""
+        return self.finish is None and self.last_request > -math.inf
+
     def take(self, route: bytes, request: FromTrainer) -> bool:
         """Handle a request. Its answer is sent once its changes are durable.
 
