@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,19 @@ def test_rows_without_trained_tokens_are_counted_and_refused_if_no_others_exist(
     assert "2 rows have no tokens to train and are skipped; the first: " in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
         preflight(with_rows(config, tmp_path, [long]))
+
+
+def test_training_rows_without_trained_tokens_are_refused_despite_held_out_rows(
+    tmp_path, model
+) -> None:
+    """Otherwise each update of the run is skipped, and the run ends as if it had trained."""
+    long = {"prompt": "1" * 40, "completion": "2"}
+    config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, [long, long])
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text(json.dumps(GOOD[0]) + "\n")
+    config = replace(config, dataset=replace(config.dataset, eval=str(held_out)))
+    with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
+        preflight(config)
 
 
 @pytest.mark.parametrize(

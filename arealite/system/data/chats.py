@@ -148,7 +148,7 @@ def check_examples(
                 raise UserError(f"{what}. Create the rows with the tokenizer of model.path.")
         if not all(example.kinds[1:].any() for example in examples):
             unused.append(row[0])
-    if len(unused) == len(train) + len(held_out):
+    if {place for place, _ in train} <= {*unused}:
         what = f"no row has a token to learn within trainer.offline.max_tokens={limit}"
         raise UserError(f"{what}. Raise it.")
     return identity_of_rows(config, train), unused
