@@ -135,6 +135,7 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
             what = f"{len(unused)} rows have no tokens to train and are skipped"
             print(fold(f"{what}; the first: {unused[0]}"))
         check_resume(config, rows)
+        print_warm_ups(config, int(rows["dataset_rows"]))
         return Facts(model, shapes, free)
     check_sources(config)
     check_first_rows(config)
@@ -153,11 +154,18 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     longest = prompts.longest_request(config, [*tasks, *held_out])
     if line := prompts.template_line(config, [*tasks, *held_out]):
         print(fold(f"{'prompts':<10} {line}"), flush=True)
+    print_warm_ups(config)
     if prompts.uses_template(config, [*tasks, *held_out]):
         for fault in template.check_template(config):
             print(fold(f"{'template':<10} warning: {fault}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
     return Facts(model, shapes, free, (len(tasks), len(held_out)), longest, addresses)
+
+
+def print_warm_ups(config: ExperimentConfig, num_rows: int = 0) -> None:
+    """Print a line for each optimizer whose warm-up is longer than the run."""
+    for text in estimates.short_warm_ups(config, num_rows):
+        print(fold(f"{'warm-up':<10} warning: {text}"), flush=True)
 
 
 def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:

@@ -90,6 +90,27 @@ def test_training_rows_without_trained_tokens_are_refused_despite_held_out_rows(
         preflight(config)
 
 
+@pytest.mark.parametrize(("size", "steps"), [(2, 10), (3, 12), (2, 9)])
+def test_warm_up_of_an_offline_run_is_compared_with_its_updates(
+    tmp_path, model, capsys, size: int, steps: int
+) -> None:
+    """Six rows in batches of two, and two epochs, are six updates."""
+    epochs, rows = 2, [GOOD[0]] * 6
+    config = settings(tmp_path, model, batch_size=size, epochs=epochs)
+    optimizer = replace(config.trainer.offline.optimizer, warmup_steps=steps)
+    offline = replace(config.trainer.offline, optimizer=optimizer)
+    config = replace(config, trainer=replace(config.trainer, offline=offline))
+    preflight(with_rows(config, tmp_path, rows))
+    updates = epochs * 6 // size
+    says = f"warmup_steps={steps}, but the run has only {updates} optimizer updates"
+    assert says in capsys.readouterr().out
+    assert offline.total_steps(6) == updates
+    enough = replace(offline, optimizer=replace(optimizer, warmup_steps=updates))
+    config = replace(config, trainer=replace(config.trainer, offline=enough))
+    preflight(with_rows(config, tmp_path, rows))
+    assert "warm-up" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("part", "options"),
     [
