@@ -1,6 +1,8 @@
 """Import optional packages, with one error message for all of them."""
 
 import importlib
+import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +13,13 @@ def extra_requirement(name: str) -> str:
     """Return the argument of `pip install` that installs an extra, from a checkout or by name."""
     is_checkout = (Path(__file__).parents[2] / "pyproject.toml").is_file()
     return f"-e '.[{name}]'" if is_checkout else f"'arealite[{name}]'"
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported, without importing it."""
+    if module in sys.modules:
+        return sys.modules[module] is not None  # pyright: ignore[reportUnnecessaryComparison]
+    return importlib.util.find_spec(module) is not None
 
 
 def import_optional(module: str, fix: str) -> ModuleType:
