@@ -15,11 +15,21 @@ def extra_requirement(name: str) -> str:
     return f"-e '.[{name}]'" if is_checkout else f"'arealite[{name}]'"
 
 
-def is_installed(module: str) -> bool:
-    """Return whether a module can be imported, without importing it."""
-    if module in sys.modules:
-        return sys.modules[module] is not None  # pyright: ignore[reportUnnecessaryComparison]
-    return importlib.util.find_spec(module) is not None
+def check_installed(module: str, requirement: str, option: str) -> None:
+    """Check that a module is installed, without importing it.
+
+    Args:
+        module: The module.
+        requirement: The argument of `pip install` that installs it.
+        option: The option that needs it, with its value.
+
+    Raises:
+        UserError: The module is not installed.
+    """
+    is_imported = bool(sys.modules.get(module))
+    if not is_imported and importlib.util.find_spec(module) is None:
+        what = f"{option} needs the package {module}, which is not installed"
+        raise UserError(f"{what}: pip install {requirement}")
 
 
 def import_optional(module: str, fix: str) -> ModuleType:

@@ -22,7 +22,7 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.base.places import check_address, check_folder
 from arealite.cli import configs, estimates
 from arealite.cli.fold import fold
-from arealite.cli.packages import check_packages, training_needs
+from arealite.cli.packages import check_training_packages
 from arealite.cli.resume import check_resume
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
@@ -220,7 +220,7 @@ def required(value: str | None, key: str) -> str:
 def check_options(config: ExperimentConfig) -> None:
     """Check names and the constraints between options, without reading files."""
     configs.check_names(config)
-    check_packages(training_needs(config))
+    check_training_packages(config)
     if config.trainer.is_offline:
         check_constraints(config.trainer.sft, "trainer.sft.")
         return

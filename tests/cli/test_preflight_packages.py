@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from arealite.api.config import ExperimentConfig
-from arealite.base.extras import is_installed
+from arealite.base.errors import UserError
+from arealite.base.extras import check_installed
 from arealite.cli import configs
 from arealite.cli.main import main
-from arealite.cli.packages import training_needs
+from arealite.cli.packages import check_training_packages
 from tests.e2e.conftest import write_rows
 from tests.models import tiny_model
 
@@ -110,17 +111,24 @@ def test_sampling_needs_the_packages_of_its_environment_only(
     assert "no language-model server" in capsys.readouterr().err, "it trains nothing"
 
 
-def test_package_of_an_environment_on_another_host_is_not_needed() -> None:
-    def modules(*options: str) -> list[str]:
-        config = configs.load(ExperimentConfig, [], [f"{ENV}.type=textarena", *options])
-        return [need.module for need in training_needs(config)]
-
-    assert modules() == modules(f"{ENV}.runtime.type=subprocess") == ["textarena"]
-    assert modules(f"{ENV}.runtime.type=remote") == modules(f"{ENV}.runtime.type=docker") == []
+@pytest.mark.parametrize("runtime", ["in_process", "subprocess", "docker", "remote"])
+def test_package_is_needed_only_where_the_environment_runs(
+    monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    words = [f"{ENV}.type=textarena", f"{ENV}.runtime.type={runtime}"]
+    config = configs.load(ExperimentConfig, [], words)
+    if runtime in ("docker", "remote"):
+        check_training_packages(config)
+    else:
+        with pytest.raises(UserError, match="needs the package textarena"):
+            check_training_packages(config)
 
 
 def test_installed_package_is_found_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "this", raising=False)
-    assert is_installed("this") and "this" not in sys.modules
-    assert is_installed("sys")
-    assert not is_installed("no_such_module_at_all")
+    for module in ("this", "sys"):
+        check_installed(module, "x", "an option")
+    assert "this" not in sys.modules
+    with pytest.raises(UserError, match=r"^a=1 needs the package no_such, .*: pip install x$"):
+        check_installed("no_such", "x", "a=1")

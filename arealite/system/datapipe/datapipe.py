@@ -102,8 +102,8 @@ class Datapipe:
             self.scaling = Scaling(config, self.registry, store=self.store, workers=self.workers)
         self._stopped_at = self._progress = self._last_waiting = time.monotonic()
         self._fatal: InvariantError | None = None
-        self._filtering: Wait | None = None
-        """Report for `arealite why` that all groups are filtered; None if they are not."""
+        self._filtering = Wait("an unfiltered group", owner=GROUP_FILTER, on="datapipe-0")
+        """It is in the table of waits while the groups in a row are reported."""
         self._refusals = 0
         """Connections refused because of another secret."""
         self._done = asyncio.Event()
@@ -363,15 +363,13 @@ class Datapipe:
 
     def _report_filtered(self, detail: str) -> None:
         """Publish `detail` as a wait that `diagnosis` reports; remove the wait if it is ""."""
-        if self._filtering is None and detail:
-            what = "a group that is not filtered"
-            self._filtering = Wait(what, owner=GROUP_FILTER, on="datapipe-0")
-            table.add(self._filtering)
-        if self._filtering is not None:
-            self._filtering.detail = detail
-            if not detail:
-                table.discard(self._filtering)
-                self._filtering = None
+        report = self._filtering
+        report.detail = detail
+        if not detail:
+            table.discard(report)
+        elif report not in table:
+            report.since = time.monotonic()
+            table.add(report)
 
     def _is_over(self, now: float) -> bool:
         if self._fatal is not None:
