@@ -29,6 +29,9 @@ class DatapipeConfig:
         0.05, "time between ledger commits; results that a batch needs commit at once", at_least=0
     )
     max_failed_share: float = opt(0.5, "stop if more of the last 256 episodes failed", at_least=0)
+    max_filtered_groups: int = opt(
+        1000, "stop after this many filtered groups without a complete one; 0: never", at_least=0
+    )
     stall_timeout_s: float = opt(300.0, "stop if no leased episode finishes for this long", above=0)
     keep_payloads: str = opt(
         "all",

@@ -22,6 +22,11 @@ class OfflineConfig:
     optimizer: OptimizerConfig = sub(OptimizerConfig, "optimizer and schedule")
     engine: TrainEngineConfig = sub(TrainEngineConfig, "train engine of the model")
 
+    def total_steps(self, num_rows: int) -> int:
+        """Return the number of steps of a run; each is one optimizer update."""
+        steps = self.epochs * -(-num_rows // self.batch_size)
+        return min(steps, self.max_steps or steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:

@@ -1,6 +1,8 @@
 """Import optional packages, with one error message for all of them."""
 
 import importlib
+import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +13,23 @@ def extra_requirement(name: str) -> str:
     """Return the argument of `pip install` that installs an extra, from a checkout or by name."""
     is_checkout = (Path(__file__).parents[2] / "pyproject.toml").is_file()
     return f"-e '.[{name}]'" if is_checkout else f"'arealite[{name}]'"
+
+
+def check_installed(module: str, requirement: str, option: str) -> None:
+    """Check that a module is installed, without importing it.
+
+    Args:
+        module: The module.
+        requirement: The argument of `pip install` that installs it.
+        option: The option that needs it, with its value.
+
+    Raises:
+        UserError: The module is not installed.
+    """
+    is_imported = bool(sys.modules.get(module))
+    if not is_imported and importlib.util.find_spec(module) is None:
+        what = f"{option} needs the package {module}, which is not installed"
+        raise UserError(f"{what}: pip install {requirement}")
 
 
 def import_optional(module: str, fix: str) -> ModuleType:

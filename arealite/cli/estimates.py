@@ -79,6 +79,30 @@ def staleness(config: ExperimentConfig) -> str:
     return text
 
 
+def short_warm_ups(config: ExperimentConfig, num_rows: int) -> Iterator[str]:
+    """Yield a warning for each optimizer whose learning rate never reaches `lr`.
+
+    Args:
+        config: The run.
+        num_rows: Number of training rows; only offline trainers use it.
+    """
+    trainer, ppo = config.trainer, config.trainer.ppo
+    if trainer.is_offline:
+        updates = trainer.offline.total_steps(num_rows)
+        optimizers = {"trainer.offline": trainer.offline.optimizer}
+    else:
+        updates = ppo.total_steps * ppo.updates * ppo.epochs
+        optimizers = {"trainer.ppo": ppo.optimizer}
+        if ppo.advantage.type == "gae":
+            optimizers["trainer.ppo.critic"] = ppo.critic.optimizer
+    for section, optimizer in optimizers.items():
+        warmup = optimizer.warmup_steps
+        if updates < warmup:
+            text = f"{section}.optimizer.warmup_steps={warmup}, but the run has only {updates}"
+            text += f" optimizer updates: the learning rate ends at {updates / warmup:.0%} of"
+            yield f"{text} {section}.lr. Use fewer warm-up steps, or train for longer"
+
+
 def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
     """Return the options of the run's adapters, from model.adapter where it is set.
 

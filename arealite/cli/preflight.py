@@ -25,6 +25,7 @@ from arealite.base.errors import DeadlineError, UserError
 from arealite.base.places import check_address, check_folder
 from arealite.cli import configs, estimates
 from arealite.cli.fold import fold
+from arealite.cli.packages import check_training_packages
 from arealite.cli.resume import check_resume
 from arealite.impl.env_client import make_env
 from arealite.impl.rollout.collector import check_seats
@@ -147,6 +148,7 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         if checked.unread:
             print(fold(f"{'data':<10} not read, and without effect: {checked.unread}"), flush=True)
         check_resume(config, checked.identity)
+        print_warm_ups(config, int(checked.identity["dataset_rows"]))
         return Facts(model, shapes, free)
     check_sources(config)
     check_first_rows(config)
@@ -165,6 +167,7 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     longest = prompts.longest_request(config, [*tasks, *held_out])
     if line := prompts.template_line(config, [*tasks, *held_out]):
         print(fold(f"{'prompts':<10} {line}"), flush=True)
+    print_warm_ups(config)
     for fault in check_templates(config, tasks, held_out):
         print(fold(f"{'template':<10} warning: {fault}"), flush=True)
     addresses = [str(server.value["address"]) for server in found]
@@ -186,6 +189,12 @@ def check_templates(config: ExperimentConfig, *splits: Sequence[Task]) -> list[s
     faults = template.check_template(config, tokenizer)
     first_tasks = [task for split in splits for task in split[:FIRST_ROWS]]
     return [*prompts.check_rendering(config, first_tasks, tokenizer), *faults]
+
+
+def print_warm_ups(config: ExperimentConfig, num_rows: int = 0) -> None:
+    """Print a line for each optimizer whose warm-up is longer than the run."""
+    for text in estimates.short_warm_ups(config, num_rows):
+        print(fold(f"{'warm-up':<10} warning: {text}"), flush=True)
 
 
 def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:
@@ -239,6 +248,7 @@ def required(value: str | None, key: str) -> str:
 def check_options(config: ExperimentConfig) -> None:
     """Check names and the constraints between options, without reading files."""
     configs.check_names(config)
+    check_training_packages(config)
     if config.trainer.is_offline:
         check_constraints(config.trainer.sft, "trainer.sft.")
         return

@@ -23,6 +23,7 @@ from arealite.base.model_folder import read_model
 from arealite.base.places import check_name
 from arealite.cli import configs, preflight
 from arealite.cli.options import Word
+from arealite.cli.packages import check_sampling_packages
 from arealite.cli.role import with_externals
 from arealite.impl.launcher.processes import own_servers
 from arealite.impl.rollout.collector import Collector
@@ -169,6 +170,7 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
         fix = "Sample from an export: model.path=EXPORT model.adapter=null."
         raise UserError(f"model.adapter={config.model.adapter}: servers do not load it. {fix}")
     configs.check_names(config)
+    check_sampling_packages(config)
     check_name("name", config.name)
     preflight.check_envs(config)
     check_first_rows(config, [split])

@@ -99,6 +99,30 @@ def test_check_describes_options_that_change_the_run(
     assert text in said(capsys)[what]
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["total_steps=9"], ["trainer.ppo.optimizer.warmup_steps=10", "9 optimizer", "90% of"]),
+        (["total_steps=10"], []),
+        (["total_steps=2", "updates=2", "epochs=2"], ["8 optimizer", "80% of trainer.ppo.lr"]),
+        (["total_steps=3", "updates=2", "epochs=2"], []),
+        (["total_steps=3", "optimizer.warmup_steps=3"], []),
+        (
+            ["advantage.type=gae", "critic.optimizer.warmup_steps=200"],
+            ["trainer.ppo.critic.optimizer.warmup_steps=200", "50% of trainer.ppo.critic.lr"],
+        ),
+        (["critic.optimizer.warmup_steps=200"], []),
+    ],
+)
+def test_warm_up_that_is_longer_than_the_run_is_printed(
+    words: list[str], capsys: Any, more: list[str], says: list[str]
+) -> None:
+    assert main([*words, *(f"trainer.ppo.{option}" for option in more)]) == 0
+    line = said(capsys).get("warm-up", "")
+    assert bool(line) == bool(says)
+    assert all(text in line for text in says)
+
+
 def test_memory_estimate_matches_sums_by_hand() -> None:
     """16 bytes per trained parameter in float32, 2 bytes per frozen parameter in bfloat16."""
     from arealite.api.algorithm import KLConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,40 @@ def test_rows_without_trained_tokens_are_counted_and_refused_if_no_others_exist(
     assert "2 rows have no tokens to train and are skipped; the first: " in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
         preflight(with_rows(config, tmp_path, [long]))
+
+
+def test_training_rows_without_trained_tokens_are_refused_despite_held_out_rows(
+    tmp_path, model
+) -> None:
+    """Otherwise each update of the run is skipped, and the run ends as if it had trained."""
+    long = {"prompt": "1" * 40, "completion": "2"}
+    config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, [long, long])
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text(json.dumps(GOOD[0]) + "\n")
+    config = replace(config, dataset=replace(config.dataset, eval=str(held_out)))
+    with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
+        preflight(config)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(2, 10), (3, 12), (2, 9)])
+def test_warm_up_of_an_offline_run_is_compared_with_its_updates(
+    tmp_path, model, capsys, size: int, steps: int
+) -> None:
+    """Six rows in batches of two, and two epochs, are six updates."""
+    epochs, rows = 2, [GOOD[0]] * 6
+    config = settings(tmp_path, model, batch_size=size, epochs=epochs)
+    optimizer = replace(config.trainer.offline.optimizer, warmup_steps=steps)
+    offline = replace(config.trainer.offline, optimizer=optimizer)
+    config = replace(config, trainer=replace(config.trainer, offline=offline))
+    preflight(with_rows(config, tmp_path, rows))
+    updates = epochs * 6 // size
+    says = f"warmup_steps={steps}, but the run has only {updates} optimizer updates"
+    assert says in capsys.readouterr().out
+    assert offline.total_steps(6) == updates
+    enough = replace(offline, optimizer=replace(optimizer, warmup_steps=updates))
+    config = replace(config, trainer=replace(config.trainer, offline=enough))
+    preflight(with_rows(config, tmp_path, rows))
+    assert "warm-up" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

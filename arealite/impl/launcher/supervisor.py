@@ -35,6 +35,8 @@ EXAMINE_S = 1.0
 """Seconds between two examinations of the vitals of all roles."""
 QUIET_S = 10.0
 """A finding is reported again after an absence of this long."""
+REMIND_S = 300.0
+"""A lasting finding of cause "filtering" is reported again after this long."""
 FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
 
 FindingKey = tuple[str, str, int]
@@ -271,6 +273,8 @@ class HealthMonitor:
     """Seconds after which a silent or stopped child (`silent_s`), or a blocked one, is killed."""
     _seen: dict[FindingKey, float] = field(default_factory=dict["FindingKey", float])
     """Monotonic time at which each finding was last made."""
+    _reported: dict[FindingKey, float] = field(default_factory=dict["FindingKey", float])
+    """Monotonic time at which each finding was last reported."""
 
     async def run(self) -> None:
         """Examine until cancelled. Waits for: the clock. Unblocks: roles that wait for an
@@ -291,8 +295,12 @@ class HealthMonitor:
 
     def _report(self, finding: Finding) -> None:
         key, now = finding_key(finding), time.monotonic()
-        if now - self._seen.get(key, -math.inf) > QUIET_S and self.supervisor.is_shown(finding):
+        is_new = now - self._seen.get(key, -math.inf) > QUIET_S
+        reported_at = self._reported.get(key, -math.inf)
+        is_reminder = finding.cause == "filtering" and now - reported_at > REMIND_S
+        if (is_new or is_reminder) and self.supervisor.is_shown(finding):
             self.supervisor.say(describe(finding))
+            self._reported[key] = now
         self._seen[key] = now
 
     def _kill_if_due(self, finding: Finding) -> None:

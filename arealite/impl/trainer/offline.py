@@ -58,8 +58,7 @@ class OfflineTrainer(BaseTrainer):
         """Read the dataset, on which the number of steps depends."""
         self.train_rows, self.held_out_rows = read_dataset(self.config)
         self.epoch_steps = -(-len(self.train_rows) // self.offline.batch_size)
-        steps = self.offline.epochs * self.epoch_steps
-        self.total_steps = min(steps, self.offline.max_steps or steps)
+        self.total_steps = self.offline.total_steps(len(self.train_rows))
 
     def load_engines(self, config: ExperimentConfig) -> Engines:
         """Load the model that is trained."""

@@ -129,7 +129,7 @@ def check_examples(config: ExperimentConfig, model: dict[str, object]) -> Checke
                 raise UserError(f"{what}. Create the rows with the tokenizer of model.path.")
         if not all(example.kinds[1:].any() for example in examples):
             untrained.append(row[0])
-    if len(untrained) == len(train) + len(held_out):
+    if {place for place, _ in train} <= {*untrained}:
         what = f"no row has a token to learn within trainer.offline.max_tokens={limit}"
         raise UserError(f"{what}. Raise it.")
     for path in filter(None, [config.dataset.train, config.dataset.eval]):

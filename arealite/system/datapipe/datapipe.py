@@ -29,12 +29,14 @@ from arealite.base.errors import InvariantError, UserError
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.system.data.dataset import identity
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
+from arealite.system.datapipe.filtered import REPORTED_FROM
 from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.datapipe.intake import DECODE_ERRORS, Intake, ResultIds, decode
 from arealite.system.datapipe.scaling import Scaling
 from arealite.system.datapipe.trainer_request_handler import OutOfStep, TrainerRequestHandler
 from arealite.system.datapipe.upkeep import Upkeep
 from arealite.system.datapipe.workers import ActiveLease, Worker, Workers
+from arealite.system.health.waits import GROUP_FILTER, Wait, table
 from arealite.system.ledger.group import too_many_failures
 from arealite.system.ledger.ledger import Ledger, read_payloads, read_turns
 from arealite.system.ledger.writer import LedgerWriter
@@ -100,6 +102,8 @@ class Datapipe:
             self.scaling = Scaling(config, self.registry, store=self.store, workers=self.workers)
         self._stopped_at = self._progress = self._last_waiting = time.monotonic()
         self._fatal: InvariantError | None = None
+        self._filtering = Wait("an unfiltered group", owner=GROUP_FILTER, on="datapipe-0")
+        """It is in the table of waits while the groups in a row are reported."""
         self._refusals = 0
         """Connections refused because of another secret."""
         self._done = asyncio.Event()
@@ -139,6 +143,7 @@ class Datapipe:
                 await self._done.wait()
                 self.writer.close()
         finally:
+            self._report_filtered("")
             self._channel.close(linger_ms=LINGER_MS)
             self.ledger.close()
         if self._fatal is not None:
@@ -256,6 +261,7 @@ class Datapipe:
 
     def _lease_and_batch(self) -> None:
         """Grant leases, compose the next batch, and answer the requests that can be answered."""
+        self._check_filtered()
         if self._fatal is not None:
             return
         self.requests.accept_pending_start()
@@ -341,6 +347,29 @@ class Datapipe:
         if self.requests.is_waiting and now - since > limit and self._fatal is None:
             what = f"no episode finished for {limit:.0f} s (datapipe.stall_timeout_s): "
             self._stop(InvariantError(what + self.workers.describe()))
+
+    def _check_filtered(self) -> None:
+        """Report groups that are filtered in a row; stop at `datapipe.max_filtered_groups`.
+
+        After a resume, the count of the earlier trainer lasts until the new trainer starts.
+        """
+        filtered, limit = self.store.filtered, self.config.datapipe.max_filtered_groups
+        has_trainer = self.requests.has_trainer
+        is_reported = has_trainer and filtered.length >= REPORTED_FROM
+        self._report_filtered(filtered.describe() if is_reported else "")
+        if has_trainer and 0 < limit <= filtered.length:
+            option = f"datapipe.max_filtered_groups={limit}"
+            self._stop(InvariantError(f"{filtered.describe()} ({option})"))
+
+    def _report_filtered(self, detail: str) -> None:
+        """Publish `detail` as a wait that `diagnosis` reports; remove the wait if it is ""."""
+        report = self._filtering
+        report.detail = detail
+        if not detail:
+            table.discard(report)
+        elif report not in table:
+            report.since = time.monotonic()
+            table.add(report)
 
     def _is_over(self, now: float) -> bool:
         if self._fatal is not None:

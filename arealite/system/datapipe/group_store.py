@@ -14,6 +14,7 @@ from arealite.api.rollout_messages import Episode, Failure, Lease, Progress, Tur
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig
 from arealite.system.datapipe.curriculum import Curriculum
+from arealite.system.datapipe.filtered import STALE, FilterStreak
 from arealite.system.ledger.group import LOST, Group, can_recompose
 from arealite.system.ledger.ledger import Ledger, meta_number
 
@@ -31,6 +32,7 @@ class GroupStore:
     ) -> None:  # fmt: skip
         self.ledger, self.train, self.ppo = ledger, train, ppo
         self.curriculum = Curriculum(curriculum, train, seed=seed, shuffle=shuffle)
+        self.filtered = FilterStreak(ledger)
         self.failed_window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
         self.first_failure: Failure | None = None
         self.late_results = 0
@@ -251,7 +253,7 @@ class GroupStore:
             group = self.groups[f"g{candidate.seq}"]
             for header in group.headers:
                 self.dropped_lengths[1 << header.num_tokens.bit_length()] += 1
-            self._filter(group, "stale")
+            self._filter(group, STALE)
         return [c for c in found if c not in stale] if stale else found
 
     def mark_trained(self, step: int) -> None:
@@ -334,12 +336,15 @@ class GroupStore:
         self.counts[group.state] -= 1
         self.counts[state] += 1
         group.state = state
+        if state in ("complete", "filtered"):
+            self.filtered.record(group)
         self.ledger.put_group(group)
 
     def _load(self) -> None:
         """Load the state from the ledger, at the start and after a roll-back."""
         db = self.ledger.connection
         self.curriculum.load(db)
+        self.filtered.load(db)
         self.groups: dict[str, Group] = {}
         self.batches: dict[int, list[Group]] = {}
         """By step: composed batches that are not trained, and the last trained batch."""

@@ -92,6 +92,11 @@ class TrainerRequestHandler:
         is_pending = self.finish is None and bool(self._batch_requests or self._eval_requests)
         return is_pending and time.monotonic() - self.last_request < TRAINER_GONE_S
 
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer has sent a request to this process, and has not finished."""
+        return self.finish is None and self.last_request > -math.inf
+
     def take(self, route: bytes, request: FromTrainer) -> bool:
         """Handle a request. Its answer is sent once its changes are durable.
 
@@ -248,6 +253,8 @@ class TrainerRequestHandler:
         text = f"batch {step}: {store.counts['complete']} of {store.ppo.num_groups} groups"
         if store.version is None:
             return text + ", no policy version is published yet"
+        if in_row := store.filtered.length:
+            text += f", {in_row:,} groups filtered in a row"
         if slow := slow_episodes(store, self.workers):
             text += f", kept back for slow episodes: {'; '.join(slow)}"
         return text
@@ -300,6 +307,7 @@ class TrainerRequestHandler:
             self.send(route, messages.Refused(request_name(start), why))
             return
         self.store.ledger.set_meta("ticket", str(start.ticket))
+        self.store.filtered.reset()
         rolled = self.store.roll_back(start.step)
         self._batch_requests.clear()
         self._eval_requests.clear()

@@ -21,18 +21,29 @@ from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.system.clocks import folder_time
 from arealite.system.health.vitals import BEAT_S, Vitals, Waits, cpu_times, process_state
-from arealite.system.health.waits import ITSELF, OTHER_RANKS, PAUSE_OBSERVER, SUPERVISOR
+from arealite.system.health.waits import (
+    GROUP_FILTER,
+    ITSELF,
+    OTHER_RANKS,
+    PAUSE_OBSERVER,
+    SUPERVISOR,
+)
 
 Cause = Literal[
-    "stopped", "dead", "crashing", "silent", "blocked", "starved", "paused", "overdue", "starting"
-]
+    "stopped", "dead", "crashing", "silent", "blocked", "starved", "paused", "filtering", "overdue",
+    "starting",
+]  # fmt: skip
 """stopped: SIGSTOP or a debugger stopped the process. dead: the process has exited. crashing: the
 process crashed, and its parent restarts it. silent: the process exists, but writes no vitals.
 blocked: the event loop runs no task. starved: silent or blocked, because the process gets no CPU.
-paused: a client that is not this trial's publisher paused the server. overdue: the process runs,
+paused: a client that is not this trial's publisher paused the server. filtering: the datapipe
+filters every group, so that no step can be trained. overdue: the process runs,
 but its reply to another role is late. starting: the parent has started the process, which has not
 written vitals yet."""
 ORDER: tuple[Cause, ...] = get_args(Cause)
+
+REPORTS: dict[str, Cause] = {PAUSE_OBSERVER: "paused", GROUP_FILTER: "filtering"}
+"""By owner of a wait: cause of the finding that a role itself reports with this wait."""
 
 SILENT_S, REMOTE_SILENT_S, BLOCKED_S, OVERDUE_S = 4.0, 15.0, 3.0, 5.0
 MAX_BUSY_S = 1.0
@@ -181,7 +192,7 @@ def examine(
     graph = WaitGraph(roles, unhealthy=found)
     crashing = {each.blocker: each for each in graph.restarted()}
     found |= {n: each for n, each in crashing.items() if n not in found or found[n].cause == "dead"}
-    for late in chain(graph.paused(), graph.absent(), graph.overdue(overdue_s), graph.slow()):
+    for late in chain(graph.reported(), graph.absent(), graph.overdue(overdue_s), graph.slow()):
         found.setdefault(late.blocker, late)
     whole = [replace(each, waiters=tuple(graph.waiters(name))) for name, each in found.items()]
     kept = [f for f in whole if f.cause != "dead" or f.waiters or f.since_s < FORGET_DEAD_S]
@@ -208,11 +219,11 @@ class WaitGraph:
                 what = f"{wait.what}: {wait.detail or 'the process is not ready yet'}"
                 yield Finding(wait.on, cause, wait.waited_s + role.age_s, what)
 
-    def paused(self) -> Iterator[Finding]:
-        """Find servers that a publisher found paused by another client."""
+    def reported(self) -> Iterator[Finding]:
+        """Find paused servers and a datapipe that filters every group, as roles report them."""
         for role, wait, _ in self.all:
-            if wait.owner == PAUSE_OBSERVER:
-                yield Finding(wait.on, "paused", wait.waited_s + role.age_s, wait.detail)
+            if (cause := REPORTS.get(wait.owner)) is not None:
+                yield Finding(wait.on, cause, wait.waited_s + role.age_s, wait.detail)
 
     def absent(self) -> Iterator[Finding]:
         """Find ranks that exited before a collective in which other ranks wait."""
@@ -259,7 +270,7 @@ class WaitGraph:
             size = len(blocked)
             blocked |= {role.name for role, _, targets in self.all if targets & blocked}
         for role, wait, targets in self.all:
-            is_report = wait.owner in (SUPERVISOR, PAUSE_OBSERVER)
+            is_report = wait.owner == SUPERVISOR or wait.owner in REPORTS
             if targets & blocked and role.name != blocker and not is_report:
                 more = f" (and {wait.count - 1} more)" if wait.count > 1 else ""
                 yield f"{role.name}: {wait.what}{more}, {wait.waited_s + role.age_s:.1f} s"

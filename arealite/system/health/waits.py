@@ -24,6 +24,8 @@ role's last crash; "" if there was none."""
 PAUSE_OBSERVER = "pause observer"
 """Value of `owner`: a publisher that found server `on` paused by another client. `detail` is a
 sentence about it."""
+GROUP_FILTER = "group filter"
+"""Value of `owner`: the datapipe, `on`, filters every group. `detail` is a sentence about it."""
 ITSELF = "itself"
 """Value of `on`: the wait is a computation that never took longer than `seconds` before."""
 END_S = 5.0

@@ -16,7 +16,7 @@ import pytest
 from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.supervisor import HealthMonitor, Role, Supervisor, describe
-from arealite.system.health.diagnosis import Finding
+from arealite.system.health.diagnosis import Cause, Finding
 from tests.waiting import until
 
 SHOWS = """
@@ -153,6 +153,22 @@ async def test_starved_child_is_reported_and_not_killed(
     watching.cancel()
     assert said == ["rollout-0 is starved: it waited for a CPU"]
     assert stopped[0].poll() is None
+
+
+@pytest.mark.parametrize("cause", ["filtering", "paused"])
+def test_lasting_finding_of_filtered_groups_is_reported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Cause
+):
+    """The run goes on sampling in vain; other findings are reported once."""
+    now = 1000.0
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
+    said: list[str] = []
+    monitor = HealthMonitor(tmp_path, Watched(lambda finding: None, said.append))
+    for second in range(700):
+        now = 1000.0 + second
+        monitor._report(Finding("datapipe-0", cause, float(second), f"{second} groups"))
+    reminders = ["301", "602"] if cause == "filtering" else []
+    assert said == [f"datapipe-0 is {cause}: {second} groups" for second in ["0", *reminders]]
 
 
 async def test_failed_examination_does_not_end_the_monitor(

@@ -14,7 +14,7 @@ import pytest
 from arealite.system.health import vitals
 from arealite.system.health.diagnosis import Finding, examine
 from arealite.system.health.vitals import Waits
-from arealite.system.health.waits import OTHER_RANKS, PAUSE_OBSERVER, SUPERVISOR
+from arealite.system.health.waits import GROUP_FILTER, OTHER_RANKS, PAUSE_OBSERVER, SUPERVISOR
 from tests.system.health.living import MY_START, show, wait
 
 pytestmark = pytest.mark.usefixtures("still")
@@ -382,3 +382,21 @@ def test_restarted_role_is_not_dead_and_its_new_finding_has_precedence(tmp_path:
 def test_dead_launcher_restarts_no_role(tmp_path: Path):
     show(tmp_path, "launcher-0", kept("rollout-0", "start", 0.5), started=MY_START + 1, age_s=1.0)
     assert only(examine(tmp_path)).blocker == "launcher-0"
+
+
+# ---------------------------------------------------------------- all groups are filtered
+
+
+def test_datapipe_that_filters_every_group_is_found_with_its_waiters(tmp_path: Path) -> None:
+    """All processes work, but the trainer waits for ever."""
+    detail = "64 groups in a row were filtered, and none was completed: 64 zero_variance."
+    report = wait("a group that is not filtered", "datapipe-0", 3.0, owner=GROUP_FILTER)
+    report.detail = detail
+    show(tmp_path, "datapipe-0", report)
+    show(tmp_path, "rollout-0", wait("episode g64/0", "environment math", 0.1, seconds=600.0))
+    asks = wait("BatchRequest 0", "datapipe-0", 60.0, quiet_s=0.5, replies_soon=True)
+    show(tmp_path, "trainer-0", asks)
+    finding = only(examine(tmp_path))
+    assert (finding.blocker, finding.cause) == ("datapipe-0", "filtering")
+    assert finding.detail == detail
+    assert finding.waiters == ("trainer-0: BatchRequest 0, 60.0 s",)
