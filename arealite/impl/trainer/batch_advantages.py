@@ -56,7 +56,7 @@ def _group_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> lis
 
 
 def _token_advantages(batch: TrainBatch, trajectory: Trajectory, config: PPOConfig) -> np.ndarray:
-    """Return advantages [N] from the returns over the trajectory's sampled tokens; 0 if unscored."""
+    """Return advantages [N] from the returns over the sampled tokens; 0 if unscored."""
     if not trajectory.is_scored:
         trajectory.scatter("returns", 0.0)
         return np.zeros(np.count_nonzero(np.concatenate(trajectory.sampled)))
