@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
+from arealite.system.data import templates
 
 Example = tuple[str | list[dict[str, Any]], str]
 """A prompt, as text or as chat messages for the model's template, and the demonstrated answer."""
@@ -91,12 +92,7 @@ def warm_up(folder: Path, lesson: Lesson, seed: int) -> tuple[int, float]:
 
 def encode(tokenizer: Any, prompt: Any, answer: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt, as agents send it, and of its answer with EOS."""
-    if isinstance(prompt, str):
-        context = tokenizer(prompt)["input_ids"]
-    else:
-        context = tokenizer.apply_chat_template(
-            prompt, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
+    context = templates.tokenize(tokenizer, prompt)
     sampled = tokenizer(answer, add_special_tokens=False)["input_ids"]
     return context, [*sampled, tokenizer.eos_token_id]
 
