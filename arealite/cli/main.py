@@ -75,6 +75,9 @@ def _call(module: str, argv: Sequence[str]) -> int:
     All but UserError are printed with their traceback. Other exceptions are not caught.
     """
     try:
+        if sys.flags.optimize > 1:
+            what = "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, but transformers reads them"
+            raise UserError(f"{what}. Unset PYTHONOPTIMIZE, or set it to 1.")
         return int(importlib.import_module(module).main(argv))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
