@@ -56,7 +56,7 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     from arealite.impl.trainer.world import World
 
     options = config.trainer.own
-    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
+    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed, is_alone=True)
     try:
         training = Training(options.optimizer, options.lr, 1)  # the checkpoint has its state
         engine = make_engine(config, training=training, head=trainers.get(config.trainer.type).head)

@@ -151,8 +151,9 @@ class TrainerLink:
                     waiting = message if isinstance(message, Waiting) else None
                     shown.note_sign(waiting.detail if waiting is not None else "")
                 elif silent_s > self.silence_s:
-                    what = f"the datapipe at {self._address} has been silent for {silent_s:.0f} s"
-                    raise RoleError(f"{what}; {owner} waits for the answer to '{name}'")
+                    raise RoleError(
+                        f"{self._silence(silent_s)}; {owner} waits for the answer to '{name}'"
+                    )
                 elif now - max(shown.last_sign, resolved_at) > SILENT_S:
                     resolved_at = sent_at = now
                     self._reconnect(request)
@@ -165,6 +166,12 @@ class TrainerLink:
                     reported_at = now
                     if on_wait(waiting):
                         return None
+
+    def _silence(self, silent_s: float) -> str:
+        if self._address is None:
+            what = f"no datapipe was in the name registry for {silent_s:.0f} s"
+            return f"{what} (cluster.name_root must be a folder that all hosts share)"
+        return f"the datapipe at {self._address} has been silent for {silent_s:.0f} s"
 
     def _receive(self, *, block: bool = True) -> Answer | None:
         """Return the next message and its payloads; store the scores of evaluations.
