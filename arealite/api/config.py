@@ -70,7 +70,7 @@ class ExperimentConfig(TrialConfig):
     resume: str = opt(
         "auto",
         "auto: newest checkpoint, or a new run; must: newest checkpoint; never: new run, the old "
-        "folder is renamed; step-000040: that checkpoint",
+        "folder is renamed; step-40: that checkpoint",
     )
     server_wait_s: float = opt(60.0, "longest wait for the first LLM server", at_least=0)
     model: ModelConfig = sub(ModelConfig, "the model")

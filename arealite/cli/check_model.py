@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 
 def main(config: ExperimentConfig) -> int:
     """Compare trainer, embedded server and plain transformers; return 1 if the trainer differs."""
-    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
+    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed, is_alone=True)
     with TemporaryDirectory() as temp:
         cluster = replace(config.cluster, name_root=temp, host=HOST, security=False)
         own = replace(configs.own_server(config), cluster=cluster)

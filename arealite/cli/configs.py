@@ -25,6 +25,7 @@ from arealite.api.trainer import TrainerConfig, trainers
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
 from arealite.base.model_folder import local_folder
+from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
 from arealite.cli.presets import CONFIG_DIR
@@ -125,10 +126,11 @@ def own_server(config: ExperimentConfig) -> ServerConfig:
 
 
 def resolve_host(config: Root) -> Root:
-    """Replace `cluster.host=auto` by the address of this host."""
-    if config.cluster.host != "auto":
-        return config
-    return replace(config, cluster=replace(config.cluster, host=own_address()))
+    """Replace `cluster.host=auto` by the address of this host, which clients reach directly."""
+    if config.cluster.host == "auto":
+        config = replace(config, cluster=replace(config.cluster, host=own_address()))
+    bypass_proxies(config.cluster.host)
+    return config
 
 
 def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list[ExperimentConfig]:

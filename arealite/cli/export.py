@@ -19,7 +19,7 @@ from arealite.impl.engine import checkpoint
 def main(argv: Sequence[str]) -> int:
     """Write the model of one checkpoint; print the folder."""
     parser = run_parser("export", "Write a run's checkpoint as a Hugging Face folder.")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    parser.add_argument("--step", type=step_of, help="step of the checkpoint; default: the newest")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/export-step-…")
     options = parser.parse_args(argv)
     paths = RunPaths(options.run.absolute())
@@ -56,7 +56,7 @@ def write(config_file: Path, source: Path, out: Path) -> None:
     from arealite.impl.trainer.world import World
 
     options = config.trainer.own
-    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
+    world = World.init(threads=config.launcher.trainer_threads, seed=config.seed, is_alone=True)
     try:
         training = Training(options.optimizer, options.lr, 1)  # the checkpoint has its state
         engine = make_engine(config, training=training, head=trainers.get(config.trainer.type).head)

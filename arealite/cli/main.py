@@ -13,6 +13,7 @@ from arealite import __version__
 from arealite.base.data import read_toml
 from arealite.base.errors import ArealiteError, UserError
 from arealite.base.printable import guard_output
+from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import unknown
 from arealite.cli.fold import fold
 
@@ -55,6 +56,7 @@ def _piped(call: Callable[..., int], *words: object) -> int:
     Control characters in the output are replaced, also in tracebacks.
     """
     guard_output()
+    bypass_proxies()  # also for the children
     os.environ.setdefault("PYTHON_COLORS", "0")  # Python 3.13 and later colour tracebacks
     try:
         code = call(*words)
@@ -75,6 +77,9 @@ def _call(module: str, argv: Sequence[str]) -> int:
     All but UserError are printed with their traceback. Other exceptions are not caught.
     """
     try:
+        if sys.flags.optimize > 1:
+            what = "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, but transformers reads them"
+            raise UserError(f"{what}. Unset PYTHONOPTIMIZE, or set it to 1.")
         return int(importlib.import_module(module).main(argv))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

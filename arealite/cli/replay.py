@@ -22,6 +22,7 @@ from arealite.base.names import RunPaths
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.cli.options import run_parser
+from arealite.cli.resume import step_of
 from arealite.cli.texts import TEXTS
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.ledger.ledger import meta_number, open_read_only
@@ -42,7 +43,7 @@ class Segment:
 def main(argv: Sequence[str]) -> int:
     """Replay a run; return 0 if all steps are bitwise equal, 1 if a step differs."""
     parser = run_parser("replay", "Train a run again from its ledger, and compare each step.")
-    parser.add_argument("--to", type=int, metavar="STEP", help="last step to replay")
+    parser.add_argument("--to", type=step_of, metavar="STEP", help="last step to replay")
     parser.add_argument("--as-rank", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     paths = RunPaths(options.run.absolute())

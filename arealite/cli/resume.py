@@ -32,16 +32,19 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
     Raises:
         UserError: The checkpoint or the ledger is missing, or the trial has another identity.
     """
-    wanted, paths = config.resume, run_paths(config)
-    if not re.fullmatch(r"auto|must|never|step-\d+", wanted):
-        raise UserError(f"resume={wanted}: use auto, must, never, or a checkpoint: step-000040.")
+    paths = run_paths(config)
+    if not re.fullmatch(r"auto|must|never|step-\d+", config.resume):
+        raise UserError(f"resume={config.resume}: use auto, must, never, or a checkpoint: step-40.")
+    wanted = config.resume
+    if wanted.startswith("step-"):
+        wanted = f"step-{step_of(wanted):06d}"
     good = [path.name for path in checkpoint.list_good(paths.checkpoints)]
     if wanted == "never":
         return
     hint = f"resume=never starts a new run and renames {paths.root}"
     listed = f"Valid checkpoints in {paths.checkpoints}: {', '.join(good) or 'none'}."
     if wanted not in ("auto", "must", *good):
-        raise UserError(f"resume={wanted} is no valid checkpoint. {listed} {hint}.")
+        raise UserError(f"resume={config.resume} is no valid checkpoint. {listed} {hint}.")
     if wanted == "must" and not good:
         raise UserError(f"resume=must, but {paths.root} has no run to resume. {listed}")
     is_offline, newest = config.trainer.is_offline, paths.checkpoints / (good or [""])[-1]
@@ -129,8 +132,15 @@ def prepare_folder(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def step_of(name: str) -> int:
-    """Return the step of a checkpoint's folder."""
-    return int(name.removeprefix("step-"))
+    """Return a step that is written as 40, step-40, or as a checkpoint's folder, step-000040.
+
+    Raises:
+        UserError: `name` has another form.
+    """
+    form = re.fullmatch(r"(?:step-)?([0-9]+)", name)
+    if form is None:
+        raise UserError(f"{name} is no step of a run. Write 40 or step-40.")
+    return int(form[1])
 
 
 def _go_back(paths: RunPaths, step: int) -> None:

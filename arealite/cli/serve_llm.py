@@ -13,6 +13,7 @@ from arealite.api.llm_server import servers
 from arealite.base import log
 from arealite.base.model_folder import read_model
 from arealite.base.places import check_address
+from arealite.base.proxies import bypass_proxies
 from arealite.cli import configs
 from arealite.cli.fold import fold
 from arealite.impl.launcher.processes import die_with_parent
@@ -41,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     about = "Start a language-model server with SGLang's HTTP protocol."
     config = configs.parse(ServerConfig, argv, command="launch_llm_server.py", description=about)
     config = configs.resolve_host(config)
+    bypass_proxies(config.llm_server.host)  # SGLang sends itself a first request
     has_parent = die_with_parent()
     if not config.model.path and not has_parent:
         config = tiny_model(config)

@@ -21,7 +21,7 @@ FLAGS = ("--resume", "--dry-run")
 def main(argv: Sequence[str]) -> int:
     """Check the experiment, then run its stages one after the other.
 
-    If RANK is set, as by torchrun, run one trainer rank instead of a launcher.
+    If RANK is set, as by torchrun and a PyTorchJob, run one trainer rank instead of a launcher.
     """
     words = [word for word in argv if word not in FLAGS]
     if "--resume" in argv:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" in os.environ and "--dry-run" not in argv:
         if len(stages) > 1:
             raise UserError("a trainer rank runs one stage: use one command per stage, not --then.")
-        return run_rank(stages[0], int(os.environ["RANK"]))
+        return run_rank(stages[0])
 
     from arealite.cli.preflight import check_options, check_tensors, preflight
 
@@ -60,22 +60,40 @@ def run(config: ExperimentConfig) -> int:
         return launchers.get(config.launcher.type)(config).run()
 
 
-def run_rank(config: ExperimentConfig, rank: int) -> int:
-    """Run one trainer rank. Under torchrun, rank 0 also starts the run's other roles."""
+def run_rank(config: ExperimentConfig) -> int:
+    """Run the trainer rank that the environment names; rank 0 also starts the run's other roles."""
     from arealite.cli import role
     from arealite.cli.preflight import check_options
+    from arealite.impl.launcher import torchrun
 
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return role.run("trainer", rank, config)
-    ranks = int(os.environ["WORLD_SIZE"])
+    rank, ranks = torchrun.read_rank(os.environ)
     config = replace(config, launcher=replace(config.launcher, trainer_ranks=ranks))
     check_options(config)
-    if rank:  # before the rendezvous of the ranks, rank 0 has handled `resume`
-        return role.run("trainer", rank, replace(config, resume="auto"))
-    from arealite.impl.launcher.torchrun import sidecar
+    if rank:
+        torchrun.check_host(config)
+    with store_of_ranks(config, rank):
+        if rank:  # before the rendezvous of the ranks, rank 0 has handled `resume`
+            return role.run("trainer", rank, replace(config, resume="auto"))
+        with prepared(config) as config, torchrun.sidecar(config):
+            return role.run("trainer", rank, config)
 
-    with prepared(config) as config, sidecar(config):
-        return role.run("trainer", rank, config)
+
+@contextmanager
+def store_of_ranks(config: ExperimentConfig, rank: int) -> Generator[None]:
+    """Serve the store in which several ranks meet, unless the agent of torchrun serves it."""
+    ranks = config.launcher.trainer_ranks
+    if ranks == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        yield
+        return
+    from arealite.impl.trainer import world
+
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    limit = f"waits up to {world.RENDEZVOUS_S:g} s"
+    print(f"rank {rank} of {ranks} {limit} for the other ranks, at {where}", flush=True)
+    store = world.serve_store(config.cluster.bound) if rank == 0 else None
+    os.environ[world.SHARED_STORE] = "True"
+    yield
+    del store
 
 
 @contextmanager

@@ -90,3 +90,18 @@ def test_missing_checkpoint_or_step_is_a_user_error(
     assert cli.main(["export", str(paths.root), "--step", "3"]) == 2
     assert "of step 3 in" in (said := capsys.readouterr().err)
     assert "Steps with one: 2, 4." in said
+
+
+@pytest.mark.parametrize("step", ["4", "step-4", "step-000004", "000004"])
+def test_step_is_a_number_or_the_name_of_a_checkpoint(tmp_path: Path, step: str) -> None:
+    paths = make_run(tmp_path)
+    assert cli.main(["export", str(paths.root), "--step", step]) == 0
+    assert values(paths.root / "export-step-000004") == {4.0}
+
+
+@pytest.mark.parametrize("step", ["newest", "step-", "-4", "4_0", "step-4.0"])
+def test_wrong_form_of_a_step_is_refused_with_the_form_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: str
+) -> None:
+    assert cli.main(["export", str(tmp_path), f"--step={step}"]) == 2
+    assert f"{step} is no step of a run. Write 40 or step-40." in capsys.readouterr().err

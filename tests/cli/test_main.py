@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import socket
 import subprocess
@@ -134,3 +135,51 @@ def test_closed_socket_causes_no_traceback():
         command = [sys.executable, "-m", "arealite.cli.main", "info"]
         done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def run_python(
+    *words: str, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run this Python with further environment variables; return the result and its lines."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    return done, (done.stdout + done.stderr).splitlines()
+
+
+def test_python_m_arealite_is_the_command() -> None:
+    done, lines = run_python("-m", "arealite", "--version")
+    assert (done.returncode, lines) == (0, [__version__])
+    done, lines = run_python("-m", "arealite", "trian")
+    assert done.returncode == 2 and "Did you mean 'train'?" in lines[0]
+
+
+def test_import_of_the_package_imports_no_command() -> None:
+    code = "import arealite, sys; print([n for n in sys.modules if n.startswith('arealite.')])"
+    done, lines = run_python("-c", code)
+    assert (done.returncode, lines) == (0, ["[]"])
+
+
+@pytest.mark.parametrize("words", [["presets"], ["train", "--help"], ["check"], ["info"]])
+def test_python_without_docstrings_is_refused_in_one_line(words: list[str]) -> None:
+    done, lines = run_python("-m", "arealite.cli.main", *words, PYTHONOPTIMIZE="2")
+    assert done.returncode == 2
+    assert len(lines) == 1 and "PYTHONOPTIMIZE" in lines[0] and "docstrings" in lines[0]
+
+
+def test_help_without_asserts_describes_the_command() -> None:
+    for command in ("train", "eval", "collect", "quickstart", "secret", "serve", "play"):
+        done, lines = run_python("-m", "arealite.cli.main", command, "--help", PYTHONOPTIMIZE="1")
+        assert done.returncode == 0, lines
+        assert "None" not in lines[:12]
+
+
+def test_asserts_of_the_package_only_narrow_types() -> None:
+    """`python -O` removes asserts, so none may check a value."""
+    narrowing = (ast.Name, ast.Attribute, ast.BoolOp, ast.And, ast.Load, ast.IsNot, ast.Constant)
+    for file in (ROOT / "arealite").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Assert) or "isinstance(" in ast.unparse(node.test):
+                continue
+            parts = [part for part in ast.walk(node.test) if not isinstance(part, ast.Compare)]
+            checks = [part for part in parts if not isinstance(part, narrowing)]
+            assert not checks, f"{file}:{node.lineno}: {ast.unparse(node)}"

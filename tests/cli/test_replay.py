@@ -120,3 +120,18 @@ def test_run_with_dropped_payloads_is_refused(
     shown = capsys.readouterr().err
     assert "payloads of steps 1 to 2 were dropped (datapipe.keep_payloads)" in shown
     assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("step", ["2", "step-2", "step-000002"])
+def test_last_step_is_a_number_or_the_name_of_a_checkpoint(
+    make: Make, step: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run_ranks(segment: Segment, _: object) -> int:
+        return 0 if segment.stop == 2 else 1
+
+    monkeypatch.setattr("arealite.cli.replay.run_ranks", run_ranks)
+    paths = make(1, 1, 1)
+    assert cli.main(["replay", str(paths.root), "--to", step]) == 0
+    assert "replayed 2 steps" in capsys.readouterr().out
+    assert cli.main(["replay", str(paths.root), "--to", "step-x"]) == 2
+    assert "step-x is no step of a run. Write 40 or step-40." in capsys.readouterr().err

@@ -233,3 +233,24 @@ def drop(config: ExperimentConfig, *, before: int) -> None:
     db = connect(run_paths(config).ledger)
     db.execute("INSERT INTO meta VALUES ('dropped', ?)", (str(before),))
     db.close()
+
+
+@pytest.mark.parametrize("wanted", ["step-4", "step-04", "step-000004"])
+def test_checkpoint_is_named_with_or_without_zeros(used: ExperimentConfig, wanted: str) -> None:
+    check(used, resume=wanted)
+    resume.prepare_folder(replace(used, resume=wanted))
+    good = checkpoint.list_good(run_paths(used).checkpoints)
+    assert [path.name for path in good] == ["step-000002", "step-000004"]
+
+
+def test_unknown_checkpoint_without_zeros_is_refused_as_written(used: ExperimentConfig) -> None:
+    with pytest.raises(UserError, match=r"resume=step-5 is no valid .*step-000002, step-000004"):
+        check(used, resume="step-5")
+
+
+@pytest.mark.parametrize("wanted", ["4", "step-4.0", "step-", "step--4", "step-4 "])
+def test_other_form_of_a_checkpoint_is_refused_with_the_form_to_write(
+    used: ExperimentConfig, wanted: str
+) -> None:
+    with pytest.raises(UserError, match="use auto, must, never, or a checkpoint: step-40"):
+        check(used, resume=wanted)

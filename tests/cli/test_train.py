@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_option_resume_sets_resume_must(
     assert "resume=must, but" in capsys.readouterr().err
     assert cli.main(["train", *words, "--resume", "--then", "config/async_ppo.yaml"]) == 2
     assert "Stages resume without it: remove it" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(1200)
+def test_run_trains_without_asserts(words: list[str], tmp_path: Path) -> None:
+    """The roles inherit PYTHONOPTIMIZE=1 (python -O)."""
+    line = [sys.executable, "-m", "arealite", "train", *words]
+    environment = os.environ | {"PYTHONOPTIMIZE": "1"}
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("run folder: ")
 
 
 @pytest.mark.parametrize("command", TAKE_OVERRIDES)

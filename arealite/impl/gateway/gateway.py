@@ -21,6 +21,7 @@ from arealite.api.trial import TrialConfig
 from arealite.base import log
 from arealite.base.errors import EpisodeError
 from arealite.base.places import check_address
+from arealite.base.proxies import bypass_proxies
 from arealite.impl.gateway.apis import APIS, Api
 from arealite.impl.gateway.exchange import ApiError
 from arealite.impl.gateway.families import family_of
@@ -99,6 +100,7 @@ class Gateway:
         public = self.args.cluster.host if host in ("0.0.0.0", "::") else host
         public = config.public_host or (f"[{public}]" if ":" in public else public)
         self.url = f"http://{public}:{runner.addresses[0][1]}"
+        bypass_proxies(public.strip("[]"))
 
     async def close(self) -> None:
         """End all sessions, and stop listening."""

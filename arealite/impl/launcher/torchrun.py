@@ -1,24 +1,69 @@
-"""Runs under torchrun: torchrun starts the ranks, and a sidecar of rank 0 starts the other roles.
+"""Runs whose ranks torchrun or a PyTorchJob starts; a sidecar of rank 0 starts the other roles.
 
-Rank 0 has no event loop while it trains. The sidecar is killed with rank 0, so a restart by
-torchrun starts a new sidecar.
+Rank 0 has no event loop while it trains. The sidecar is killed with rank 0, so a restart of rank 0
+starts a new sidecar.
 """
 
 import asyncio
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.base.errors import RoleError
+from arealite.base.errors import RoleError, UserError
 from arealite.impl.launcher.local import LocalLauncher
-from arealite.impl.launcher.processes import PARENT, how_ended
+from arealite.impl.launcher.processes import PARENT, how_ended, own_address
 
 OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 """Prefixes of torchrun's variables; a server with ranks of its own must not read them."""
+NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a rank needs besides RANK."""
+
+
+def read_rank(variables: Mapping[str, str]) -> tuple[int, int]:
+    """Return (rank of this process, number of ranks) from environment variables with RANK.
+
+    Raises:
+        UserError: A variable is missing, or its value is wrong.
+    """
+    fix = "Set RANK and the others as torchrun and a PyTorchJob do; or, for a run here, unset RANK."
+    if missing := [name for name in NEEDED if not variables.get(name)]:
+        what = f"RANK={variables['RANK']} is set, but {', '.join(missing)} not"
+        raise UserError(f"{what}. {fix}")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not re.fullmatch(r"[0-9]+", variables[name]):
+            raise UserError(f"{name}={variables[name]} must be a whole number. {fix}")
+    rank = int(variables["RANK"])
+    size = int(variables["WORLD_SIZE"])
+    if rank >= size:
+        raise UserError(f"RANK={rank} must be below WORLD_SIZE={size}. {fix}")
+    if not 0 < int(variables["MASTER_PORT"]) < 1 << 16:
+        raise UserError(f"MASTER_PORT={variables['MASTER_PORT']} must be 1 to 65535. {fix}")
+    per_pod = variables.get("PET_NPROC_PER_NODE", "1")
+    if per_pod not in ("1", "auto") and "TORCHELASTIC_RUN_ID" not in variables:
+        what = f"PET_NPROC_PER_NODE={per_pod}: this command runs one rank per pod"
+        raise UserError(f"{what}. Start `torchrun train.py …` in the pods.")
+    return rank, size
+
+
+def check_host(config: ExperimentConfig) -> None:
+    """Check that a rank of another host than rank 0 can reach the datapipe, which is there.
+
+    Raises:
+        UserError: The datapipe listens on loopback.
+    """
+    master, resolved = os.environ["MASTER_ADDR"], ""
+    with suppress(OSError):
+        resolved = socket.gethostbyname(master)
+    is_here = resolved.startswith("127.") or resolved == own_address()
+    if not is_here and config.cluster.bound == "127.0.0.1":
+        what = f"MASTER_ADDR={master} is another host, but cluster.host={config.cluster.host}"
+        raise UserError(f"{what} is reachable from one host only. Set cluster.host=auto.")
 
 
 class Sidecar(LocalLauncher):
@@ -30,7 +75,7 @@ class Sidecar(LocalLauncher):
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
         self.roles.remove(self.trainer)
-        self.local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     async def _supervise_all(self) -> int:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._end_of_training)

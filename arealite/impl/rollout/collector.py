@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 logger = log.get(__name__)
 
-assert sys.byteorder == "little", "payloads are little-endian"
+if sys.byteorder != "little":
+    raise UserError(f"this machine is {sys.byteorder}-endian. Payloads need a little-endian one.")
 
 
 Agents = dict[str, Agent]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from arealite.base.errors import RoleError
+from arealite.base.errors import RoleError, UserError
 from arealite.impl.weights.group import open_store
 from arealite.system.health.waits import OTHER_RANKS, Wait, counters
 
@@ -28,6 +28,10 @@ RENDEZVOUS_S = 300.0
 """Limit of the rendezvous: the first rank checks the run before it starts."""
 POLL_S = 0.05
 """Pause between two reads of the store: keys that were set before this attempt raise no event."""
+
+SHARED_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Environment variable that is True if a store is served at MASTER_ADDR and MASTER_PORT. The agent
+of torchrun sets it; without an agent, rank 0 serves the store."""
 
 T = TypeVar("T")
 
@@ -45,16 +49,18 @@ class World:
         return self.rank == 0
 
     @classmethod
-    def init(cls, *, threads: int, seed: int) -> "World":
+    def init(cls, *, threads: int, seed: int, is_alone: bool = False) -> "World":
         """Initialise torch.distributed from RANK, WORLD_SIZE and MASTER_*; one rank without them.
 
         Args:
             threads: of torch on a CPU.
             seed: of Python, NumPy and torch on rank 0; rank r uses seed + r.
+            is_alone: Ignore the variables, for a command of one process in a shell that has them.
         """
-        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        variables = {} if is_alone else os.environ
+        rank, size = int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1))
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(int(variables.get("LOCAL_RANK", 0)))
             backend = "cpu:gloo,cuda:nccl"
         else:
             torch.set_num_threads(threads)
@@ -63,7 +69,7 @@ class World:
         np.random.seed((seed + rank) % 2**32)
         torch.manual_seed(seed + rank)
         store = HashStore() if size == 1 else None
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if variables.get(SHARED_STORE) == "True":
             store = rendezvous(rank, size)
         elif size > 1:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -123,17 +129,52 @@ class World:
         return Wait(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS)
 
 
+def serve_store(host: str) -> TCPStore:
+    """Serve the store of the ranks at MASTER_PORT, as torchrun's agent does.
+
+    Args:
+        host: Address on which this process, rank 0, listens.
+
+    Returns:
+        The store. It is served as long as this object exists.
+
+    Raises:
+        UserError: Rank 0 cannot listen at MASTER_PORT.
+    """
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        listener = socket.create_server((host, port)).detach()
+    except OSError as error:
+        what = f"MASTER_PORT={port}: rank 0 cannot listen on it: {error.strerror}"
+        raise UserError(f"{what}. Use a free port, the same for all ranks.") from error
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener)
+
+
 def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
     """Wait for the other ranks of this attempt; return a store that only they share.
 
     torchrun keeps one store for all its attempts, so an early rank finds addresses of ranks that
     have exited. Each rank therefore writes a new id, and continues once rank 0 has copied it.
 
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        seconds: Limit of the connection to the store, and then of the wait for the other ranks.
+
     Raises:
-        RoleError: some ranks did not join in time; the message names them.
+        RoleError: some ranks did not join in time; the message names them. Or no store is served.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(host, port, is_master=False)
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+        return _meet(store, rank, size, seconds)
+    except dist.DistNetworkError as error:
+        what = f"trainer-{rank} cannot reach rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT)"
+        raise RoleError(f"{what}. Its output may have the reason.") from error
+
+
+def _meet(store: TCPStore, rank: int, size: int, seconds: float) -> Store:
     own, others = uuid4().hex, range(1, size)
 
     def read(key: str) -> str:

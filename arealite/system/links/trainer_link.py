@@ -30,6 +30,8 @@ The datapipe sends a message each second while a request is pending."""
 REPEAT_S = 5.0
 """Interval at which a pending request is resent; the datapipe drops a start that is not resent."""
 POLL_MS = 250
+UNNAMED = "no address in cluster.name_root, a folder that all hosts must share,"
+"""Address of a datapipe that has no name in the registry."""
 
 Answer = tuple[ToTrainer, list[bytes]]
 OnWait = Callable[[Waiting], bool] | None
@@ -151,7 +153,8 @@ class TrainerLink:
                     waiting = message if isinstance(message, Waiting) else None
                     shown.note_sign(waiting.detail if waiting is not None else "")
                 elif silent_s > self.silence_s:
-                    what = f"the datapipe at {self._address} has been silent for {silent_s:.0f} s"
+                    where = self._address or UNNAMED
+                    what = f"the datapipe at {where} has been silent for {silent_s:.0f} s"
                     raise RoleError(f"{what}; {owner} waits for the answer to '{name}'")
                 elif now - max(shown.last_sign, resolved_at) > SILENT_S:
                     resolved_at = sent_at = now

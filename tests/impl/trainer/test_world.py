@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -63,3 +64,32 @@ def test_rendezvous_error_names_the_missing_ranks(monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(held.port))
     with pytest.raises(RoleError, match=r"trainer-0 waited 0.2 s for ranks 1, 2"):
         rendezvous(0, 3, seconds=0.2)
+
+
+def test_rank_without_a_rank_0_names_its_address(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(RoleError, match=rf"trainer-1 cannot reach rank 0 at 127.0.0.1:{port}"):
+        rendezvous(1, 2, seconds=0.2)
+
+
+def test_end_of_rank_0_during_the_rendezvous_is_named(monkeypatch) -> None:
+    served = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(served[0].port))
+    monkeypatch.setattr(module.time, "sleep", lambda _: served.clear())  # rank 0 exits
+    with pytest.raises(RoleError, match="trainer-1 cannot reach rank 0"):
+        rendezvous(1, 2, seconds=60.0)
+
+
+def test_command_of_one_process_ignores_the_variables_of_ranks(monkeypatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(module.SHARED_STORE, "True")
+    world = World.init(threads=1, seed=1, is_alone=True)
+    try:
+        assert world == World(0, 1)
+    finally:
+        world.destroy()

@@ -47,3 +47,9 @@ def test_wait_ends_if_no_datapipe_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         link.report(Published(3))
     assert not waits.table
+
+
+def test_datapipe_without_a_name_is_reported_with_the_folder_of_names() -> None:
+    link = TrainerLink(lambda: None, rank=1, world_size=2, silence_s=0.4)
+    with pytest.raises(RoleError, match=r"no address in cluster\.name_root, .*has been silent"):
+        link.report(Published(3))

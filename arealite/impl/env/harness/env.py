@@ -5,9 +5,10 @@ the score of a reward function.
 """
 
 import asyncio
+import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import cached_property
 from math import fsum
 from typing import Any, cast
@@ -24,6 +25,7 @@ from arealite.api.trial import TrialConfig
 from arealite.base import log
 from arealite.base.config import check_constraints
 from arealite.base.errors import EpisodeError, UserError
+from arealite.base.proxies import proxy_variable
 from arealite.base.registry import unknown
 from arealite.impl.env.harness.functions import Functions
 from arealite.impl.env.harness.programs import AT, Finished, HarnessFailed, Programs
@@ -92,6 +94,7 @@ class HarnessEnv(Env):
             what = "the agent of env.type=harness needs the model of a run"
             raise UserError(f"{what}. Use `arealite train`, `eval` or `collect`.")
         async with self.gateway.open(task, agents) as session, AsyncExitStack() as stack:
+            stack.enter_context(self._proxy_hint(session))
             if self.programs:
                 result = await stack.enter_async_context(self.programs.run(task, session.endpoint))
             elif self.functions:
@@ -112,6 +115,20 @@ class HarnessEnv(Env):
             for name, each in acted.items():
                 score = scores.get(name, scores.get("", Score(0.0)))
                 each.reward(score, **getattr(score, "parts", {}))
+
+    @contextmanager
+    def _proxy_hint(self, session: Session) -> Generator[None]:
+        """Name the agent's proxy in a failure of the body if the session received no request."""
+        opened_at = session.last_request
+        try:
+            yield
+        except HarnessFailed as error:
+            environment = self.config.environment if self.programs else os.environ
+            variable = proxy_variable(environment)
+            if not variable or session.last_request > opened_at:
+                raise
+            what = f"no request reached the gateway, and {variable} is set"
+            raise HarnessFailed(f"{what}. Does the client ignore NO_PROXY? {error}") from error
 
     async def _wait_for_end(self, session: Session) -> None:
         """Offer a session to agents elsewhere; return when an agent has ended it.

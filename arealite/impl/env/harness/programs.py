@@ -21,6 +21,7 @@ import msgspec
 from arealite.api.harness_config import HarnessConfig
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError
+from arealite.base.proxies import bypass_proxies
 from arealite.impl.env.harness import confined
 from arealite.impl.gateway.session import Endpoint
 from arealite.impl.launcher.processes import GUARD, how_ended
@@ -135,7 +136,9 @@ class Programs:
             own |= {f"{api}_BASE_URL": url, f"{api}_API_KEY": endpoint.api_key}
             own[f"{api}_MODEL"] = endpoint.model
         given = self.config.environment
-        return own | {name: os.path.expandvars(value) for name, value in given.items()}
+        own |= {name: os.path.expandvars(value) for name, value in given.items()}
+        bypass_proxies(urlsplit(endpoint.base_url).hostname or "", environment=own)
+        return own
 
     async def _run(self, words: list[str], folder: Path, environment: dict[str, str]) -> Finished:
         try:

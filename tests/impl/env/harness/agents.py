@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -39,6 +40,43 @@ def ask_blocking(base_url: str, key: str, text: str = "1+1=") -> str:
     request = urllib.request.Request(f"{base_url}/chat/completions", data, headers)
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
+
+
+async def trusting(task: Any, endpoint: Any) -> float:
+    """Ask with a client that reads the environment's proxies."""
+    import aiohttp
+
+    key = {"Authorization": f"Bearer {endpoint.api_key}"}
+    url = f"{endpoint.base_url}/chat/completions"
+    async with (
+        aiohttp.ClientSession(headers=key, raise_for_status=True, trust_env=True) as http,
+        http.post(url, json=body([{"role": "user", "content": "1+1="}])) as answer,
+    ):
+        await answer.read()
+    return 0.5
+
+
+async def with_sdk(task: Any, endpoint: Any) -> float:
+    """Ask with the SDK of OpenAI."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "1+1="}]
+        )
+    return 0.5
+
+
+def proxied(task: Any, endpoint: Any) -> None:
+    """Ask with a client that ignores NO_PROXY."""
+    proxy = urllib.request.ProxyHandler({"http": os.environ["HTTP_PROXY"]})
+    opener = urllib.request.build_opener(proxy)
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ""
+    try:
+        opener.open(f"{endpoint.base_url}/models", timeout=30)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise ConnectionError("403") from None
 
 
 async def number(task: Any, endpoint: Any) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from msgspec import structs
 
 from arealite.api.config import ExperimentConfig
@@ -79,3 +82,14 @@ async def failed(kind: str, *args: Any, **options: Any) -> str:
     assert episode.failure is not None, episode.headers
     assert episode.failure.failure_class == kind, episode.failure
     return episode.failure.detail
+
+
+def in_a_workers_loop(test: Callable[..., Any]) -> Callable[..., None]:
+    """Run a test on uvloop, as workers do: asyncio's own loop waits for all pipes of a process."""
+
+    @wraps(test)
+    def run(*args: Any, **named: Any) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(test(*args, **named))
+
+    return run

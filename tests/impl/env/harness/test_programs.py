@@ -10,19 +10,25 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import uvloop
 
 from arealite.base.errors import UserError
 from arealite.impl.env.harness.env import HarnessEnv
 from tests.fakes.experiment import lease
-from tests.impl.env.harness.harnesses import AGENTS, answer, collecting, failed, play, rewarded
+from tests.impl.env.harness.harnesses import (
+    AGENTS,
+    answer,
+    collecting,
+    failed,
+    in_a_workers_loop,
+    play,
+    rewarded,
+)
 from tests.impl.sandbox.sandboxes import cell
 from tests.waiting import eventually, has_exited, until
 
@@ -34,17 +40,6 @@ CONFINED = {
     "readable": [str(AGENTS)],
 }
 REWARD = "open('reward.json', 'w').write('{}')"
-
-
-def in_a_workers_loop(test: Callable[..., Any]) -> Callable[..., None]:
-    """Run a test on uvloop, as workers do: asyncio's own loop waits for all pipes of a process."""
-
-    @wraps(test)
-    def run(*args: Any, **named: Any) -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(test(*args, **named))
-
-    return run
 
 
 @pytest.fixture(params=["free", "confined"])

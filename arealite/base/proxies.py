@@ -1,0 +1,37 @@
+"""Environment variables of HTTP proxies. Programs must reach the addresses of a run directly."""
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+BYPASS = ("NO_PROXY", "no_proxy")
+"""Variables with the hosts that need no proxy. Each program reads one of them."""
+PROXIES = ("http_proxy", "all_proxy")
+"""Variables with the proxy of http URLs, in lower case."""
+
+
+def bypass_proxies(*hosts: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Add loopback and `hosts` to the hosts that need no proxy.
+
+    The hosts that the user has listed stay. A list of one variable is used for both.
+
+    Args:
+        hosts: Names or addresses; "", "auto" and addresses of all interfaces are left out.
+        environment: The variables to change; by default those of this process.
+    """
+    listed = {name: environment.get(name, "") for name in BYPASS}
+    own_hosts = [host for host in hosts if host not in ("", "auto", "0.0.0.0", "::")]
+    for name in BYPASS:
+        users_list = listed[name] or "".join(listed.values())
+        if users_list.strip() == "*":  # no program uses a proxy
+            environment[name] = users_list
+            continue
+        present = [host.strip() for host in users_list.split(",")]
+        missing = [host for host in (*LOOPBACK, *own_hosts) if host not in present]
+        environment[name] = ",".join(filter(None, [users_list, *dict.fromkeys(missing)]))
+
+
+def proxy_variable(environment: Mapping[str, str]) -> str:
+    """Return the name of the variable that sets a proxy for http URLs; "" without one."""
+    names = (name for name, value in environment.items() if value and name.lower() in PROXIES)
+    return next(names, "")
