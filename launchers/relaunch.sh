@@ -2,7 +2,8 @@
 # Run a command again until it ends well:  relaunch.sh python3 train.py CONFIG [key=value ...]
 #
 # It is not run again after exit codes 2 (wrong input), 3 (a broken invariant, for example a
-# ledger that cannot be written) and 130 (stopped by a person), nor after SIGTERM or SIGINT to this script.
+# ledger that cannot be written) and 130 (stopped by a person), nor after SIGTERM, SIGINT or SIGHUP to
+# this script.
 # RELAUNCHES: how often it is run again at most (10). PAUSE_S: seconds between two runs (5).
 left=${RELAUNCHES:-10}
 child= # the command's process, while there is one
@@ -10,6 +11,9 @@ early= # whether a signal came while there was none
 # After SIGTERM the command ends by itself: it writes a checkpoint and audits its ledger.
 trap 'left=0; if [ -n "$child" ]; then kill -TERM "$child"; else early=1; fi' TERM
 trap 'left=0; [ -n "$child" ] || early=1' INT # a terminal sends Ctrl-C to the command, too
+# A second SIGHUP, of the terminal, does not harm the command; a second SIGTERM would stop it at once.
+trap 'left=0; if [ -n "$child" ]; then kill -HUP "$child"; else early=1; fi' HUP
+trap : PIPE # a closed output does not end this script; the command does not inherit this
 while :; do
     "$@" &
     child=$!

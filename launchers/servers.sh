@@ -33,6 +33,7 @@ for number in "--num_servers $servers" "--base_port $port"; do
 done
 ((port + servers <= 65536)) || refuse "--base_port $port: there is no port above 65535"
 
+trap : PIPE # a closed output does not end this script; the servers do not inherit this
 places=()
 for ((i = 0; i < servers; i++)); do places+=("127.0.0.1:$((port + i))"); done
 collector=trainer.ppo.collector.env
@@ -41,13 +42,14 @@ echo "a run uses them with: $collector.type=$env $collector.runtime.type=remote"
 
 children=()
 stop() {
-    trap '' INT TERM
+    trap '' INT TERM HUP
     [ ${#children[@]} -eq 0 ] || kill -TERM "${children[@]}" 2>/dev/null
     wait
     exit "$1"
 }
 trap 'stop 130' INT
 trap 'stop 143' TERM
+trap 'stop 129' HUP
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 for ((i = 0; i < servers; i++)); do
     "${PYTHON:-python3}" -m arealite.cli.main serve \

@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.sglang.shared import SharedServer, shared_server
 from tests.skip_report import pytest_terminal_summary as pytest_terminal_summary
+from tests.waiting import stop_ignoring_signals_in_children
 
 # The duration of an example depends on the machine; all machines run the same examples.
 # Other examples: pytest --hypothesis-profile=explore.
@@ -30,6 +31,8 @@ ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 settings.register_profile("explore", ANY_SPEED)
 settings.register_profile("same", ANY_SPEED, derandomize=True)
 settings.load_profile("same")
+
+stop_ignoring_signals_in_children()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

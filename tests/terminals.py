@@ -94,6 +94,12 @@ class Terminal:
     def resize(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self.mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
+    def hang_up(self) -> None:
+        """Close the terminal, as its window does: the kernel sends SIGHUP, and writes fail."""
+        for descriptor in (self.mine, self.its):
+            os.close(descriptor)
+        self.mine = self.its = -1
+
     def end(self) -> int:
         """Read output until the process exits; return its exit code.
 
@@ -136,6 +142,7 @@ def terminal(
     known = {k: v for k, v in os.environ.items() if k not in NOT_OURS} | {"TERM": "xterm"}
     # A session leader gets the first terminal that it opens as its controlling terminal.
     shell = ["sh", "-c", 'exec "$@" 0<>"$0" 1>&0 2>&0', os.ttyname(its), sys.executable, *command]
+    opened: Terminal | None = None
     try:
         fcntl.ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         attributes = termios.tcgetattr(its)
@@ -143,10 +150,12 @@ def terminal(
         termios.tcsetattr(its, termios.TCSANOW, attributes)
         before = mode(its)
         with subprocess.Popen(shell, start_new_session=True, env=known | environment) as process:
+            opened = Terminal(process, mine, its, before)
             try:
-                yield Terminal(process, mine, its, before)
+                yield opened
             finally:
                 process.kill()
     finally:
-        os.close(mine)
-        os.close(its)
+        if opened is None or opened.mine >= 0:
+            os.close(mine)
+            os.close(its)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,6 +75,18 @@ def until_exited(*processes: int | psutil.Process, seconds: float = 60.0) -> Non
     for process in processes:
         if not has_exited(process, seconds=max(0.0, end - time.monotonic())):
             pytest.fail(f"waited {seconds} s for the end of {process}")
+
+
+def stop_ignoring_signals_in_children() -> None:
+    """Let SIGINT, SIGQUIT and SIGHUP act on later child processes, although this process ignores
+    them, as a background job of a script or under nohup.
+
+    A child process inherits SIG_IGN, but not a handler. The handler does nothing, so this process
+    still ignores the signals.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda _number, _frame: None)
 
 
 def settle(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

@@ -267,7 +267,10 @@ def exit_codes() -> str:
     meanings |= {
         kind.exit_code: (kind.__doc__ or "").partition("\n")[0].rstrip(".") for kind in kinds
     }
-    meanings |= {130: "stopped by Ctrl-C", 141: "its output was closed, as after `| head`"}
+    meanings |= {
+        130: "stopped by Ctrl-C; a run also by SIGTERM or SIGHUP",
+        141: "its output was closed, as after `| head`; never of a command that runs or serves",
+    }
     rows = [line(f"{code}", text) for code, text in sorted(meanings.items())]
     return "\n".join(["## Exit codes\n", "| code | |", "|---|---|", *rows, ""])
 

@@ -24,6 +24,7 @@ from arealite.api.payloads import decode_segments
 from arealite.api.sampling import CollectConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader
+from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.base.places import check_folder
 from arealite.base.registry import unknown
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Collect trajectories; return 1 if samples failed or no trajectory was selected."""
     argv, given = translate(argv, WORDS)
     config = configs.parse(CollectConfig, argv, command="arealite collect", description=DESCRIPTION)
+    outputs.protect()
     config = sampling.with_defaults(configs.resolve_host(config), given, "train")
     out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:

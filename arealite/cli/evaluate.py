@@ -24,6 +24,7 @@ from arealite.algo.pass_at_k import Estimate, default_ks, mean_of_tasks, mean_pa
 from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
+from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """Evaluate a model; return 1 if samples failed."""
     argv, given = translate(argv, WORDS)
     config = configs.parse(EvaluateConfig, argv, command="arealite eval", description=DESCRIPTION)
+    outputs.protect()
     config = sampling.with_defaults(configs.resolve_host(config), given, "eval")
     wrong = [k for k in config.k if not 1 <= k <= config.n]
     if wrong:

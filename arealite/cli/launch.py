@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from arealite.api.config import ExperimentConfig, run_paths
+from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.cli.fold import fold
@@ -30,7 +31,10 @@ def main(argv: Sequence[str]) -> int:
     own = replace(config.launcher, type=where)
     host = "auto" if config.cluster.host == "127.0.0.1" else config.cluster.host
     config = replace(config, launcher=own, cluster=replace(config.cluster, host=host))
-    return CLUSTERS[where](config, "--print" in argv)
+    only_show = "--print" in argv
+    if not only_show:
+        outputs.protect()
+    return CLUSTERS[where](config, only_show)
 
 
 def slurm(config: ExperimentConfig, only_show: bool) -> int:

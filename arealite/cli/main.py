@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from arealite import __version__
+from arealite.base import outputs
 from arealite.base.data import read_toml
 from arealite.base.errors import ArealiteError, UserError
 from arealite.base.printable import guard_output
@@ -53,8 +54,10 @@ def _main(args: Sequence[str]) -> int:
 def _piped(call: Callable[..., int], *words: object) -> int:
     """Return the exit code of `call(*words)`; 141 if stdout is a closed pipe, as after `| head`.
 
-    Control characters in the output are replaced, also in tracebacks.
+    The exit code of a command that calls `outputs.protect` does not depend on its output. Control
+    characters in the output are replaced, also in tracebacks.
     """
+    outputs.open_missing()
     guard_output()
     bypass_proxies()  # also for the children
     os.environ.setdefault("PYTHON_COLORS", "0")  # Python 3.13 and later colour tracebacks
@@ -63,6 +66,8 @@ def _piped(call: Callable[..., int], *words: object) -> int:
         sys.stdout.flush()
         return code
     except (BrokenPipeError, SystemExit):
+        if outputs.is_protected():
+            raise
         out = select.poll()
         out.register(1, 0)
         if not any(event & (select.POLLERR | select.POLLHUP) for _, event in out.poll(0)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arealite.api.config import run_paths
+from arealite.base import outputs
 from arealite.cli import configs, train
 from arealite.cli.texts import TEXTS
 from arealite.impl.demo.sorting import make_kit
@@ -19,6 +20,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kit", type=Path, help="only write model and data to this folder")
     parser.add_argument("words", nargs="*", metavar="key=value", help="options of arealite train")
     options = parser.parse_intermixed_args(argv)
+    if not options.kit:
+        outputs.protect()
     kit = options.kit or Path(f"runs/demo/kit-seed{options.seed}")
     print(f"model and data: {kit}; the model is taught until 30 % of its answers are right")
     make_kit(kit, options.seed)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
-from arealite.base import log
+from arealite.base import log, outputs
 from arealite.base.names import RunPaths
 from arealite.base.signals import STOP
 from arealite.cli import configs
@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
 def run(role: str, index: int, config: ExperimentConfig) -> int:
     """Set up logging and run one role of `config`."""
     config = configs.resolve_host(config)
+    outputs.protect()
+    outputs.log_to(run_paths(config).logs / f"{role}-{index}.log")
     log.setup(f"{role}-{index}", config.logger.level)
     vitals.start(f"{role}-{index}", name_dir(config) / "vitals")
     ROLES[role](config, index)

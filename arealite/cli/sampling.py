@@ -1,11 +1,12 @@
 """The common part of `arealite eval` and `arealite collect`: check, find servers, sample, store."""
 
+import asyncio
 import contextlib
 import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from arealite.api.llm import SamplingConfig, clients
 from arealite.api.sampling import SamplingRunConfig
 from arealite.api.task import Task
 from arealite.base import config as base_config
-from arealite.base import log
+from arealite.base import log, outputs
 from arealite.base.errors import UserError
 from arealite.base.model_folder import read_model
 from arealite.base.places import check_name
+from arealite.base.signals import on_stop
 from arealite.cli import configs, preflight
 from arealite.cli.options import Word
 from arealite.cli.packages import check_sampling_packages
@@ -82,6 +84,7 @@ def sampled(
         UserError: The input is wrong, or the folder has samples of another model or other options.
         RoleError: See Sampler.run; or a server that this command started has exited.
     """
+    outputs.log_to(config.folder / f"{config.name}.log")
     log.setup(config.name, "warning")
     tasks = load_split(config, split)[: config.tasks or None]
     check_run(config, tasks, split)
@@ -109,12 +112,19 @@ def sample(
     import uvloop
 
     try:
-        return uvloop.run(_sample(config, tasks, samples, split))
-    except KeyboardInterrupt:
+        return uvloop.run(until_stopped(_sample(config, tasks, samples, split)))
+    except asyncio.CancelledError:
         kept, all_ = len(samples.done()), sum(counts)
         what = f"{kept} of {all_} samples are stored in {config.folder}"
         print(f"{what}: the same command resumes from there", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt from None
+
+
+async def until_stopped(work: Coroutine[object, object, Counter[str]]) -> Counter[str]:
+    """Return the result of `work`; a stop signal cancels it."""
+    task = asyncio.ensure_future(work)
+    on_stop(asyncio.get_running_loop(), lambda _: task.cancel())
+    return await task
 
 
 async def _sample(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from arealite.api.config import ServerConfig, name_dir
+from arealite.api.config import ServerConfig, name_dir, run_paths
 from arealite.api.llm_server import servers
-from arealite.base import log
+from arealite.base import log, outputs
 from arealite.base.model_folder import read_model
 from arealite.base.places import check_address
 from arealite.base.proxies import bypass_proxies
@@ -38,11 +38,13 @@ def tiny_model(config: ServerConfig) -> ServerConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until a stop signal."""
     about = "Start a language-model server with SGLang's HTTP protocol."
     config = configs.parse(ServerConfig, argv, command="launch_llm_server.py", description=about)
     config = configs.resolve_host(config)
     bypass_proxies(config.llm_server.host)  # SGLang sends itself a first request
+    outputs.protect()
+    outputs.log_to(run_paths(config).logs / f"llm_server-{socket.gethostname()}.log")
     has_parent = die_with_parent()
     if not config.model.path and not has_parent:
         config = tiny_model(config)

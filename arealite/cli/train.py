@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import launchers
+from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.cli import configs
 from arealite.system.health import vitals
@@ -30,26 +31,36 @@ def main(argv: Sequence[str]) -> int:
         words.append("resume=must")
     command = "train.py" if sys.argv[0].endswith("train.py") else "arealite train"
     stages = configs.parse_stages(words, command=command, description=str(__doc__))
-    if "RANK" in os.environ and "--dry-run" not in argv:
+    if "--dry-run" in argv:
+        return dry_run(stages)
+    outputs.protect()
+    if "RANK" in os.environ:
         if len(stages) > 1:
             raise UserError("a trainer rank runs one stage: use one command per stage, not --then.")
         return run_rank(stages[0])
 
-    from arealite.cli.preflight import check_options, check_tensors, preflight
+    from arealite.cli.preflight import check_options
 
     for config in stages:
         check_options(config)
-    if "--dry-run" in argv:
-        preflight(stages[0])
-        check_tensors(stages[0])
-        print("all checks passed; nothing was started")
-        return 0
     for number, config in enumerate(stages, start=1):
         if len(stages) > 1:
             what = f"{config.trainer.type}, {run_paths(config).root}"
             print(f"stage {number} of {len(stages)}: {what}", flush=True)
         if code := run(config):
             return code
+    return 0
+
+
+def dry_run(stages: Sequence[ExperimentConfig]) -> int:
+    """Check the experiment without starting it; return 0."""
+    from arealite.cli.preflight import check_options, check_tensors, preflight
+
+    for config in stages:
+        check_options(config)
+    preflight(stages[0])
+    check_tensors(stages[0])
+    print("all checks passed; nothing was started")
     return 0
 
 
@@ -125,5 +136,6 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
         with lock_file(paths.root / ".lock", fix=fix):
             resume.move_old_run(config)
         paths.logs.mkdir(parents=True, exist_ok=True)
+        outputs.log_to(paths.logs / "launcher-0.log")
         with lock_file(paths.root / ".lock", fix=fix):  # move_old_run may have renamed the folder
             yield resume.prepare_folder(config)

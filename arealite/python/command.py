@@ -161,7 +161,8 @@ class Command:
                     with suppress(subprocess.TimeoutExpired):
                         self.process.wait(POLL_S)
                     code = self.code
-                    print(output.read(), end="", flush=True)
+                    with suppress(OSError):  # a closed output does not end the run
+                        print(output.read(), end="", flush=True)
                 except KeyboardInterrupt as error:
                     interrupt = error
                     self.process.send_signal(signal.SIGINT)

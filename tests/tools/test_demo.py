@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,7 +166,11 @@ def test_training_gets_each_interrupt_once(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text(INTERRUPTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo.subprocess, "Popen", Waited)
-    assert demo.train(Path("kit"), [], None) == 7
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        assert demo.train(Path("kit"), [], None) == 7
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("backend", list(demo.BACKENDS))

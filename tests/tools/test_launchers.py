@@ -66,16 +66,28 @@ def test_script_exits_when_the_command_exits_with_0(tmp_path: Path) -> None:
     assert relaunched(tmp_path, third) == (0, 3)
 
 
-def test_script_forwards_sigterm_and_does_not_restart(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("name", ["TERM", "HUP"])
+def test_script_forwards_sigterm_and_sighup_and_does_not_restart(tmp_path: Path, name: str) -> None:
     ready = tmp_path / "ready"
-    gently = f"trap 'echo checkpoint; exit 1' TERM; echo > {ready}; while :; do sleep 0.01; done"
+    gently = f"trap 'echo checkpoint; exit 1' {name}; echo > {ready}; while :; do sleep 0.01; done"
     with spawned([str(SCRIPT), "sh", "-c", gently], QUICK) as script:
         until(ready.exists, what="the command")
-        script.send_signal(signal.SIGTERM)
+        script.send_signal(getattr(signal, f"SIG{name}"))
         assert script.communicate(timeout=60)[0] == "checkpoint\n"
         assert script.returncode == 1
+
+
+def test_script_restarts_a_command_also_if_its_output_is_closed(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = [str(SCRIPT), "sh", "-c", f"echo x >> {runs}; exit 4"]
+        own = QUICK | {"RELAUNCHES": "2"}
+        done = subprocess.run(command, env=own, stdout=write, stderr=write, timeout=60)
+    finally:
+        os.close(write)
+    assert (done.returncode, len(runs.read_text().split())) == (4, 3)
 
 
 def test_unit_restarts_after_the_same_exit_codes_as_the_script() -> None:
@@ -207,6 +219,7 @@ def ports() -> Iterator[int]:
     [
         pytest.param("INT", 130, "", id="Ctrl-C"),
         pytest.param("TERM", 143, "", id="SIGTERM"),
+        pytest.param("HUP", 129, "", id="SIGHUP"),
         pytest.param("crash", 137, "a server exited with code 137", id="one server is killed"),
     ],
 )

@@ -27,6 +27,23 @@ ALLOWED = {
 }
 
 
+IGNORING = """
+import os, signal, subprocess
+from tests.waiting import stop_ignoring_signals_in_children
+stop_ignoring_signals_in_children()
+for name in ("INT", "QUIT", "HUP"):
+    number = getattr(signal, f"SIG{name}")
+    os.kill(os.getpid(), number)
+    assert subprocess.run(["sh", "-c", f"kill -{name} $$"]).returncode == -number, name
+"""
+
+
+def test_children_of_a_process_that_ignores_signals_do_not_ignore_them() -> None:
+    shell = ["/bin/sh", "-c", "trap '' INT QUIT HUP; exec \"$@\"", "sh"]
+    done = subprocess.run([*shell, sys.executable, "-c", IGNORING], cwd=TESTS.parent, timeout=60)
+    assert done.returncode == 0
+
+
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     """Return a process that waits until it is killed."""

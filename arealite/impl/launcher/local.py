@@ -18,6 +18,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.base.names import TMPFS
+from arealite.base.signals import on_stop
 from arealite.impl.launcher import processes, supervisor
 from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.progress import Progress
@@ -87,8 +88,7 @@ class LocalLauncher(Launcher, Supervisor):
     async def _run(self) -> int:
         loop = asyncio.get_running_loop()
         self.paths.end.unlink(missing_ok=True)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        on_stop(loop, self._on_stop)
         vitals.watch(loop)
         if self.config.view.web:
             from arealite.impl.view.live import serve  # imports aiohttp
@@ -282,7 +282,7 @@ class LocalLauncher(Launcher, Supervisor):
 
     # ------------------------------------------------------------ ending
 
-    def _on_signal(self) -> None:
+    def _on_stop(self, number: int) -> None:
         self._stops += 1
         self.trained.set()
         self.over.set()

@@ -83,12 +83,20 @@ class Progress:
         shown = [column for column in COLUMNS if column[1] in metrics]
         parts += [f"{label} {form.format(metrics[key])}" for label, key, form in shown]
         is_due = step == 1 or step % self._every == 0 or step == self.total
-        if is_due and not self._is_drawn:
+        if is_due and not self._has_panel():
             self.say("  ".join(parts))
 
     def say(self, text: str) -> None:
         """Print a line."""
+        self._has_panel()
         self._terminal.print(text)
+
+    def _has_panel(self) -> bool:
+        """Return whether the panel is drawn; without its terminal, the panel ends."""
+        if self._is_drawn and not self._terminal.is_drawable:
+            self._is_drawn = False
+            self._terminal.is_interactive = False  # else rich draws it below each printed line
+        return self._is_drawn
 
     @contextmanager
     def shown(self) -> Generator[None]:
@@ -115,6 +123,7 @@ class Progress:
     def _draw(self, live: Live, over: threading.Event) -> None:
         """Draw until `over`, and once more. Waits for: the clock. Unblocks: no process."""
         watch = RunReader(self._run)
-        while not over.wait(DRAW_S):
+        is_last = False
+        while not is_last and self._has_panel():
+            is_last = over.wait(DRAW_S)
             self._terminal.draw(live, watch)
-        self._terminal.draw(live, watch)

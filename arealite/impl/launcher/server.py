@@ -6,12 +6,11 @@ The kernel kills the server when its parent dies.
 import asyncio
 import math
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
 from arealite.api.config import ServerConfig, name_dir
-from arealite.base.signals import STOP
+from arealite.base.signals import STOP, on_stop
 from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.processes import Child, spawn
 from arealite.impl.launcher.supervisor import ROLE, Role
@@ -52,8 +51,7 @@ class ServerSupervisor(supervisor.Supervisor):
         vitals.start(self._name, self._vitals)
         vitals.watch(loop)
         keeping = asyncio.ensure_future(self.supervise(self._server))
-        for number in (STOP, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number, keeping)
+        on_stop(loop, lambda _: self._stop(keeping))
         monitoring = asyncio.ensure_future(supervisor.HealthMonitor(self._vitals, self).run())
         try:
             await keeping
@@ -66,13 +64,13 @@ class ServerSupervisor(supervisor.Supervisor):
         finally:
             monitoring.cancel()
 
-    def _stop(self, number: int, keeping: asyncio.Task[None]) -> None:
-        """Forward a signal to the server; kill the server if it does not exit in time."""
+    def _stop(self, keeping: asyncio.Task[None]) -> None:
+        """Request the server to exit; kill the server if it does not exit in time."""
         self._server.leaving = True
         if not (running := [child for child in self.children if child.running]):
             keeping.cancel()
         for child in running:
-            child.send(number)
+            child.send(STOP)
             asyncio.get_running_loop().call_later(TERMINATE_S, child.kill)
 
     async def start(self, role: Role) -> None:

@@ -167,7 +167,8 @@ def plain(text: str) -> str:
 def main() -> None:
     """Answer requests with a child until the end of stdin; fork a new child after a failure."""
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to its whole group
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)

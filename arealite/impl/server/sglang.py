@@ -5,7 +5,6 @@ The servers may run in another Python, because SGLang pins versions of packages 
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -18,7 +17,7 @@ from arealite.api.llm_server import LLMServer
 from arealite.base.errors import RoleError, UserError
 from arealite.base.model_folder import read_json, vocab_size
 from arealite.base.places import check_address, check_folder
-from arealite.base.signals import STOP
+from arealite.base.signals import on_stop
 from arealite.impl.launcher.processes import take_ports
 from arealite.impl.server.sglang_process import Launch, SGLangProcess
 from arealite.system.names.registry import NameRegistry
@@ -89,7 +88,7 @@ class SGLangServer(LLMServer):
         self.config = args
 
     async def serve(self) -> None:
-        """Run all servers until SIGTERM or SIGINT. A second signal skips the wait for requests.
+        """Run all servers until a stop signal. A second signal skips the wait for requests.
 
         Raises:
             UserError: the config is invalid, or a server was never healthy.
@@ -98,12 +97,11 @@ class SGLangServer(LLMServer):
         launches = await asyncio.to_thread(plan, self.config)
         loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
 
-        def stop() -> None:
+        def stop(number: int) -> None:
             for task in tasks:
                 task.cancel()
 
-        for number in (STOP, signal.SIGINT):  # until the end of the loop
-            loop.add_signal_handler(number, stop)
+        on_stop(loop, stop)  # until the end of the loop
         async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
             for launch in launches:
                 server = SGLangProcess(launch, self.config, session)

@@ -14,7 +14,7 @@ from arealite.api.engine import TrainEngine
 from arealite.api.trainer import Trainer
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.base.signals import STOP
+from arealite.base.signals import is_repeated_hangup, stop_signals
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer.components import Components, LoadEngines, build_components
 from arealite.impl.trainer.metrics import Stopwatch
@@ -178,12 +178,11 @@ def read_engines(path: Path, engines: ByFolder) -> dict[str, Any]:
 
 
 class StopRequest:
-    """The first SIGTERM or SIGINT sets `requested`; the second one ends the process at once."""
+    """The first stop signal sets `requested`; the second one ends the process at once."""
 
     def __init__(self) -> None:
         self.requested = False
-        handled = (STOP, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._on_signal) for number in handled}
+        self._before = {n: signal.signal(n, self._on_signal) for n in stop_signals()}
 
     def restore(self) -> None:
         """Restore the handlers that were set before."""
@@ -192,6 +191,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # No locks and no logging here: the interrupted code may hold the lock.
+        if is_repeated_hangup(number, int(self.requested)):
+            return
         if self.requested:
             os._exit(128 + number)
         self.requested = True

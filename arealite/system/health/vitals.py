@@ -21,7 +21,7 @@ from types import FrameType
 
 import msgspec
 
-from arealite.base import log
+from arealite.base import log, signals
 from arealite.system.health import waits
 
 logger = log.get(__name__)
@@ -136,10 +136,8 @@ class Recorder(threading.Thread):
         self._was_blocked, self._awake_since = False, 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (folder / self.vitals.stacks).open("wb")
-        # After `close`, this handler replaces faulthandler's: `arealite why` may send SIGUSR1 to a
-        # role that exits. SIG_IGN would be inherited by child processes; it is set only at exit.
-        with suppress(ValueError):  # only the main thread may set a handler
-            signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
+        # `close` restores this state: `arealite why` may send SIGUSR1 to a role that exits.
+        signals.ignore(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._request_ns = modified_ns(self.folder / STACKS_REQUEST)
         self.beat()
@@ -226,8 +224,6 @@ def start(name: str, folder: Path) -> None:
     except OSError as error:
         logger.warning("no vitals", folder=str(folder), error=str(error))
         return
-    # Called after `close`. The interpreter then resets all handlers except SIG_IGN.
-    atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
     atexit.register(_recorder.close)
     _recorder.start()
 
