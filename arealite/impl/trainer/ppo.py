@@ -213,7 +213,7 @@ class PPOTrainer(BaseTrainer):
         with self.clock("time/log_s"):
             self.write_metrics(step, line)
         seconds = times["time/step_s"]
-        logger.info("step trained", step=step, reward=line["reward/mean"], seconds=seconds)
+        logger.info("step trained", step=step, reward=line.get("reward/mean"), seconds=seconds)
         self.metrics.clear()
 
     def checkpoint_and_eval(self, step: int) -> None:

@@ -110,7 +110,7 @@ class Metrics:
 
 def is_step(line: Mapping[str, float]) -> bool:
     """Return whether a line is of a trained step, and not of an evaluation."""
-    return "reward/mean" in line or "train/epoch" in line
+    return any(name in line for name in ("time/step_s", "reward/mean", "train/epoch"))
 
 
 @dataclass(frozen=True, kw_only=True)
