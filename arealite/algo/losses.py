@@ -3,6 +3,8 @@
 Shapes: N = loss tokens of a micro-batch.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from arealite.api.algorithm import CriticConfig, KLConfig, KLEstimator, LossConfig
@@ -156,14 +158,17 @@ def weighted_sums(stats: Stats, weight_N: torch.Tensor, loss: torch.Tensor) -> S
     return sums | {"loss": loss.detach(), "weight": weight_N.sum()}
 
 
-def effective_sample_share(stats: dict[str, float]) -> float:
+def effective_sample_share(stats: Mapping[str, float]) -> float | None:
     """Return the effective sample size per token, (Σw)² / (N Σw²), in (0, 1].
 
     Args:
         stats: Summed stats of a loss of `make_policy_loss`; w are the behaviour weights.
+
+    Returns:
+        The share; None without behaviour weights, or if all of them are 0.
     """
-    square = stats["weight"] * stats["behav_weight_sq"]
-    return stats["behav_weight"] ** 2 / square if square > 0 else 1.0
+    square = stats.get("weight", 0.0) * stats.get("behav_weight_sq", 0.0)
+    return stats["behav_weight"] ** 2 / square if square > 0 else None
 
 
 def make_value_loss(config: CriticConfig) -> LossFn:
@@ -197,15 +202,17 @@ def make_value_loss(config: CriticConfig) -> LossFn:
     return loss_fn
 
 
-def explained_variance(stats: dict[str, float]) -> float:
+def explained_variance(stats: Mapping[str, float]) -> float | None:
     """Return 1 − Var(R − V_old)/Var(R) from summed stats of a value_loss function; at most 1.
 
-    0 if all returns are equal.
+    None without returns, and if all returns are equal: then there is no variance to explain.
     """
-    total = stats["weight"] or 1.0
+    total = stats.get("weight", 0.0)
+    if not total or "returns" not in stats:
+        return None
 
     def variance(name: str) -> float:
         return stats[f"{name}_sq"] / total - (stats[name] / total) ** 2
 
     spread = variance("returns")
-    return 1.0 - variance("error") / spread if spread > 1e-12 else 0.0
+    return 1.0 - variance("error") / spread if spread > 1e-12 else None

@@ -11,9 +11,7 @@ import msgspec
 from arealite.base.errors import UserError
 from arealite.base.registry import Registry
 from arealite.system.data.row_files import write_rows
-
-TO_ROWS = ("to_list", "to_dicts", "to_pylist")
-"""Methods that return rows: of datasets.Dataset, polars.DataFrame, pyarrow.Table."""
+from arealite.system.data.values import plain_row, rows_of
 
 
 def encode(value: object) -> bytes:
@@ -94,13 +92,11 @@ def data_path(data: Any, folder: Path, option: str) -> str:
     """
     if isinstance(data, str | Path):
         return str(data)
-    method = next((name for name in TO_ROWS if hasattr(data, name)), "")
-    is_pandas = not method and hasattr(data, "iterrows")
-    rows = data.to_dict("records") if is_pandas else getattr(data, method)() if method else data
     encoded = list[Any]()
     try:
-        for row in rows:
-            encoded.append(msgspec.Raw(encode({**row})))
+        for number, row in enumerate(rows_of(data, option)):
+            plain = plain_row({**row}, f"{option}, row {number}")
+            encoded.append(msgspec.Raw(encode(plain)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         what = f"row {len(encoded)} is no dict of JSON values ({error})"
         fix = "Pass a list of dicts, a file, or one split, as in data['train']"

@@ -387,5 +387,14 @@ def test_explained_variance_matches_values_by_hand() -> None:
     # Returns 0, 2, 4 have variance 8/3; errors of the old values 1, 0, 1 have 2/9.
     _, stats, _ = critic(CriticConfig(), [(0, -1, 0), (0, 2, 2), (0, 3, 4)], weight=0.25)
     assert explained_variance(stats) == pytest.approx(1 - (2 / 9) / (8 / 3))
+
+
+def test_shares_of_nothing_are_none() -> None:
     _, stats, _ = critic(CriticConfig(), [(0, 5, 1.0), (0, 7, 1.0)])
-    assert explained_variance(stats) == 0.0
+    assert explained_variance(stats) is None, "equal returns have no variance to explain"
+    _, stats, _ = critic(CriticConfig(), [(0, 5, 1.0), (0, 7, 2.0)], weight=0.0)
+    assert explained_variance(stats) is None
+    assert explained_variance({"weight": 1.0}) is None, "no critic"
+    weights = {"weight": 2.0, "behav_weight": 0.0, "behav_weight_sq": 0.0}
+    assert effective_sample_share(weights) is None, "every token is masked"
+    assert effective_sample_share({"weight": 1.0}) is None, "no behaviour weights"

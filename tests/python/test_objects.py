@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 
 from arealite.api.agent import agents
@@ -131,6 +132,7 @@ class Frame:
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
+        self.columns = [*rows[0]]
 
     def __iter__(self) -> Any:
         return iter(self.rows[0])
@@ -138,16 +140,20 @@ class Frame:
     def iterrows(self) -> Any:
         raise NotImplementedError
 
-    def to_dict(self, orient: str) -> Any:
-        assert orient == "records"
-        return self.rows
+    def items(self) -> Any:
+        for name in self.columns:
+            yield name, SimpleNamespace(array=[row[name] for row in self.rows])
 
 
 class Dataset:
-    """Has the method of a datasets.Dataset that is used."""
+    """Has the methods of a datasets.Dataset that are used."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.to_list = lambda: rows
+
+    def with_format(self, name: str) -> Any:
+        assert name == "arrow"
+        return pyarrow.Table.from_pylist(self.to_list())
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter, Frame, Dataset])
@@ -180,7 +186,10 @@ def test_path_of_a_dataset_is_unchanged(path: Any, tmp_path: Path) -> None:
     [
         ([], "dataset.train has no rows"),
         (["a"], "row 0 is no dict of JSON values"),
-        ([{"prompt": "a"}, {"prompt": object()}], "row 1 is no dict of JSON values"),
+        (
+            [{"prompt": "a"}, {"prompt": object()}],
+            "row 1: column `prompt` has the type object: no form in JSON",
+        ),
         ({"train": [{"prompt": "a"}]}, r"one split, as in data\['train'\]"),
         (5, "row 0 is no dict of JSON values"),
     ],

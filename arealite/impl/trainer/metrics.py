@@ -34,6 +34,8 @@ ENGINE = (
     *("router_loss", *ROUTING),
 )
 """Stats that the engine adds."""
+OF_SERVERS = ("pause_s", "load_s", "continue_s", "stall_s")
+"""Costs of a publish that are measured at the servers."""
 
 
 FIRST_S, SLOW_S, SLOW = 600.0, 60.0, 5.0
@@ -220,43 +222,52 @@ def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dic
     """Compare log π_prox (trainer) and log π_behav (sampler), over all and over current tokens.
 
     `mismatch/kl` estimates KL(π_behav ‖ π_prox) with k3 = ρ − 1 − log ρ, ρ = π_prox / π_behav, and
-    `policy/reference_kl` KL(π_prox ‖ π_ref).
+    `policy/reference_kl` KL(π_prox ‖ π_ref). What no token was measured for is absent.
     """
-    tokens, current = max(sums["tokens"], 1.0), max(sums["current"], 1.0)
-    compared, scored = sums["compared"], sums["scored"]
-    return {
-        "mismatch/logprob_abs_diff_mean": sums["diff"] / tokens,
-        "mismatch/logprob_abs_diff_max": maxima["diff"],
-        "mismatch/logprob_abs_diff_mean_current": sums["diff_current"] / current,
-        "mismatch/logprob_abs_diff_max_current": maxima["diff_current"],
-        "mismatch/current_tokens": sums["current"],
-        "mismatch/kl": sums["kl"] / tokens,
-        "mismatch/behav_weight_ess": sums["w"] ** 2 / max(tokens * sums["w_sq"], 1e-12),
-        **({"policy/entropy": sums["entropy"] / tokens} if sums["tokens"] else {}),
-        "staleness/token_mean": sums["stale"] / max(sums["aged"], 1.0),
-        "staleness/token_max": maxima["stale"],
-        **({"policy/reference_kl": sums["reference_kl"] / compared} if compared else {}),
-        **({"reward/shaped_mean": sums["score"] / scored} if scored else {}),
-    }
+    metrics = {"mismatch/current_tokens": sums["current"]}
+    if tokens := sums["tokens"]:
+        metrics |= {
+            "mismatch/logprob_abs_diff_mean": sums["diff"] / tokens,
+            "mismatch/logprob_abs_diff_max": maxima["diff"],
+            "mismatch/kl": sums["kl"] / tokens,
+            "mismatch/behav_weight_ess": sums["w"] ** 2 / (tokens * sums["w_sq"]),
+            "policy/entropy": sums["entropy"] / tokens,
+        }
+    if current := sums["current"]:
+        metrics["mismatch/logprob_abs_diff_mean_current"] = sums["diff_current"] / current
+        metrics["mismatch/logprob_abs_diff_max_current"] = maxima["diff_current"]
+    if aged := sums["aged"]:
+        metrics["staleness/token_mean"] = sums["stale"] / aged
+        metrics["staleness/token_max"] = maxima["stale"]
+    if compared := sums["compared"]:
+        metrics["policy/reference_kl"] = sums["reference_kl"] / compared
+    if scored := sums["scored"]:
+        metrics["reward/shaped_mean"] = sums["score"] / scored
+    return metrics
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Average the stats of a step's updates; sums of a loss become means over its tokens."""
+    """Average the stats of a step's updates; sums of a loss become means over its tokens.
+
+    An update without a weighted token has no means, and does not count in the step's.
+    """
     columns: defaultdict[str, list[float]] = defaultdict(list)
     for update in stats:
-        weight = update.get("weight", 1.0) or 1.0
+        weight = update.get("weight", 1.0)
         for key, value in update.items():
             model, _, name = key.rpartition("/")
             of_engine = name in ENGINE
+            if not weight and not of_engine and name != "weight":
+                continue
             group = model or ("update" if of_engine else "loss")
             named = "policy" if key == "loss" else name
             mean = value if of_engine or name in PLAIN else value / weight
             columns[f"{group}/{named}"].append(mean)
-        if "behav_weight_sq" in update:
-            columns["loss/behav_weight_ess"].append(effective_sample_share(dict(update)))
-        if "critic/error_sq" in update:
-            critic = {name.removeprefix("critic/"): value for name, value in update.items()}
-            columns["critic/explained_variance"].append(explained_variance(critic))
+        if (share := effective_sample_share(update)) is not None:
+            columns["loss/behav_weight_ess"].append(share)
+        critic = {name.removeprefix("critic/"): value for name, value in update.items()}
+        if (explained := explained_variance(critic)) is not None:
+            columns["critic/explained_variance"].append(explained)
     matched, compared = (sum(columns.pop(f"update/{name}", ())) for name in ROUTING)
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
     if compared:
@@ -282,6 +293,8 @@ def throughput(metrics: Mapping[str, float], *, before: float | None) -> dict[st
 
 
 def publish_metrics(report: PublishReport) -> dict[str, float]:
-    """Return the costs of a publish as metrics."""
+    """Return the costs of a publish as metrics; without servers, no seconds of servers."""
     numbers = asdict(report) | {"quarantined": len(report.quarantined)}
+    if not report.servers:
+        numbers = {name: numbers[name] for name in numbers if name not in OF_SERVERS}
     return {f"publish/{name}": float(value) for name, value in numbers.items()}

@@ -207,7 +207,9 @@ class OfflineTrainer(BaseTrainer):
             outputs = self.engine.forward(batch.rows)
             stats = self.loss_fn(as_loss_input(batch.rows, outputs))[1] if batch.rows else {}
             sums = self.world.sum({name: float(stats.get(name, 0.0)) for name in self.stats})
-        metrics = {f"eval/{name}": value for name, value in sums.items()}
+        metrics = {"eval/examples": float(batch.num_rows // self.rows_per_example)}
+        if batch.num_rows:
+            metrics |= {f"eval/{name}": value for name, value in sums.items()}
         logger.info("evaluated", step=step, **metrics)
         self.write_metrics(step, metrics)
 

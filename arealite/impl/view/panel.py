@@ -56,7 +56,8 @@ def progress(shot: Snapshot) -> Iterator[Row]:
     yield -1, "step", Text(text)
     for name, key in (("reward", "reward/mean"), ("loss", "train/loss")):
         if values := metrics.curves.get(key):
-            text = f"{values[-1]:.3f}  {values[-1] - values[0]:+.3f} since step 1  "
+            change = f"{values[-1] - values[0]:+.3f} since step 1" if key in newest else ""
+            text = f"{shown(newest, key, '.3f')}  {change}  "
             yield 0, name, Text(f"{text}{spark(values)} {min(values):.3g} … {max(values):.3g}")
     if "train/accuracy" in newest:
         yield 1, "accuracy", Text(f"{newest['train/accuracy']:.3f}")
@@ -68,11 +69,18 @@ def progress(shot: Snapshot) -> Iterator[Row]:
             yield 1, "held-out", Text(f"{name} {text}")
     if "staleness/mean" in newest:
         text = f"{newest['staleness/mean']:.1f} versions on average"
-        yield 2, "staleness", Text(f"{text}, {newest['staleness/max']:.0f} at most")
+        yield 2, "staleness", Text(f"{text}, {shown(newest, 'staleness/max', '.0f')} at most")
     for kind in ("trained", "generated"):
-        rates = [line.get(f"throughput/{kind}_tokens_per_s", 0.0) for line in metrics.recent]
-        if any(rates):
-            yield 1, kind, Text(f"{fmean(rates, seconds):,.0f} tokens a second")
+        name = f"throughput/{kind}_tokens_per_s"
+        lines = [line for line in metrics.recent if name in line]
+        if any(line[name] for line in lines):
+            rate = fmean([line[name] for line in lines], [line["time/step_s"] for line in lines])
+            yield 1, kind, Text(f"{rate:,.0f} tokens a second")
+
+
+def shown(line: Mapping[str, float], name: str, form: str) -> str:
+    """Return a metric as text; "-" if it was not measured."""
+    return format(line[name], form) if name in line else "-"
 
 
 def shares(shot: Snapshot) -> Iterator[Row]:
@@ -87,7 +95,9 @@ def shares(shot: Snapshot) -> Iterator[Row]:
         yield 9, "", Text()
         yield 8, "time", Text(f"% of the last {len(lines)} steps", "dim")
     for order, (role, parts) in enumerate(roles(lines).items()):
-        if any(parts.values()) and (role == "trainer" or "reward/mean" in shot.metrics.newest):
+        if any(parts.values()) and (
+            role == "trainer" or "episode/trajectories" in shot.metrics.newest
+        ):
             yield 3 + order % 4, role, bar(parts)
 
 

@@ -12,9 +12,21 @@ const CARD_SIZES = new ResizeObserver((entries) => { // of width 0 in a closed g
 });
 DARK.addEventListener("change", () => cards.forEach(({ plot }) => plot?.redraw(false)));
 
-/** Return a line of a chart: a metric over steps. */
-const lineOf = ({ metrics, descriptions }, label, name) =>
-  ({ label, y: metrics[name], about: descriptions[name] ?? "", write: SECONDS.test(name) ? duration : format });
+/**
+ * Return a line of a chart: a metric over steps. A step that did not measure the metric is null, a gap
+ * in the curve. Where there is only an evaluation, or none, the value is undefined: the curve goes on.
+ */
+function lineOf({ metrics, descriptions }, label, name) {
+  const isGap = (at) => !name.startsWith("eval/") && isNumber(metrics["time/step_s"]?.[at]);
+  const y = metrics[name]?.map((value, at) => value ?? (isGap(at) ? null : undefined));
+  return { label, y, about: descriptions[name] ?? "", write: SECONDS.test(name) ? duration : format };
+}
+
+/** Return the indices of values between two gaps, which a line does not show. */
+function isolated(y) {
+  const steps = [...y.keys()].filter((at) => y[at] !== undefined), isEmpty = (at) => !isNumber(y[at]);
+  return steps.filter((at, i) => !isEmpty(at) && isEmpty(steps[i - 1]) && isEmpty(steps[i + 1]));
+}
 
 /** Give a chart of a live page new data; the reader's zoom and hidden lines stay. */
 function renew(card, x, drawn) {
@@ -46,18 +58,19 @@ function chart(title, x, lines, { over = "step", height = 150 } = {}) {
   card.make = (width) => new uPlot({
     width, height,
     scales: { x: { time: false }, ...(isStacked ? { y: { range: [0, 1] } } : {}) },
-    cursor: { y: false, hover: { skip: [null] }, sync: over === "step" ? { key: over } : undefined },
+    cursor: { y: false, hover: { skip: [undefined] }, sync: over === "step" ? { key: over } : undefined },
     axes: [{ ...axis, size: 24 },
       { ...axis, size: 62, space: 20, values: (_, ticks) => ticks.map((tick) => write(tick)) }],
     legend: { markers: { show: isStacked || !only.y, width: 0, fill: (_, i) => drawn[i - 1].fill ?? "currentColor" } },
     series: [{ label: over, value: (_, at) => (isStacked ? at ?? "all" : format(at ?? card.x.at(-1))) },
       ...drawn.map((line, i) => ({
         label: make("span", { title: line.about ?? "" }, only === line && !isStacked ? "" : line.label),
-        class: isStacked ? null : `s${i}`, width: isStacked ? 0 : 1.5, fill: line.fill, spanGaps: true,
+        class: isStacked ? null : `s${i}`, width: isStacked ? 0 : 1.5, fill: line.fill,
         stroke: (plot) => inkOf(plot, i + 1),
-        points: { show: () => !isStacked && card.drawn[i].y.filter(isNumber).length < 30, size: 5 },
+        points: { show: () => !isStacked && card.drawn[i].y.filter(isNumber).length < 30, size: 5,
+          filter: (_, __, isShown) => (isShown || isStacked ? null : isolated(card.drawn[i].y)) },
         value: (_, value, __, at) => card.drawn[i].value?.(at)
-          ?? (line.write ?? format)(value ?? card.drawn[i].y.findLast(isNumber)),
+          ?? (line.write ?? format)(at === null ? card.drawn[i].y.findLast(isNumber) : value),
       }))],
     bands: drawn.slice(isStacked ? 1 : drawn.length).map((_, i) => ({ series: [i + 2, i + 1] })),
   }, [card.x, ...card.drawn.map(({ y }) => y)], element);

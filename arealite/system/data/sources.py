@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +18,16 @@ import msgspec
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import import_optional
 from arealite.base.registry import unknown
+from arealite.system.data.values import arrow_rows, plain_row, rows_of
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
-"""Exceptions for a line that is not a JSON object, is nested too deep, or has a number above 64
-bits."""
+ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Exceptions for a line that is not a JSON object, or is nested too deep."""
 DEPTH = 100
 """Maximum nesting of a row: each process that decodes the row needs stack for every level."""
+BOM = b"\xef\xbb\xbf"
+"""Begins a text file that a program of Windows has saved as UTF-8."""
 ROW = '{"prompt": …, "ground_truth": …}'
 """Example of a JSONL line, for errors."""
 FOREIGN = {"reward_model", "conversations", "entry_point"}
@@ -76,14 +79,30 @@ def jsonl_rows(file: Path) -> Iterator[Place]:
         UserError: a line is not a JSON object.
     """
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, marked_line in enumerate(lines, start=1):
+            if number == 1:
+                _check_utf8(file, marked_line)
+            line = marked_line.removeprefix(BOM)
             if line.strip():
                 yield _row(line, f"{file}, line {number}")
 
 
+def _check_utf8(file: Path, begin: bytes) -> None:
+    """Refuse a file in UTF-16 or UTF-32.
+
+    Args:
+        file: The file, for errors.
+        begin: At least its first four bytes.
+    """
+    if begin.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in begin[:4]:
+        fix = f"Convert it: iconv -f UTF-16 -t UTF-8 {file} > NEW{file.suffix}"
+        raise UserError(f"{file} is in UTF-16 or UTF-32, and must be in UTF-8. {fix}.")
+
+
 def _json_rows(file: Path) -> Iterator[Place]:
     """Yield the rows of an array, counted from 0, or of a file with one object a line."""
-    text = file.read_bytes()
+    text = file.read_bytes().removeprefix(BOM)
+    _check_utf8(file, text)
     if not text.lstrip().startswith(b"["):
         yield from jsonl_rows(file)
         return
@@ -97,7 +116,11 @@ def _json_rows(file: Path) -> Iterator[Place]:
 
 def _row(line: bytes, where: str) -> Place:
     try:
-        _encode(row := _decode(line))  # other processes encode it later
+        row = _decode(line)
+        try:
+            _encode(row)  # other processes encode it later
+        except OverflowError:
+            return where, plain_row(row, where)  # refuses the integer by its column
         if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
             raise RecursionError(f"nested deeper than {DEPTH} levels")
         return where, row
@@ -115,6 +138,8 @@ def _csv_rows(file: Path) -> Iterator[Place]:
     """Yield the rows of a CSV file with a header. All values are texts."""
     where = f"{file}, line 1"
     csv.field_size_limit(1 << 30)
+    with file.open("rb") as binary:
+        _check_utf8(file, binary.read(4))
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
             for row in (reader := csv.DictReader(lines, strict=True)):
@@ -140,7 +165,7 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
     except (pyarrow.ArrowException, OSError) as error:
         what = f"dataset file {file} is not readable Parquet"
         raise UserError(f"{what}: {one_line(error):.300}") from error
-    yield from _numbered(file, table.to_pylist())
+    yield from _numbered(file, arrow_rows(table, file))
 
 
 def parquet_columns(path: str) -> list[str]:
@@ -166,10 +191,11 @@ def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
     ipc = importlib.import_module("pyarrow.ipc")
     try:
         files = [folder / f["filename"] for f in json.loads(state.read_text())["_data_files"]]
-        rows = [r for f in files for r in ipc.open_stream(f.read_bytes()).read_all().to_pylist()]
+        tables = [ipc.open_stream(file.read_bytes()).read_all() for file in files]
     except (OSError, ValueError, KeyError) as error:  # errors of Arrow are ValueErrors
         what = f"{folder} is not a readable dataset: {one_line(error):.300}"
         raise UserError(f"{what}. Save it again.") from error
+    rows = chain.from_iterable(arrow_rows(table, folder) for table in tables)
     yield from _numbered(folder, rows)
 
 
@@ -179,7 +205,9 @@ def _hub_rows(name: str, split: str) -> Iterator[Place]:
     owner, config, chosen, *_ = [*name.split(":"), "", ""]
     try:
         found = import_optional("datasets", "datasets").load_dataset(owner, config or None)
-        rows = found[chosen or _pick_split([*found], split, f"{owner}:{config}", ":")]
+        rows = rows_of(
+            found[chosen or _pick_split([*found], split, f"{owner}:{config}", ":")], name
+        )
     except Exception as error:  # the library and the network may raise anything
         fix = "Correct it, or download the dataset and name a file or a folder"
         raise UserError(f"{what}: {one_line(error):.300}. {fix}.") from error
@@ -195,4 +223,5 @@ def _pick_split(names: Sequence[str], split: str, where: str, mark: str) -> str:
 
 def _numbered(place: object, rows: Iterable[dict[str, Any]]) -> Iterator[Place]:
     for number, row in enumerate(rows):
-        yield f"{place}, row {number}", row
+        where = f"{place}, row {number}"
+        yield where, plain_row(row, where)

@@ -21,6 +21,7 @@ from arealite.system.data.chats import read_dataset
 from arealite.system.data.dataset import PlacedTask, load_tasks, make_task, read_tasks
 from arealite.system.data.forms import chat_form, task_form
 from arealite.system.data.sources import read_rows
+from arealite.system.data.values import plain_row
 
 SHOWN = 60
 """Characters of a prompt or ground truth that `arealite check` shows."""
@@ -142,7 +143,8 @@ def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
     """
     rows = envs.get(config.type).rows(envs.options(config), split=split, seed=seed)
     for index, row in enumerate(rows):
-        yield make_task(row, f"{split}-{index}", f"row {index} made by environment {config.type}")
+        where = f"row {index} made by environment {config.type}"
+        yield make_task(plain_row(row, where), f"{split}-{index}", where)
 
 
 def shares(weights: dict[str, float], count: int) -> dict[str, int]:

@@ -87,12 +87,16 @@ class Curriculum:
         return len(self.rows[name]) * learnability(rate, floor=self.options.floor)
 
     def metrics(self) -> dict[str, float]:
-        """Return the success rate of each class and its probability; {} without `options.by`."""
+        """Return the probability of each class, and its success rate if a group of it has closed.
+
+        {} without `options.by`.
+        """
         if not self.options.by:
             return {}
         weights = {name: self.weight(name) for name in self.rows}
         total = sum(weights.values())
-        rates = {name: success_rate(known.values()) for name, known in self.recent.items()}
+        closed = {name: shares.values() for name, shares in self.recent.items() if shares}
+        rates = {name: success_rate(shares) for name, shares in closed.items()}
         shares = {f"curriculum/{name}/share": each / total for name, each in weights.items()}
         return shares | {f"curriculum/{name}/success": rate for name, rate in rates.items()}
 

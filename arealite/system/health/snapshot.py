@@ -35,7 +35,7 @@ FAILED = "failed_"
 """Prefix of the counters of failed episodes, in metrics and vitals."""
 PUBLISHING = ("stage", "pause", "load", "continue", "stall")
 """Parts of a weight update, as in names of metrics."""
-STEP_METRICS = "reward/mean", "reward/unscored", "train/epoch"
+STEP_METRICS = "time/step_s", "reward/mean", "reward/unscored", "train/epoch"
 """Each trained step has one of these metrics."""
 CURVES = ("reward/mean", "train/loss", *(f"publish/{part}_s" for part in PUBLISHING))
 

@@ -64,7 +64,9 @@ def of_updates() -> Iterator[str]:
     batch = LossInput(
         dict.fromkeys(("logprobs", "entropy", "values"), zeros),
         torch.zeros(2, dtype=torch.int64),
-        dict.fromkeys(fields.split(), zeros),
+        # Without weights, or with equal returns, nothing is measured.
+        dict.fromkeys(fields.split(), zeros)
+        | {"loss_weight": torch.ones(2), "returns": torch.arange(2.0)},
     )
     in_loss, engine = KLConfig(coef=1.0, place="loss"), dict.fromkeys(metrics.ENGINE, 1.0)
     critic = make_value_loss(CriticConfig(value_clip=0.2))(batch)[1] | engine

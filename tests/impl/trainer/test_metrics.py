@@ -208,3 +208,57 @@ def test_batch_without_any_score_has_no_mean_reward() -> None:
         *("reward/unscored", "reward/unchecked")
     ]
     assert is_step(got), "readers of metrics still see a step"
+
+
+# ---------------------------------------------------------------- not measured
+
+CURRENT = {"mismatch/logprob_abs_diff_mean_current", "mismatch/logprob_abs_diff_max_current"}
+
+
+def token_metrics_of(made: TrainBatch) -> dict[str, float]:
+    return metrics.token_metrics(*metrics.token_sums(made))
+
+
+def test_without_a_token_of_the_current_version_its_difference_is_absent() -> None:
+    measured = token_metrics_of(train_batch(step=2, prox=-0.5))
+    stale = train_batch(step=2, prox=-0.5)
+    for trajectory in stale.local:
+        trajectory.versions = [np.minimum(versions_T, 1) for versions_T in trajectory.versions]
+    got = token_metrics_of(stale)
+    assert got["mismatch/current_tokens"] == 0.0, "a count is measured"
+    assert measured.keys() - got.keys() == CURRENT
+    assert got["mismatch/logprob_abs_diff_mean"] == pytest.approx(0.5)
+
+
+def test_without_a_trained_token_only_the_ages_are_measured() -> None:
+    made = train_batch(step=2, prox=-0.5)
+    for row in made.rows:
+        del row.fields["prox_logprobs"]
+    got = token_metrics_of(made)
+    assert got.keys() == {"mismatch/current_tokens", "staleness/token_mean", "staleness/token_max"}
+    for row in made.rows:
+        row.loss_mask = np.zeros_like(row.loss_mask)  # as staleness_policy=mask
+    assert token_metrics_of(made) == {"mismatch/current_tokens": 0.0}
+
+
+def test_update_without_a_weighted_token_has_no_means() -> None:
+    nothing = dict.fromkeys(("loss", "weight", "ratio", "behav_weight", "behav_weight_sq"), 0.0)
+    nothing |= {f"critic/{name}": 0.0 for name in ("loss", "weight", "values", "returns")}
+    engine = {"grad_norm": 0.0, "lr": 0.1, "critic/lr": 0.2}
+    assert metrics.update_metrics([nothing | engine]) == {
+        "update/count": 1.0,
+        "update/grad_norm": 0.0,
+        "update/lr": 0.1,
+        "critic/lr": 0.2,
+        "loss/weight": 0.0,
+        "critic/weight": 0.0,
+    }
+    trained = {"loss": 0.1, "weight": 0.5, "ratio": 0.5}
+    got = metrics.update_metrics([nothing | engine, trained])
+    assert (got["loss/ratio"], got["loss/policy"]) == (1.0, 0.1), "a mean over one update"
+
+
+def test_publish_without_servers_has_no_seconds_of_servers() -> None:
+    got = metrics.publish_metrics(PublishReport(3, 0.1, servers=0))
+    assert (got["publish/servers"], got["publish/stage_s"]) == (0.0, 0.1)
+    assert not got.keys() & {f"publish/{part}_s" for part in ("pause", "load", "continue", "stall")}

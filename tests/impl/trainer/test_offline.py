@@ -252,6 +252,15 @@ def test_rows_without_answer_tokens_are_skipped(tmp_path, model):
     assert (batch.num_rows, batch.num_tokens) == (8, 24)
 
 
+def test_held_out_rows_without_an_answer_have_no_loss(tmp_path, model):
+    config = settings(tmp_path, model, held_out=3, max_tokens=2)
+    faked(config).train()
+    lines = [line for line in metrics(config) if "eval/examples" in line]
+    assert [line["step"] for line in lines] == [0, 6]
+    assert [{*line} for line in lines] == [{"step", "time", "eval/examples"}] * 2
+    assert [line["eval/examples"] for line in lines] == [0.0, 0.0]
+
+
 def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path, model):
     config = settings(
         tmp_path, model, held_out=3, eval_every_steps=4, checkpoint_every_steps=2, checkpoint_keep=2

@@ -209,3 +209,14 @@ def test_shares_add_up_to_100_and_fill_the_bar(parts: dict[str, float]):
 def test_curve_has_a_character_for_each_part(values: list[float]):
     drawn_curve = spark(values)
     assert len(drawn_curve) == min(SPARK, len(values))
+
+
+def test_metric_that_the_newest_step_lacks_is_a_dash():
+    absent = {"reward/mean", "staleness/max", "throughput/trained_tokens_per_s"}
+    lines = [*map(step, range(10))]
+    lines[-1] = {name: value for name, value in lines[-1].items() if name not in absent}
+    rows = drawn(shot(metrics=measured(*lines)))
+    assert row(rows, "reward").startswith("reward - ▁")
+    assert row(rows, "staleness") == "staleness 1.2 versions on average, - at most"
+    assert row(rows, "trained") == "trained 1,200 tokens a second", "a mean over the other steps"
+    assert "generation 70" in row(rows, "episodes")

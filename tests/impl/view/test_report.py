@@ -333,3 +333,13 @@ def test_report_names_dropped_payloads(paths: RunPaths) -> None:
     note = "payloads of steps 1 to 4 were dropped (datapipe.keep_payloads)"
     assert json.loads(blocks["about"])["ledger"]["notes"] == [note]
     assert json.loads(blocks["end"])["unreadable"] == 0, "they are no damage"
+
+
+def test_metric_that_a_step_lacks_is_a_gap(tmp_path: Path) -> None:
+    lines = metrics(3)
+    del lines[2]["reward/mean"], lines[2]["update/grad_norm"]
+    paths = make_run(tmp_path / "run", [], lines=lines)
+    drawn = report_run.describe(paths)["metrics"]
+    assert drawn["step"] == [0, 1, 2, 3]
+    assert [value is None for value in drawn["reward/mean"]] == [True, False, True, False]
+    assert [value is None for value in drawn["time/step_s"]] == [True, False, False, False]

@@ -504,3 +504,17 @@ def test_page_cuts_chunks_as_the_table_defines(
                 "all => all.filter(e => e.style.backgroundColor).length"
             )
             assert coloured == tokens
+
+
+def test_step_without_a_metric_is_a_gap_in_its_curve(tmp_path: Path, opened: Open) -> None:
+    lines = metrics(5)
+    del lines[3]["reward/mean"]  # step 3; the first line is an evaluation
+    paths = make_run(tmp_path / "run", [], lines=lines)
+    write_report(paths, paths.report, most=100)
+    values = """() => [...cards.values()][0].plot.data[1].map((value) =>
+        value === undefined ? "none" : value === null ? "gap" : "value")"""
+    with opened(paths.report) as page:
+        assert page.evaluate(values) == ["none", "value", "value", "gap", "value", "value"]
+        box = page.locator("#curves .u-over").first.bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 3 / 5, box["y"] + box["height"] / 2)
+        page.locator("#curves .u-legend").first.get_by_text("–").first.wait_for()

@@ -179,3 +179,14 @@ def test_curriculum_can_be_enabled_and_disabled_within_a_trial(
 def test_rows_of_one_class_are_refused() -> None:
     with pytest.raises(UserError, match=r"curriculum\.by=levle: all rows are of one class, ''"):
         Curriculum(CurriculumConfig(by="levle"), rows(), seed=1, shuffle=True)
+
+
+def test_class_without_a_closed_group_has_no_success_rate(
+    opened: Callable[..., GroupStore],
+) -> None:
+    store = opened()
+    assert store.curriculum.metrics().keys() == {f"curriculum/{name}/share" for name in LEVELS}
+    drawn = play(store, 1, learned)
+    (name,) = drawn
+    rates = {key for key in store.curriculum.metrics() if key.endswith("/success")}
+    assert rates == {f"curriculum/{name}/success"}

@@ -13,7 +13,7 @@ from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.config import save
 from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
-from arealite.system.health.snapshot import QUIET_S, WINDOW, Metrics, RunReader
+from arealite.system.health.snapshot import QUIET_S, WINDOW, Metrics, RunReader, is_step
 from arealite.system.health.waits import SUPERVISOR
 from arealite.system.names.registry import NameRegistry
 from tests.system.health.living import show, wait
@@ -235,3 +235,8 @@ def test_run_whose_roles_start_or_crash_is_running_with_findings(run: Run):
     show(run.vitals, "launcher-0", crashing)
     (finding,) = watch.read().findings
     assert finding.cause == "crashing" and why in finding.detail
+
+
+def test_step_without_a_reward_is_a_step() -> None:
+    assert is_step({"step": 3, "time": 1.0, "time/step_s": 2.0})
+    assert not is_step({"step": 3, "time": 1.0, "eval/reward": 2.0})
