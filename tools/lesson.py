@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arealite.base.files import follow_umask
 from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
 
 Example = tuple[str | list[dict[str, Any]], str]
@@ -86,6 +87,7 @@ def warm_up(folder: Path, lesson: Lesson, seed: int) -> tuple[int, float]:
             group["lr"] = lesson.lr * min(1.0, (step + 1) / 20)
         optimizer.step()
     model.save_pretrained(folder)
+    follow_umask(folder.glob("*.safetensors"))
     return step, reached
 
 

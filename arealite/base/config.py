@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from arealite.base.errors import UserError, one_line
+from arealite.base.files import replacing
 from arealite.base.registry import UNNAMED, module_named
 
 C = TypeVar("C")
@@ -192,9 +193,8 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
 
 def save(config: Any, file: Path) -> None:
     """Write the whole resolved config as YAML, atomically."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(_as_yaml(dataclasses.asdict(config)))
-    temporary.replace(file)
+    with replacing(file) as temporary:
+        temporary.write_text(_as_yaml(dataclasses.asdict(config)))
 
 
 def save_changes(config: Any, file: Path) -> None:

@@ -25,6 +25,7 @@ from arealite.api.sampling import EvaluateConfig
 from arealite.api.task import Task
 from arealite.api.trajectory import TrajectoryHeader, means
 from arealite.base.errors import UserError
+from arealite.base.files import replacing
 from arealite.cli import configs, preflight, sampling
 from arealite.cli.fold import fold
 from arealite.cli.options import describe, translate
@@ -56,9 +57,8 @@ def main(argv: Sequence[str]) -> int:
     with sampling.sampled(config, "eval") as (tasks, samples, failed):
         result = report(config, tasks, samples)
     result["failed"] = dict(failed)
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    temporary.replace(out)
+    with replacing(out) as temporary:
+        temporary.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     show(result)
     print(out)
     return sampling.report_failed(failed)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from arealite.base.files import follow_umask
 from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
 
 NUM_DIGITS = 6
@@ -86,6 +87,7 @@ def warm_up(
             group["lr"] = LR * min(1.0, (step + 1) / 10) * (0.2 if measured > accuracy / 2 else 1.0)
         optimizer.step()
     model.save_pretrained(folder)
+    follow_umask(folder.glob("*.safetensors"))
     return measured
 
 

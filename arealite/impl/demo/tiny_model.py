@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arealite.base.files import follow_umask
+
 PAD, EOS = "<pad>", "<eos>"
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
@@ -69,6 +71,7 @@ def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
         torch.manual_seed(shape.seed)
         model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
+    follow_umask(folder.glob("*.safetensors"))
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from arealite.api.engine import Head
+from arealite.base.files import follow_umask
 from arealite.impl.weights.buckets import Named, split
 
 FILE_BYTES = 1 << 30
@@ -47,6 +48,7 @@ def write_weights(folder: Path, weights: Iterable[Named], max_bytes: int | None 
     for number, part in enumerate(split(weights, max_bytes), 1):
         file = f"model-{number:05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})
+        follow_umask([folder / file])
         weight_map |= dict.fromkeys(part, file)
         total += sum(tensor.nbytes for tensor in part.values())
         del part  # else it would live until the next one is complete

@@ -23,6 +23,7 @@ from arealite.api.engine_config import LoRAConfig
 from arealite.base.adapter_folder import EXPERTS, PREFIX, counted
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import extra_requirement, import_optional
+from arealite.base.files import follow_umask
 from arealite.base.log import get
 from arealite.base.model_folder import weight_files
 from arealite.impl.engine.head import decoder_of
@@ -229,7 +230,9 @@ def write(module: nn.Module, full: Full, config: Any, folder: Path | None, *, ba
     }
     if folder:
         folder.mkdir()
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        file = folder / "adapter_model.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        follow_umask([file])
         config.base_model_name_or_path = str(base)
         config.save_pretrained(folder)
 

@@ -4,12 +4,12 @@ The file has each step once. Only its last line may be incomplete, after a crash
 """
 
 import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from arealite.api.logger import MetricLogger
+from arealite.base.files import replacing
 from arealite.base.names import RunPaths
 from arealite.system.health.snapshot import is_step
 
@@ -35,10 +35,9 @@ class JSONLLogger(MetricLogger):
                 read = json.loads(line)
                 if read["step"] < step + (step > 0 and is_step(read)):
                     kept.append(line)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
-        self._file.close()
-        os.replace(temporary, self.path)
+        with replacing(self.path) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+            self._file.close()
         self._open()
 
     def close(self) -> None:

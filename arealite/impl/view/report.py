@@ -5,11 +5,9 @@ draws a large report at once. The text of trajectories is untrusted: the file ho
 bytes only, and the page's policy allows no script but its own.
 """
 
-import os
 import time
 import zlib
 from base64 import b64encode
-from contextlib import suppress
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -21,6 +19,7 @@ import msgspec
 from arealite import __version__
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
+from arealite.base.files import replacing
 from arealite.base.names import RunPaths
 from arealite.impl.view import report_rows, report_run
 from arealite.impl.view.report_text import Vocabulary, id_table
@@ -47,16 +46,11 @@ def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
     """
     if not (paths.config.exists() or paths.metrics.exists() or paths.ledger.exists()):
         raise UserError(f"{paths.root} is no run. Name its folder, as in runs/EXPERIMENT/TRIAL.")
-    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
             counts = _write(paths, file, most=most)
-        temporary.replace(out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error}. Name another file with --out.") from error
-    finally:
-        with suppress(OSError):  # already renamed, or never created
-            temporary.unlink()
     return {**counts, "bytes": out.stat().st_size}
 
 

@@ -3,11 +3,12 @@
 import importlib
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 import msgspec
+
+from arealite.base.files import replacing
 
 Row = dict[str, object]
 ROWS_AT_A_TIME = 1024
@@ -16,16 +17,11 @@ SUFFIXES = (".parquet", ".jsonl")
 
 def write_rows(file: Path, rows: Iterable[Row]) -> int:
     """Write rows to a temporary file, then rename it; return the number of rows."""
-    temporary = file.with_name(f".{file.name}.tmp")
     write = _parquet if file.suffix == ".parquet" else _jsonl
-    try:
+    with replacing(file) as temporary:
         count = write(temporary, iter(rows))
         with temporary.open("rb+") as written:
             os.fsync(written.fileno())
-        temporary.replace(file)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
     return count
 
 

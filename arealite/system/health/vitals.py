@@ -22,6 +22,7 @@ from types import FrameType
 import msgspec
 
 from arealite.base import log
+from arealite.base.files import replacing
 from arealite.system.health import waits
 
 logger = log.get(__name__)
@@ -204,9 +205,8 @@ class Recorder(threading.Thread):
     def _write(self, suffix: str, content: bytes) -> None:
         """Replace a file atomically."""
         file = self.folder / f"{self.vitals.name}.{suffix}"
-        part = file.with_name(f".{file.name}")
-        part.write_bytes(content)
-        os.replace(part, file)
+        with replacing(file) as temporary:
+            temporary.write_bytes(content)
 
 
 _recorder: Recorder | None = None
