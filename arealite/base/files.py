@@ -12,7 +12,7 @@ def replacing(file: Path) -> Generator[Path]:
 
     If the body raises, `file` stays as it was, and the temporary file is removed.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary = file.parent / f".{file.name}.{os.getpid()}.tmp"
     try:
         yield temporary
         temporary.replace(file)

@@ -118,3 +118,10 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     assert file.read_text() == "new"
+
+
+def test_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError), replacing(Path()) as temporary:
+        temporary.write_text("new")
+    assert not [*tmp_path.iterdir()]
