@@ -38,11 +38,17 @@ sys.exit(launcher.run())
 """
 
 
+DIES_WITH_LAUNCHER = """
+from arealite.impl.launcher.processes import die_with_parent
+die_with_parent()
+"""
+
+
 def scripts(folder: Path) -> dict[str, str]:
     """Return roles of which the trainer writes a checkpoint when it is stopped."""
     done = folder / "done"
-    others = "print('ready', flush=True)\n" + after(done)
-    trainer = UNTIL_TERM + f"print('checkpoint'); open({str(done)!r}, 'w')"
+    others = DIES_WITH_LAUNCHER + "print('ready', flush=True)\n" + after(done)
+    trainer = DIES_WITH_LAUNCHER + UNTIL_TERM + f"print('checkpoint'); open({str(done)!r}, 'w')"
     return {"datapipe": others, "rollout": others, "trainer": trainer}
 
 
