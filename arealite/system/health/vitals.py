@@ -23,7 +23,6 @@ import msgspec
 
 from arealite.base import log, signals
 from arealite.base.files import replacing
-from arealite.base.files import replacing
 from arealite.system.health import waits
 
 logger = log.get(__name__)
