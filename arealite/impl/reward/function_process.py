@@ -15,11 +15,13 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from traceback import extract_tb
 from typing import Any, SupportsFloat
 
 import msgspec
 
+from arealite.base import outputs
 from arealite.base.errors import EpisodeError, RewardTimeout, UserError
 from arealite.base.printable import guard_output
 from arealite.base.registry import import_function, import_user_module
@@ -45,6 +47,8 @@ class Start(msgspec.Struct):
     """Arguments of `log.setup`; {} if the worker has not called it."""
     timeout_s: float
     """Limit for a coroutine. The worker enforces the same limit for other calls."""
+    output_log: str
+    """The worker's file for the text of closed outputs; "" without one."""
 
 
 class Call(msgspec.Struct, array_like=True):
@@ -105,7 +109,7 @@ class Functions:
     """The imported functions, and their calls."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.start = Start([], [], [], [], {}, 0.0)
+        self.start: Start
         self.functions: list[Any] = []
         self._connection = connection
         self._frames = Frames()
@@ -136,6 +140,8 @@ class Functions:
 
     def _import(self, start: Start) -> Answer:
         self.start = start
+        if start.output_log:
+            outputs.log_to(Path(start.output_log))
         sys.path[:] = start.sys_path
         try:
             for module in start.imports:
@@ -147,7 +153,7 @@ class Functions:
             from arealite.base import log
 
             log.setup(**start.logging)
-        guard_output()
+        guard_output()  # an imported module can have replaced the streams
         return Answer(READY)
 
     def _call(self, call: Call) -> None:
@@ -230,7 +236,7 @@ def main() -> None:
         signal.signal(number, lambda _number, _frame: None)
     stdout: Any = sys.stdout
     stdout.reconfigure(line_buffering=True)  # a process that is killed loses no lines
-    guard_output()
+    outputs.protect()  # a function may print although the worker's output is closed
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     Functions(socket.socket(fileno=descriptor)).serve()

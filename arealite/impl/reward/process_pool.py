@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from arealite.api.reward import FunctionRewardConfig
-from arealite.base import log, registry
+from arealite.base import log, outputs, registry
 from arealite.base.errors import DeadlineError, EpisodeError, RewardTimeout, UserError
 from arealite.impl.launcher.processes import Child, end_all, how_ended, spawn
 from arealite.impl.reward import function_process as wire
@@ -344,6 +344,7 @@ class ProcessPool:
             imports=registry.imported,
             logging=log.arguments,
             timeout_s=self.limit_s,
+            output_log=str(outputs.ProtectedOutput.log or ""),
         )
 
     def _start_process(self) -> None:

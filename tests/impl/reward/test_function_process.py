@@ -17,6 +17,7 @@ import uvloop
 from arealite.api.reward import FunctionRewardConfig, RewardConfig, make_reward
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError, failure_class
+from arealite.base.outputs import ProtectedOutput
 from tests.waiting import eventually, has_exited, until, until_exited
 
 SOURCE = '''
@@ -320,6 +321,29 @@ async def test_output_of_a_function_is_forwarded(
     out, err = capfd.readouterr()
     assert "printed \\x1b[31m by the function\n" in out, "control characters are replaced"
     assert "and on stderr\n" in err
+
+
+async def test_function_prints_although_the_outputs_are_closed(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "rollout-0.log"
+    monkeypatch.setattr(ProtectedOutput, "log", log)
+    reading, writing = os.pipe()
+    os.close(reading)
+    kept = [os.dup(1), os.dup(2)]
+    try:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        reward = await made("says")
+        score = await reward.score_task("", task())
+    finally:
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        for descriptor in (writing, *kept):
+            os.close(descriptor)
+    assert score == 1.0
+    text = log.read_text()
+    assert "by the function\n" in text and "and on stderr\n" in text
 
 
 async def test_row_that_cannot_be_sent_fails_the_episode(made: Any) -> None:
