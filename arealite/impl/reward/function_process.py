@@ -108,21 +108,22 @@ class Frames:
 class Functions:
     """The imported functions, and their calls."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, calls: socket.socket, answers: socket.socket) -> None:
         self.start: Start
         self.functions: list[Any] = []
-        self._connection = connection
+        self._incoming = calls
+        self._outgoing = answers
         self._frames = Frames()
         self._loop = asyncio.new_event_loop()
         self._running: dict[int, asyncio.Task[None]] = {}
 
     def serve(self) -> None:
         """Answer messages until the worker closes the connection."""
-        self._loop.add_reader(self._connection, self._loop.stop)
+        self._loop.add_reader(self._incoming, self._loop.stop)
         while True:
             if self._running:
                 self._loop.run_forever()  # until a message arrives
-            data = self._connection.recv(RECEIVED)
+            data = self._incoming.recv(RECEIVED)
             if not data:
                 return
             for frame in self._frames.feed(data):
@@ -210,7 +211,7 @@ class Functions:
         return f"reward function {self.start.paths[call.function]}"
 
     def _send(self, answer: Answer) -> None:
-        self._connection.sendall(framed(answer))
+        self._outgoing.sendall(framed(answer))
 
 
 def too_long(what: str, limit_s: float) -> str:
@@ -225,21 +226,23 @@ def sendable(text: str) -> str:
 
 
 def main() -> None:
-    """Serve the connection whose file descriptor is the first argument.
+    """Serve the connections whose file descriptors are the first arguments: calls and answers.
 
-    The second argument is the id of the worker. The worker's signals to stop do not end this
+    The third argument is the process id of the worker. The worker's signals to stop do not end this
     process: the worker closes the connection. Handlers, unlike SIG_IGN, are not inherited by the
     programs that a function starts.
     """
-    die_with_parent(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[3]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, lambda _number, _frame: None)
     stdout: Any = sys.stdout
     stdout.reconfigure(line_buffering=True)  # a process that is killed loses no lines
     outputs.protect()  # a function may print although the worker's output is closed
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    Functions(socket.socket(fileno=descriptor)).serve()
+    descriptors = [int(word) for word in sys.argv[1:3]]
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    calls, answers = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    Functions(calls, answers).serve()
 
 
 if __name__ == "__main__":

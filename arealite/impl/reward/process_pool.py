@@ -85,7 +85,10 @@ class FunctionProcess(asyncio.Protocol):
         self.is_ready = False
         self._pool = pool
         self._child: Child | None = None
+        self._calls_transport: Any = None
         self._transport: Any = None
+        """Receives answers. A failed write to a process that has ended would close it and lose the
+        last answers, so calls have a connection of their own."""
         self._frames = Frames()
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_killed = False
@@ -117,8 +120,7 @@ class FunctionProcess(asyncio.Protocol):
             self.is_ready = False
             if self._timer is not None:
                 self._timer.cancel()
-            if self._transport is not None:
-                self._transport.close()
+            self._close_transports()
             if self._child is not None:
                 is_busy = self._calls or self._coroutines
                 await end_all([self._child], 0, grace_s=0.0 if is_busy else CLOSE_S)
@@ -126,16 +128,25 @@ class FunctionProcess(asyncio.Protocol):
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        with theirs, Wait("its start", owner="reward pool", on=NAME, seconds=START_S):
-            await loop.create_unix_connection(lambda: self, sock=ours)
-            words = [*COMMAND, str(theirs.fileno()), str(os.getpid())]
-            passed = (theirs.fileno(),)
+        calls, calls_of_child = socket.socketpair()
+        answers, answers_of_child = socket.socketpair()
+        with (
+            calls_of_child,
+            answers_of_child,
+            Wait("its start", owner="reward pool", on=NAME, seconds=START_S),
+        ):
+            self._calls_transport, _ = await loop.create_unix_connection(
+                asyncio.Protocol, sock=calls
+            )
+            await loop.create_unix_connection(lambda: self, sock=answers)
+            passed = (calls_of_child.fileno(), answers_of_child.fileno())
+            words = [*COMMAND, *map(str, passed), str(os.getpid())]
             self._child = await spawn(NAME, words, log=None, environment={}, pass_fds=passed)
-            theirs.close()
+            calls_of_child.close()
+            answers_of_child.close()
             exited = asyncio.ensure_future(self._child.process.wait())
             exited.add_done_callback(lambda _: loop.call_later(DRAIN_S, self._transport.abort))
-            self._transport.write(framed(self._pool.start_message()))
+            self._calls_transport.write(framed(self._pool.start_message()))
             await asyncio.wait((self.started, self._closed), return_when="FIRST_COMPLETED")
             if not self.started.done():
                 how = how_ended(await exited)
@@ -148,23 +159,28 @@ class FunctionProcess(asyncio.Protocol):
     def close(self) -> None:
         """Make `run` end."""
         if self._transport is not None:
-            self._transport.close()
+            self._close_transports()
         elif self.running is not None:
             self.running.cancel()
+
+    def _close_transports(self) -> None:
+        for transport in (self._calls_transport, self._transport):
+            if transport is not None:
+                transport.close()
 
     def send(self, call: PendingCall) -> None:
         """Send a call to the process."""
         call.process = self
         call.begin = time.monotonic()
         self._calls[call.number] = call
-        self._transport.write(call.message)
+        self._calls_transport.write(call.message)
         if self._timer is None:
             self._set_timer(self._pool.limit_s)
 
     def cancel(self, call: PendingCall) -> None:
         """End a call: kill the process if it makes this call."""
         if call.number in self._coroutines:
-            self._transport.write(framed(Call(call.number, wire.CANCEL, {})))
+            self._calls_transport.write(framed(Call(call.number, wire.CANCEL, {})))
         elif call is self._first:
             self._kill()
 

@@ -203,6 +203,24 @@ async def test_call_that_ends_its_process_fails_by_name_and_others_are_called_ag
     assert {float(result) for result in results[3:]}.isdisjoint({float(first)})
 
 
+async def test_answers_before_the_end_of_a_process_are_read_despite_a_failed_write(
+    made: Any,
+) -> None:
+    reward = await made("ends")
+    (path,) = reward.pool.paths
+    for _ in range(3):  # short calls: from now on, a process gets several at once
+        process = (await reward.pool.call(path, {"completion": ""})).value
+    answered = asyncio.ensure_future(reward.pool.call(path, {"completion": ""}))
+    ending = asyncio.ensure_future(reward.pool.call(path, {"completion": "exit"}))
+    await asyncio.sleep(0)  # both calls are sent
+    until_exited(int(process))  # blocks the loop, so that no answer is read
+    late = asyncio.ensure_future(reward.pool.call(path, {"completion": ""}))
+    assert (await answered).value == process
+    with pytest.raises(EpisodeError, match="ends ended its process"):
+        await ending
+    assert (await late).value != process
+
+
 async def test_call_beyond_the_limit_fails_alone_and_its_process_is_replaced(
     made: Any, tmp_path: Path
 ) -> None:
