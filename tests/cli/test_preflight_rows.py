@@ -90,6 +90,16 @@ def test_training_rows_without_trained_tokens_are_refused_despite_held_out_rows(
         preflight(config)
 
 
+def test_held_out_rows_without_trained_tokens_are_refused(tmp_path, model) -> None:
+    """Otherwise the launcher says at the end of the run that every sample failed."""
+    config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, GOOD)
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "1" * 40, "completion": "2"}) + "\n")
+    config = replace(config, dataset=replace(config.dataset, eval=str(held_out)))
+    with pytest.raises(UserError, match=r"dataset.eval: no row has a token to learn within"):
+        preflight(config)
+
+
 @pytest.mark.parametrize(("size", "steps"), [(2, 10), (3, 12), (2, 9)])
 def test_warm_up_of_an_offline_run_is_compared_with_its_updates(
     tmp_path, model, capsys, size: int, steps: int

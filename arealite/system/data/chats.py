@@ -113,7 +113,7 @@ def check_examples(config: ExperimentConfig, model: dict[str, object]) -> Checke
         model: The model's config.json.
 
     Raises:
-        UserError: a row cannot be used, or no row has a token to train.
+        UserError: a row cannot be used, or no row of a split has a token to train.
     """
     train, held_out = read_dataset(config)
     encoder = RowEncoder(config, load_tokenizer(config.model.path))
@@ -129,9 +129,10 @@ def check_examples(config: ExperimentConfig, model: dict[str, object]) -> Checke
                 raise UserError(f"{what}. Create the rows with the tokenizer of model.path.")
         if not all(example.kinds[1:].any() for example in examples):
             untrained.append(row[0])
-    if {place for place, _ in train} <= {*untrained}:
-        what = f"no row has a token to learn within trainer.offline.max_tokens={limit}"
-        raise UserError(f"{what}. Raise it.")
+    for split, rows in (("train", train), ("eval", held_out)):
+        if rows and {place for place, _ in rows} <= {*untrained}:
+            what = f"no row has a token to learn within trainer.offline.max_tokens={limit}"
+            raise UserError(f"dataset.{split}: {what}. Raise it.")
     for path in filter(None, [config.dataset.train, config.dataset.eval]):
         encoder.note_columns([name for name in parquet_columns(path) if name not in COLUMNS])
     return Checked(
