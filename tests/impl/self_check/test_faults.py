@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 from arealite.api.collector import CollectorConfig
 from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.engine import Sequence
+from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
 from arealite.api.launcher import LauncherConfig
 from arealite.api.llm import SamplingConfig
 from arealite.api.publisher_config import PublisherConfig
@@ -29,13 +30,16 @@ from arealite.impl.engine import fsdp
 from arealite.impl.engine.batch import MicroBatch, collate
 from arealite.impl.engine.fsdp import FSDPEngine
 from arealite.impl.self_check.check import SelfCheck, self_check
-from arealite.impl.self_check.reasons import Comparison, likely_reason
+from arealite.impl.self_check.reasons import Comparison, bound_of, likely_reason
 from arealite.impl.server.embedded import EmbeddedServer
 from arealite.impl.trainer.world import World
 from tests.fakes.embedded import running, server_config
 from tests.impl.engine.helpers import make_engine
 from tests.models import MIXTURES, tiny_mixture, tiny_model
 
+STRICT = bound_of("float32", None, temperature=1.0, is_mixture=False)
+LOW = bound_of("bfloat16", None, temperature=1.0, is_mixture=False)
+DTYPES = ["float32", "float16", "bfloat16"]
 Model = Any
 Plant = Callable[[Model], None]
 """Breaks the model of the server or of the trainer."""
@@ -58,13 +62,25 @@ def write(folder: Path, family: str = "qwen2", **fields: Any) -> Path:
 class Run:
     """A trainer and a server that should serve the same model."""
 
-    def __init__(self, folder: Path, *, temperature: float = 1.0, own: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        temperature: float = 1.0,
+        own: int = 0,
+        dtype: str = "float32",
+        layout: str = "auto",
+    ) -> None:
         self.folder, self.served = folder, folder
-        self.served_dtype = "float32"
+        self.dtype = self.served_dtype = dtype
+        self.options = {"dtype": dtype, "layout": layout}
         self.context_length: int | None = None
         self.temperature, self.own = temperature, own
         self.in_server: Callable[[EmbeddedServer], None] = lambda server: None
-        self.engine: FSDPEngine = make_engine(folder)
+        self.engine = self.make_engine(folder)
+
+    def make_engine(self, folder: Path) -> FSDPEngine:
+        return make_engine(folder, **self.options)
 
     def check(self) -> dict[str, str]:
         """Run the self-check; return the result of each comparison."""
@@ -81,11 +97,13 @@ class Run:
         served = replace(served, model=replace(served.model, dtype=self.served_dtype))
         sampling = SamplingConfig(temperature=self.temperature)
         ppo = PPOConfig(
-            collector=CollectorConfig(sampling=sampling), publisher=PublisherConfig(timeout_s=60.0)
+            engine=TrainEngineConfig(fsdp=FSDPConfig(dtype=self.dtype)),
+            collector=CollectorConfig(sampling=sampling),
+            publisher=PublisherConfig(timeout_s=60.0),
         )
         config = ExperimentConfig(
             cluster=served.cluster,
-            model=ModelConfig(path=str(self.folder), dtype="float32"),
+            model=ModelConfig(path=str(self.folder), dtype=self.dtype),
             trainer=TrainerConfig(ppo=ppo),
             launcher=LauncherConfig(llm_servers=self.own),
         )
@@ -102,10 +120,13 @@ def _group(group: None) -> None:
     pass
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "deepseek_v3", "qwen3_moe"])
-def test_sound_run_passes_and_reports_small_differences(tmp_path: Path, family: str) -> None:
+def test_sound_run_passes_and_reports_small_differences(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
     fields = {"sliding_window": 16} if family == "mistral" else {}
-    found = Run(write(tmp_path, family, **fields)).check()
+    found = Run(write(tmp_path, family, **fields), dtype=dtype).check()
     assert len(found) == 2
     assert all("nats" in text for text in found.values()), found
 
@@ -180,11 +201,12 @@ IN_SERVER: dict[str, tuple[str, Plant, str]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("family", "plant", "named"), IN_SERVER.values(), ids=IN_SERVER)
 def test_fault_of_the_server_is_named(
-    tmp_path: Path, family: str, plant: Plant, named: str
+    tmp_path: Path, family: str, plant: Plant, named: str, dtype: str
 ) -> None:
-    run = Run(write(tmp_path, family))
+    run = Run(write(tmp_path, family), dtype=dtype)
     run.in_server = lambda server: plant(server.engine.decoder.model)
     text = run.refusal()
     assert "The trainer and server http" in text
@@ -194,11 +216,12 @@ def test_fault_of_the_server_is_named(
 IN_TRAINER = {name: IN_SERVER[name] for name in ("missing buffer", "swapped tensors")}
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("family", "plant", "named"), IN_TRAINER.values(), ids=IN_TRAINER)
 def test_fault_of_the_trainer_is_named_with_its_place(
-    tmp_path: Path, family: str, plant: Plant, named: str
+    tmp_path: Path, family: str, plant: Plant, named: str, dtype: str
 ) -> None:
-    run = Run(write(tmp_path, family))
+    run = Run(write(tmp_path, family), dtype=dtype)
     plant(run.engine.module)
     text = run.refusal()
     assert "The trainer and plain transformers" in text
@@ -213,32 +236,34 @@ EDITS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("where", ["server", "trainer"])
 @pytest.mark.parametrize(("fields", "named"), EDITS.values(), ids=EDITS)
 def test_other_attention_is_named(
-    tmp_path: Path, fields: dict[str, Any], named: str, where: str
+    tmp_path: Path, fields: dict[str, Any], named: str, where: str, dtype: str
 ) -> None:
-    run = Run(write(tmp_path, "mistral", sliding_window=16))
+    run = Run(write(tmp_path, "mistral", sliding_window=16), dtype=dtype)
     if where == "server":
         run.served = edited(run.folder, **fields)
     else:
-        run.engine = make_engine(edited(run.folder, **fields))
+        run.engine = run.make_engine(edited(run.folder, **fields))
     text = run.refusal()
     assert named in text
     assert ("The first module that differs" in text) == (where == "trainer")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, -3, -100])
-def test_window_below_1_is_named(tmp_path: Path, window: int) -> None:
-    run = Run(write(tmp_path, "mistral", sliding_window=16))
+def test_window_below_1_is_named(tmp_path: Path, window: int, dtype: str) -> None:
+    run = Run(write(tmp_path, "mistral", sliding_window=16), dtype=dtype)
     run.folder = run.served = edited(run.folder, sliding_window=window)
-    run.engine = make_engine(run.folder)
+    run.engine = run.make_engine(run.folder)
     assert f"reason: sliding window: {window} in config.json is below 1" in run.refusal()
 
 
-def test_tensor_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    run = Run(write(tmp_path))
-
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensor_that_is_not_finite_is_named(tmp_path: Path, dtype: str) -> None:
+    run = Run(write(tmp_path), dtype=dtype)
     module: Any = run.engine.module
     module.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
     assert "weights: 'model.layers.1.mlp.up_proj.weight' has NaN or infinity" in run.refusal()
@@ -247,7 +272,7 @@ def test_tensor_that_is_not_finite_is_named(tmp_path: Path) -> None:
 def test_nan_of_any_row_is_a_difference() -> None:
     rows = [Sequence(np.arange(9, dtype=np.int32), np.arange(9) > 3, 1.0)] * 2
     zeros = np.zeros(5)
-    found = Comparison("server", rows, [zeros, zeros], [zeros, zeros * np.nan], "float32")
+    found = Comparison("server", rows, [zeros, zeros], [zeros, zeros * np.nan], STRICT)
     assert not found.is_equal
 
 
@@ -262,7 +287,13 @@ def test_dtype_auto_of_an_external_server_is_not_the_reason() -> None:
     theirs, info = np.full(5, 3.0), {"dtype": "auto"}  # SGLang's default
     wrong = Comparison("server", [row], [zeros], [theirs], "bfloat16", info)
     alone = replace(wrong, theirs=[zeros])
-    options: Any = {"alone": alone, "by_temperature": {}, "window": None, "dtype": "bfloat16"}
+    options: Any = {
+        "alone": alone,
+        "low": wrong,
+        "by_temperature": {},
+        "window": None,
+        "dtype": "bfloat16",
+    }
     found = likely_reason(wrong, tensors="stale weights: 9 of 9", **options)
     assert found == "stale weights: 9 of 9"
 
@@ -280,8 +311,9 @@ def test_hidden_low_precision_of_the_server_is_named(tmp_path: Path) -> None:
     assert "dtype: the differences are those of 16 bits" in run.refusal()
 
 
-def test_temperature_that_the_server_ignores_is_named(tmp_path: Path) -> None:
-    run = Run(write(tmp_path), temperature=0.6)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_temperature_that_the_server_ignores_is_named(tmp_path: Path, dtype: str) -> None:
+    run = Run(write(tmp_path), temperature=0.6, dtype=dtype)
 
     def plant(server: EmbeddedServer) -> None:
         submit = server.engine.submit
@@ -297,14 +329,16 @@ def test_temperature_that_the_server_ignores_is_named(tmp_path: Path) -> None:
     assert "has it at 1, the run at 0.6" in text
 
 
-def test_stale_weights_of_the_server_are_named(tmp_path: Path) -> None:
-    run = Run(write(tmp_path))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stale_weights_of_the_server_are_named(tmp_path: Path, dtype: str) -> None:
+    run = Run(write(tmp_path), dtype=dtype)
     run.served = tiny_model(tmp_path / "stale", seed=1, init_std=0.1)
     assert "stale weights: " in run.refusal()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_padded_on_the_wrong_side_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     def left_padded(rows: Any, *args: Any) -> MicroBatch:
         batch = collate(rows, *args)
@@ -314,7 +348,6 @@ def test_rows_padded_on_the_wrong_side_are_named(
         index = batch.index_N + torch.tensor(width - lengths)[batch.rows_N]
         return replace(batch, input_ids_BW=torch.stack(moved), index_N=index)
 
-    run = Run(write(tmp_path))
-    run.engine = make_engine(run.folder, layout="padded")
+    run = Run(write(tmp_path), dtype=dtype, layout="padded")
     monkeypatch.setattr(fsdp, "collate", left_padded)
     assert "padding: a row's log-probabilities depend on the other rows" in run.refusal()
