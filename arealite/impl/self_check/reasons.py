@@ -14,8 +14,8 @@ STRICT = (1e-3, 1e-2)
 """Bounds in float32, in nats: the mean of a row, and one token. In 16 bits, bounds are not lower.
 Random models with large weights differ less (1e-6 and 6e-6)."""
 MARGINS = (3.0, 4.0)
-"""Bounds in 16 bits, in multiples of the noise: the mean of a row, and one token. Two right programs
-differed by at most 1.4 and 1.9 times the noise on 100 random models without experts."""
+"""Bounds in 16 bits, in multiples of the noise: the mean of a row, and one token. Right programs
+differed by at most 1.4 and 1.9 times the noise on 46 random models without experts."""
 MIXTURE_MARGINS = (6.0, 30.0)
 """The same for mixtures of experts. Near ties, rounding decides which experts compute a token, and
 one such token can be most of the noise: right programs differed by up to 3.8 and 20 times it."""

@@ -264,19 +264,18 @@ def test_decoder_with_wrong_positions_is_not_used(
 
 def test_noisy_model_gets_the_fast_decoder_in_bfloat16(tmp_path: Path) -> None:
     """Its usual noise is above 0.05 nats, which was once the bound of every model."""
-    model = family_model(tmp_path, "mistral", {}, dtype="bfloat16", init_std=1.0)
+    model = family_model(tmp_path, "mistral", {}, dtype="bfloat16", init_std=2.0)
     with capture_logs() as events:
         assert type(make_decoder(model, max_rows=1, seed=0)) is Decoder
     assert events[0]["off"] > 0.05
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("kind", "family", "options"), CASES, ids=[case[1] for case in CASES])
-def test_model_gets_the_same_decoder_in_16_bits(
-    kind: type, family: str, options: dict[str, Any], dtype: str, tmp_path: Path
+def test_model_gets_the_same_decoder_in_bfloat16(
+    kind: type, family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """The measurement of the noise leaves every weight as it was."""
-    model = family_model(tmp_path, family, options, dtype=dtype, init_std=0.1)
+    model = family_model(tmp_path, family, options, dtype="bfloat16", init_std=0.1)
     before = {name: (each.dtype, each.data_ptr()) for name, each in model.state_dict().items()}
     assert type(make_decoder(model, max_rows=1, seed=0)) is kind
     assert before == {n: (each.dtype, each.data_ptr()) for n, each in model.state_dict().items()}
