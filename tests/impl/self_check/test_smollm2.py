@@ -8,9 +8,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from arealite.api.config import ClusterConfig, ExperimentConfig, ModelConfig
+from arealite.api.config import ExperimentConfig, ModelConfig
 from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
 from arealite.api.trainer import PPOConfig, TrainerConfig
+from arealite.api.trial import ClusterConfig
 from arealite.impl.self_check import check
 from arealite.impl.server import cache_decoder
 from arealite.impl.server.cache_decoder import CacheDecoder, make_decoder
@@ -60,5 +61,5 @@ def test_embedded_server_takes_the_fast_decoder_and_refuses_a_wrong_one(
         assert type(make_decoder(model, max_rows=4, seed=0)) is Decoder
         monkeypatch.setattr(cache_decoder, "Decoder", LateDecoder)
         assert type(make_decoder(model, max_rows=4, seed=0)) is CacheDecoder
-    assert [each["why"] for each in events][0] == "the fastest"
+    assert events[0]["why"] == "the fastest"
     assert "allowed in bfloat16" in events[1]["why"]
