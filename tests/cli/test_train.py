@@ -35,6 +35,7 @@ def words(tmp_path: Path) -> list[str]:
         f"cluster.run_root={tmp_path / 'runs'}",
         "trainer.type=sft",
         "trainer.offline.batch_size=2",
+        "trainer.offline.optimizer.warmup_steps=0",
     ]
 
 

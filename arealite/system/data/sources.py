@@ -26,6 +26,8 @@ ROW_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions for a line that is not a JSON object, or is nested too deep."""
 DEPTH = 100
 """Maximum nesting of a row: each process that decodes the row needs stack for every level."""
+WIDE_START = re.compile(rb"\xff\xfe|\xfe\xff|[\t\n\r -~]\0|\0[\t\n\r -~]|\0\0\0[\t\n\r -~]")
+"""The start of a file in UTF-16 or UTF-32: a byte order mark, or a letter with zeros."""
 BOM = b"\xef\xbb\xbf"
 """Begins a text file that a program of Windows has saved as UTF-8."""
 ROW = '{"prompt": …, "ground_truth": …}'
@@ -94,7 +96,7 @@ def _check_utf8(file: Path, begin: bytes) -> None:
         file: The file, for errors.
         begin: At least its first four bytes.
     """
-    if begin.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in begin[:4]:
+    if WIDE_START.match(begin):
         fix = f"Convert it: iconv -f UTF-16 -t UTF-8 {file} > NEW{file.suffix}"
         raise UserError(f"{file} is in UTF-16 or UTF-32, and must be in UTF-8. {fix}.")
 
