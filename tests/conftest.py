@@ -21,6 +21,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from arealite.base import registry
 from tests.sglang.shared import SharedServer, shared_server
 from tests.skip_report import pytest_terminal_summary as pytest_terminal_summary
 from tests.waiting import stop_ignoring_signals_in_children
@@ -50,6 +51,12 @@ def log_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(structlog, "configure", lambda **given: configure(**given | never))
     yield
     configure(**before | never)
+
+
+@pytest.fixture(autouse=True)
+def imported_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget modules of `imports` after each test: a process of reward functions imports them."""
+    monkeypatch.setattr(registry, "imported", [])
 
 
 @pytest.fixture(scope="session")
