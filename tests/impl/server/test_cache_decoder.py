@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from arealite.base.errors import UserError
+from arealite.impl.server import cache_decoder
 from arealite.impl.server.cache_decoder import CacheDecoder, PlainDecoder, make_decoder
 from arealite.impl.server.decoder import Decoder
 from arealite.impl.server.generation import Generation, SamplingParams
@@ -106,9 +108,11 @@ CASES = [
 ]
 
 
-def family_model(folder: Path, family: str, options: dict[str, Any], **more: Any) -> Any:
+def family_model(
+    folder: Path, family: str, options: dict[str, Any], *, dtype: str = "float32", **more: Any
+) -> Any:
     settings = {"family": family, "tie_word_embeddings": False} | options | more
-    return load_model(str(tiny_model(folder, **settings)), dtype="float32", device="cpu")[0]
+    return load_model(str(tiny_model(folder, **settings)), dtype=dtype, device="cpu")[0]
 
 
 def request(prompt: list[int], limit: int) -> Generation:
@@ -229,6 +233,70 @@ def test_decoder_that_ignores_the_window_is_not_used(
     assert type(make_decoder(model, max_rows=1, seed=0)) is Decoder
     monkeypatch.setattr("arealite.impl.server.decoder.window_of", lambda model: None)
     assert type(make_decoder(model, max_rows=1, seed=0)) is CacheDecoder
+
+
+class LateDecoder(Decoder):
+    """Positions of generated tokens are one too large."""
+
+    def decode(self) -> None:
+        forward = self.model.forward
+
+        def late(*args: Any, position_ids: torch.Tensor, **inputs: Any) -> Any:
+            return forward(*args, position_ids=position_ids + 1, **inputs)
+
+        self.model.forward = late  # type: ignore[method-assign]
+        try:
+            super().decode()
+        finally:
+            del self.model.forward
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_decoder_with_wrong_positions_is_not_used(
+    dtype: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    model = family_model(tmp_path, "mistral", {}, dtype=dtype, init_std=0.2)
+    monkeypatch.setattr(cache_decoder, "Decoder", LateDecoder)
+    with capture_logs() as events:
+        assert type(make_decoder(model, max_rows=1, seed=0)) is CacheDecoder
+    assert re.search(rf"differ by \S+ .* \(\S+ is allowed in {dtype}\)", events[0]["why"])
+
+
+class EagerDecoder(Decoder):
+    """Right, with another arithmetic than plain passes: they differ by rounding."""
+
+    def prefill(self, waiting: deque[Generation]) -> None:
+        self.model.set_attn_implementation("eager")
+        super().prefill(waiting)
+        self.model.set_attn_implementation("sdpa")
+
+    def decode(self) -> None:
+        self.model.set_attn_implementation("eager")
+        super().decode()
+        self.model.set_attn_implementation("sdpa")
+
+
+def test_right_decoder_of_a_noisy_model_is_used_in_bfloat16(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Rounding changes the usual log-probability by more than 0.05 nats, a former constant."""
+    options = {"num_hidden_layers": 8}
+    model = family_model(tmp_path, "mistral", options, dtype="bfloat16", init_std=0.5)
+    monkeypatch.setattr(cache_decoder, "Decoder", EagerDecoder)
+    with capture_logs() as events:
+        assert type(make_decoder(model, max_rows=1, seed=0)) is EagerDecoder
+    assert 0.05 < events[0]["off"] < events[0]["bound"]
+
+
+@pytest.mark.parametrize(("kind", "family", "options"), CASES, ids=[case[1] for case in CASES])
+def test_model_gets_the_same_decoder_in_bfloat16(
+    kind: type, family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The measurement of the noise leaves every weight as it was."""
+    model = family_model(tmp_path, family, options, dtype="bfloat16", init_std=0.1)
+    before = {name: (each.dtype, each.data_ptr()) for name, each in model.state_dict().items()}
+    assert type(make_decoder(model, max_rows=1, seed=0)) is kind
+    assert before == {n: (each.dtype, each.data_ptr()) for n, each in model.state_dict().items()}
 
 
 def test_model_that_reads_later_tokens_is_refused(tmp_path: Path) -> None:
