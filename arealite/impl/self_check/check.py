@@ -2,7 +2,8 @@
 
 Each server generates about 200 tokens from random prompts. The trainer computes the
 log-probabilities of the same tokens in the layout of training. Plain transformers computes them row
-by row, in float32, with its reference attention.
+by row, in float32, with its reference attention. In 16 bits, the bounds are multiples of the noise:
+how far plain transformers in that dtype is from float32 on the same tokens.
 """
 
 import time
@@ -23,11 +24,26 @@ from arealite.api.config import ExperimentConfig
 from arealite.api.engine import Sequence, TrainEngine
 from arealite.base import log
 from arealite.base.errors import UserError
-from arealite.base.model_folder import exact_length, read_json, read_shapes, text_part, vocab_size
+from arealite.base.model_folder import (
+    exact_length,
+    experts_of,
+    read_json,
+    read_shapes,
+    text_part,
+    vocab_size,
+)
 from arealite.impl.client import wire
 from arealite.impl.launcher.processes import server_overrides
 from arealite.impl.self_check.plain import PlainModel, first_difference, obstacle, watched
-from arealite.impl.self_check.reasons import BOUNDS, Comparison, likely_reason, tensor_reason
+from arealite.impl.self_check.reasons import (
+    ROUNDING,
+    Bound,
+    Comparison,
+    bound_of,
+    likely_reason,
+    tail,
+    tensor_reason,
+)
 from arealite.impl.trainer.world import World
 from arealite.impl.weights.sums import Sums, sums
 from arealite.system.health.waits import Wait
@@ -110,10 +126,30 @@ class SelfCheck:
             prompts, new = self.prompts()
             rows = made[0].rows if made else [self.row(p, p[:1] * new) for p in prompts]
             theirs = [self.plain.score(row) for row in rows] if self.plain else []
-            made.insert(0, Comparison(PLAIN, rows, self.score(rows), theirs, self.dtype))
-        made = self.world.broadcast(made)
+            unmeasured = self.bound(self.dtype, None)
+            made.insert(0, Comparison(PLAIN, rows, self.score(rows), theirs, unmeasured))
+        made = self.world.broadcast(self.with_measured_bounds(made) if self.plain else made)
         self.found |= {each.other: each.text for each in made}
         return made
+
+    def with_measured_bounds(self, made: list[Comparison]) -> list[Comparison]:
+        """Return comparisons whose bounds in 16 bits come from the noise on their own tokens."""
+        noise_of_rows = dict[tuple[int, str], list[np.ndarray]]()
+        measured = list[Comparison]()
+        for each in made:
+            key = id(each.rows), each.bound.dtype
+            if self.plain and each.bound.dtype != "float32":
+                if key not in noise_of_rows:
+                    noise_of_rows[key] = self.plain.noise(each.rows, each.bound.dtype)
+                noise = [tail(*pair) for pair in zip(noise_of_rows[key], each.theirs, strict=True)]
+                each = replace(each, bound=self.bound(each.bound.dtype, noise))
+            measured.append(each)
+        return measured
+
+    def bound(self, dtype: str, noise: list[np.ndarray] | None) -> Bound:
+        """Return the bound of a comparison in this run; see `bound_of`."""
+        is_mixture = experts_of(self.model) is not None
+        return bound_of(dtype, noise, temperature=self.temperature, is_mixture=is_mixture)
 
     def score(self, rows: list[Sequence]) -> list[np.ndarray]:
         """Return the trainer's logprobs of each row on rank 0, float32 [T]."""
@@ -183,8 +219,8 @@ class SelfCheck:
         rows = [self.row(p, answer.output_ids) for p, answer in zip(prompts, answers, strict=True)]
         facts = {name: info.get(name) for name in ("dtype", "quantization")} | {"entry": server}
         theirs = [np.array(wire.token_logprobs(answer)) for answer in answers]
-        coarsest = max(self.dtype, self.dtype_of(facts), key=BOUNDS.__getitem__)
-        return Comparison(name, rows, [], theirs, coarsest, facts)
+        coarsest = max(self.dtype, self.dtype_of(facts), key=ROUNDING.__getitem__)
+        return Comparison(name, rows, [], theirs, self.bound(coarsest, None), facts)
 
     def dtype_of(self, info: dict[str, Any]) -> str:
         """Return the dtype in which a server should compute.
@@ -196,13 +232,13 @@ class SelfCheck:
         if self.config.launcher.llm_servers:
             words = dict(word.split("=", 1) for word in server_overrides(self.config))
             dtype = words["model.dtype"].strip('"')
-        return dtype if dtype in BOUNDS else "bfloat16"
+        return dtype if dtype in ROUNDING else "bfloat16"
 
     # ------------------------------------------------------------ the reason
 
     def refusal(self, wrong: Comparison) -> str:
         """Return on all ranks the error for a comparison, with its likely reason."""
-        reason, (mean, most) = self.reason(wrong), BOUNDS[wrong.dtype]
+        reason = self.reason(wrong)
         row = wrong.rows[int(np.argmax([errors.mean() for errors in wrong.errors]))]
         with watched(self.module) as ours:
             self.score([row])
@@ -213,8 +249,7 @@ class SelfCheck:
             if place := first_difference(ours, theirs, self.dtype):
                 where = f" The first module that differs: {place}."
         what = f"The trainer and {wrong.other} give the same tokens different log-probabilities"
-        size = f"{wrong.text}; {mean:g} and {most:g} are allowed in {wrong.dtype}"
-        text = f"{what} ({size}).{where} Likely reason: {reason}. (Off: {OPTION}=false)"
+        text = f"{what} ({wrong.text}).{where} Likely reason: {reason}. (Off: {OPTION}=false)"
         return self.world.broadcast(text)
 
     def reason(self, wrong: Comparison) -> str:
@@ -233,12 +268,15 @@ class SelfCheck:
                 tensors = tensors[0], msgspec.json.decode(found, type=Sums)
         elif is_plain and self.plain and self.is_initial:
             tensors = sums(self.plain.stored(), self.plain.model), tensors[0]
+        alike = self.bound(self.dtype, None) if self.dtype == "float32" else wrong.bound
+        (low,) = self.with_measured_bounds([replace(wrong, bound=self.bound("bfloat16", None))])
         buffers = set[str](dict(self.module.named_buffers()) if self.module is not None else ())
         dtype = self.dtype if is_plain else self.dtype_of(wrong.info)
         return likely_reason(
             wrong,
-            alone=replace(wrong, theirs=alone, dtype=self.dtype),
+            alone=replace(wrong, theirs=alone, bound=alike),
             by_temperature={t: replace(wrong, ours=warmer[t]) for t in degrees},
+            low=low,
             dtype=dtype,
             tensors=tensor_reason(*tensors, dtype, buffers),
             window=text_part(self.model).get("sliding_window"),

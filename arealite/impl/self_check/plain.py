@@ -15,7 +15,9 @@ from transformers.utils import logging
 
 from arealite.api.engine import Sequence
 from arealite.base.model_folder import read_json
+from arealite.impl.engine.loading import DTYPES
 from arealite.impl.weights.buckets import Named
+from arealite.impl.weights.casting import computing_in
 from arealite.impl.weights.names import TensorNames
 
 LARGEST = 2 * 10**9
@@ -55,6 +57,12 @@ class PlainModel:
     def stored(self) -> Iterator[Named]:
         """Yield the tensors of the folder."""
         return ((name, self.names.read(name)) for name in self.names.headers)
+
+    def noise(self, rows: list[Sequence], dtype: str) -> list[np.ndarray]:
+        """Return how far the logprobs of loss tokens in a dtype are from those in float32 [T]."""
+        exact = [self.score(row) for row in rows]
+        with computing_in(self.model, DTYPES[dtype]):
+            return [abs(self.score(row) - right) for row, right in zip(rows, exact, strict=True)]
 
     @torch.no_grad()
     def score(self, row: Sequence) -> np.ndarray:
