@@ -269,8 +269,7 @@ class SelfCheck:
         elif is_plain and self.plain and self.is_initial:
             tensors = sums(self.plain.stored(), self.plain.model), tensors[0]
         alike = self.bound(self.dtype, None) if self.dtype == "float32" else wrong.bound
-        coarse = replace(wrong, bound=self.bound("bfloat16", None))
-        (low,) = self.with_measured_bounds([coarse])
+        (low,) = self.with_measured_bounds([replace(wrong, bound=self.bound("bfloat16", None))])
         buffers = set[str](dict(self.module.named_buffers()) if self.module is not None else ())
         dtype = self.dtype if is_plain else self.dtype_of(wrong.info)
         return likely_reason(

@@ -23,7 +23,7 @@ from tests.impl.self_check.test_faults import swap
 from tests.impl.server.test_cache_decoder import LateDecoder
 from tests.smollm2 import smollm2
 
-pytestmark = pytest.mark.timeout(600)  # a CPU without bfloat16 computes slowly
+pytestmark = pytest.mark.timeout(600)  # bfloat16 is slow on a CPU without it
 
 
 def test_trained_weights_pass_and_swapped_tensors_are_named(
