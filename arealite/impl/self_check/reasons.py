@@ -191,7 +191,6 @@ def likely_reason(
     has_nan = not isfinite(comparison.bound.mean)
     is_other_dtype = own in {*ROUNDING} - {dtype}
     reasons = {  # the surest evidence comes first
-        f"dtype: plain transformers itself has NaN in {comparison.bound.dtype}": no_noise,
         f"quantised server: it reports quantization={quantization}": quantization,
         f"dtype: the server computes in {own}, model.dtype is {dtype}": is_other_dtype,
         tensors: tensors,
