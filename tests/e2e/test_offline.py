@@ -81,7 +81,9 @@ def test_sft_then_ppo_in_one_command(site: Site, tmp_path: Path) -> None:
     assert [line["step"] for line in done.metrics() if "reward/mean" in line] == [1, 2]
     assert audit(done.paths.ledger).ok
     # Version 0 of the second stage is the export of the first, so trainer and server agree.
-    assert done.metrics()[1]["mismatch/logprob_abs_diff_max_current"] < 1e-4
+    name = "mismatch/logprob_abs_diff_max_current"
+    differences = [line[name] for line in done.metrics() if name in line]
+    assert differences and max(differences) < 1e-4
 
 
 class Run:
