@@ -182,7 +182,7 @@ class Conversation:
         return Answer(prompt=prompt, text=answer.text[context:], needs_eos=answer.needs_eos)
 
     def _whole_answer(self, index: int, following: int) -> Answer:
-        prompt = self._render(self.messages[:index], True)
+        prompt = self.prompt(index)
         end = index + 1
         whole = self._render(self.messages[:end], False)
         if not whole.startswith(prompt):
@@ -207,8 +207,10 @@ class Conversation:
 
         None: it is equal, ends with another token than a generation, or leaves out a part.
         """
+        if following == index + 1:
+            return None
         later = self.prompt(following)
-        if following == index + 1 or not later.startswith(answer.prompt):
+        if not later.startswith(answer.prompt):
             return None
         marker = turn_end(self.tokenizer).marker
         text, separator, _ = later[len(answer.prompt) :].partition(marker) if marker else ("",) * 3
@@ -225,7 +227,7 @@ class Conversation:
         Raises:
             UserError: it leaves one out.
         """
-        whole = self.prompt(len(self.messages))
+        whole = _squeeze(self.prompt(len(self.messages)))
         contents = [message.get("content") or "" for message in self.messages]
         if not all(_contains(whole, content) for content in contents):
             for index in dropped_messages(self.tokenizer, self.messages, self.tools):
@@ -277,7 +279,8 @@ class Conversation:
         message = self.messages[index]
         parts = list(_parts(message))
         # The generation prompt can contain the start of the answer: the tag of its thought.
-        lost = [key for key, part in parts if not _contains(start + text, part)]
+        rendered = _squeeze(start + text)
+        lost = [key for key, part in parts if not _contains(rendered, part)]
         changed = {
             "content": {**message, "content": MARK},
             THOUGHT: with_thought(message, MARK),
@@ -304,12 +307,12 @@ def tool_name(tool: Any) -> str:
     return str((tool.get("function") or tool).get("name"))
 
 
-def _contains(rendered: str, part: str) -> bool:
-    """Return whether a rendering contains a text; white space and JSON escapes may differ."""
+def _contains(squeezed: str, part: str) -> bool:
+    """Return whether a squeezed rendering contains a text; JSON escapes may differ."""
     forms = part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]
-    squeezed = _squeeze(rendered)
     return any(_squeeze(form) in squeezed for form in forms)
 
 
 def _squeeze(text: str) -> str:
+    """Return a text without white space, which templates trim and add."""
     return "".join(text.split())
