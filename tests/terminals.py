@@ -159,3 +159,14 @@ def terminal(
         if opened is None or opened.mine >= 0:
             os.close(mine)
             os.close(its)
+
+
+@contextmanager
+def closed_pipe() -> Iterator[int]:
+    """Yield the writing end of a pipe whose reader has exited."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        yield write
+    finally:
+        os.close(write)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.terminals import closed_pipe
+
 PROTECTED = """
 import os, subprocess, sys
 from pathlib import Path
@@ -32,17 +34,6 @@ for number in range(3):
     print("err", number, file=sys.stderr)
 """
 EXPECTED = ["err 0", "err 1", "err 2", "out 0", "out 1", "out 2"]
-
-
-@contextmanager
-def closed_pipe() -> Iterator[int]:
-    """Yield the writing end of a pipe whose reader has exited."""
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        yield write
-    finally:
-        os.close(write)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.e2e.test_offline import HELD, write_answers
 from tests.e2e.test_sampling import Run as Sampling
 from tests.models import tiny_model
+from tests.terminals import closed_pipe
 from tests.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
@@ -77,16 +78,6 @@ def popen(
             yield process
         finally:
             process.kill()
-
-
-@contextmanager
-def closed_pipe() -> Iterator[int]:
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        yield write
-    finally:
-        os.close(write)
 
 
 def announced(log: Path) -> bool:

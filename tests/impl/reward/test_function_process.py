@@ -18,6 +18,7 @@ from arealite.api.reward import FunctionRewardConfig, RewardConfig, make_reward
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError, failure_class
 from arealite.base.outputs import ProtectedOutput
+from tests.terminals import closed_pipe
 from tests.waiting import eventually, has_exited, until, until_exited
 
 SOURCE = '''
@@ -346,19 +347,18 @@ async def test_function_prints_although_the_outputs_are_closed(
 ) -> None:
     log = tmp_path / "rollout-0.log"
     monkeypatch.setattr(ProtectedOutput, "log", log)
-    reading, writing = os.pipe()
-    os.close(reading)
     kept = [os.dup(1), os.dup(2)]
-    try:
-        os.dup2(writing, 1)
-        os.dup2(writing, 2)
-        reward = await made("says")
-        score = await reward.score_task("", task())
-    finally:
-        os.dup2(kept[0], 1)
-        os.dup2(kept[1], 2)
-        for descriptor in (writing, *kept):
-            os.close(descriptor)
+    with closed_pipe() as writing:
+        try:
+            os.dup2(writing, 1)
+            os.dup2(writing, 2)
+            reward = await made("says")
+            score = await reward.score_task("", task())
+        finally:
+            os.dup2(kept[0], 1)
+            os.dup2(kept[1], 2)
+            for descriptor in kept:
+                os.close(descriptor)
     assert score == 1.0
     text = log.read_text()
     assert "by the function\n" in text and "and on stderr\n" in text
