@@ -35,15 +35,16 @@ def group_advantages(
     advantages = [0.0] * len(rewards)
     for group in _members(groups):
         scored = {i: reward for i in group if (reward := rewards[i]) is not None}
-        own = [*scored.values()]
-        if len({*own}) < 2:
+        scores = [*scored.values()]
+        if len({*scores}) < 2:
             continue
-        mean, others = math.fsum(own) / len(own), len(own) - 1
+        mean = math.fsum(scores) / len(scores)
+        others = len(scores) - 1
         scale = 1.0
         if kind == "grpo":
-            scale = math.sqrt(math.fsum((r - mean) ** 2 for r in own) / others) + eps
+            scale = math.sqrt(math.fsum((r - mean) ** 2 for r in scores) / others) + eps
         elif kind == "rloo":  # R − (n·mean − R) / (n − 1) = (R − mean) · n / (n − 1)
-            scale = others / len(own)
+            scale = others / len(scores)
         for i, reward in scored.items():
             advantages[i] = (reward - mean) / scale
     return advantages

@@ -16,7 +16,7 @@ ENVS = {
     "gyllm": ("gyllm", "gyllm"),
     "verifiers": ("verifiers", extra_requirement("verifiers")),
 }
-"""By name of an environment: the module that it imports, and its requirement for pip."""
+"""The module that an environment imports, and its requirement for pip, by environment."""
 
 
 def check_training_packages(config: ExperimentConfig) -> None:

@@ -48,7 +48,7 @@ MISSING = {
     "wandb": [["logger.types=[wandb]"]],
     "trackio": [["logger.types=[trackio]"]],
 }
-"""By module: options that need it."""
+"""The options that need a module, by module."""
 CASES = [(module, options) for module, cases in MISSING.items() for options in cases]
 
 

@@ -43,7 +43,7 @@ written vitals yet."""
 ORDER: tuple[Cause, ...] = get_args(Cause)
 
 REPORTS: dict[str, Cause] = {PAUSE_OBSERVER: "paused", GROUP_FILTER: "filtering"}
-"""By owner of a wait: cause of the finding that a role itself reports with this wait."""
+"""The cause that a wait reports, by the owner of the wait: the role itself has found it."""
 
 SILENT_S, REMOTE_SILENT_S, BLOCKED_S, OVERDUE_S = 4.0, 15.0, 3.0, 5.0
 MAX_BUSY_S = 1.0
