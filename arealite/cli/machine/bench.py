@@ -21,7 +21,7 @@ from transformers.utils import logging
 from arealite.base import log
 from arealite.cli.fold import fold
 from arealite.cli.machine.command import Row, line
-from arealite.impl.launcher.processes import die_with_parent
+from arealite.impl.launcher.processes import PARENT, die_with_parent
 from arealite.impl.trainer.world import World
 
 SEED = 1
@@ -81,7 +81,8 @@ class Bench:
 
 def main(rank: int, environments: list[Row], rows: list[Row], plan: Row, folder: Path) -> None:
     """Run rows as one rank; called in a new process."""
-    os.environ |= environments[rank]
+    os.environ |= environments[rank]  # before CUDA is initialized
+    os.environ[PARENT] = str(os.getppid())  # the fork server, which exits with the command
     die_with_parent()
     os.dup2(os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
     log.setup("machine", "warning")

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import os
+import multiprocessing
 import signal
 import sys
 import tempfile
@@ -17,7 +17,7 @@ from arealite.base.places import check_folder
 from arealite.cli import info
 from arealite.cli.fold import fold
 from arealite.impl.launcher.exit_reason import exit_reason
-from arealite.impl.launcher.processes import PARENT, rank_environments
+from arealite.impl.launcher.processes import rank_environments
 from arealite.impl.server.sglang import probe
 
 LIMIT_S = 600.0
@@ -108,27 +108,29 @@ def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
 
 
 def session(rows: list[Row], plan: Row, folder: Path) -> str:
-    """Run rows in the same processes, which print and write results; return why they ended."""
+    """Run rows in the same processes, which print and write results; return why they ended.
+
+    The processes are forks of a server of multiprocessing that has imported torch and
+    transformers, so their start takes milliseconds. It exits with this process.
+    """
     from torch.multiprocessing.spawn import start_processes  # pyright: ignore
 
     from arealite.cli.machine.bench import main
 
-    gpus, count, saved = plan["gpus"], rows[0]["ranks"], dict(os.environ)
+    multiprocessing.set_forkserver_preload([main.__module__])
+    gpus, count = plan["gpus"], rows[0]["ranks"]
     environments = rank_environments(count)
     if rows[0]["server"]:  # the server has the first GPU, the trainer the last
         environments[0]["LOCAL_RANK"] = str(max(0, gpus - 1))
-    os.environ[PARENT] = str(os.getpid())
-    if gpus < count:  # before a process imports torch
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if gpus < count:
+        for environment in environments:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        start_processes(main, (environments, rows, plan, folder), count, start_method="spawn")
+        start_processes(main, (environments, rows, plan, folder), count, start_method="forkserver")
     except Exception as error:  # noqa: BLE001  (of a rank, whichever it is)
         if getattr(error, "exit_code", 0) == -signal.SIGALRM:
             return f"no result after {plan['limit_s']:g} s"
         return exit_reason(str(error), 1)
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
     return "its processes exited without a result"
 
 
