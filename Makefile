@@ -42,7 +42,7 @@ VERIFIERS_VENV ?= .venv-verifiers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -60,6 +60,8 @@ help:
 	@echo "make test-learning  train the demo's task with each algorithm"
 	@echo "make test-models  compare every family of models with plain transformers; writes out/models.json (WRITE=1: docs/models.md)"
 	@echo "make test-peers   compare losses, gradients and options with TRL's; installs TRL into $(PEERS_VENV)"
+	@echo "make test-parts   run a part of attacks, agents, models, clusters, learning and peers"
+	@echo "make test-nightly  run these six completely, one after the other (hours); a table of results at the end"
 	@echo "make sglang       install SGLang for the CPU into $(SGLANG_VENV)"
 	@echo "make simulate     simulate runs with crashes in virtual time; prints the seed of a failing run (SEEDS=1000)"
 	@echo "make soak         repeat the demo while every role is killed at random (KILLS=1000)"
@@ -130,7 +132,7 @@ $(AGENTS_VENV)/.dev: tests/agents/requirements.txt
 
 # All Python packages of tests and environments; as root also Debian packages.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
-	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs,frames]" "gguf>=0.17"
+	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs,frames,peers]" "gguf>=0.17"
 	@tools/setup_envs.sh $(VENV)/install.log
 	@touch $@
 
@@ -177,6 +179,14 @@ test-models: $(VENV)/.dev
 
 test-peers: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl tests/docs/test_from_trl.py
+
+# Tests marked part: less than a minute of each suite that `.ci/run` does not run whole.
+PARTS := attacks agents families clusters learning impl
+test-parts: $(VENV)/.envs
+	$(PYTEST) -m part -n 2 --dist loadscope $(PARTS:%=tests/%)
+
+test-nightly: $(VENV)/.dev
+	$(PY) tools/nightly.py
 
 simulate: $(VENV)/.dev
 	$(PY) tools/simulate.py --seeds $(SEEDS)

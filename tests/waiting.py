@@ -28,10 +28,14 @@ def until(
     `what` may be a function, for a text that is known only at the end.
     """
     end, is_over = time.monotonic() + seconds, False
-    while not condition():
+    while True:
+        begin = time.monotonic()
+        if condition():
+            return
         if is_over:
             pytest.fail(f"waited {seconds} s for {what() if callable(what) else what}")
-        time.sleep(0.01)
+        # A condition that reads much must leave the processors to what it waits for.
+        time.sleep(max(0.01, 4 * (time.monotonic() - begin)))
         is_over = time.monotonic() >= end  # check once more: this process may have been stopped
 
 

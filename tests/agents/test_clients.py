@@ -70,6 +70,8 @@ CLIENTS = {
     "claude-code": Client("claude_code", "claude", (True,)),
     "codex": Client("codex", "codex", (True,)),
 }
+IN_PART = ("openai chat", "openai responses")
+"""Clients whose package the tests of make test need, too."""
 
 
 def calls(tools: str, rng: random.Random, is_last: bool) -> list[tuple[str, dict[str, Any]]]:
@@ -182,7 +184,10 @@ def job(
     }
 
 
-@pytest.mark.parametrize("name", [*CLIENTS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.part if name in IN_PART else ()) for name in CLIENTS],
+)
 async def test_client_has_exact_tokens_in_each_family(
     name: str, tmp_path: Path, results: dict[str, Any]
 ) -> None:

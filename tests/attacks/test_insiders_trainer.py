@@ -17,7 +17,7 @@ from tests.attacks.peers import Insider, insider
 from tests.e2e.conftest import SLOW_S
 from tests.hostile import HOSTILE
 
-pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
+pytestmark = [pytest.mark.attacks, pytest.mark.part, pytest.mark.timeout(2 * SLOW_S)]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tests.attacks.conftest import Live
 from tests.attacks.peers import GUESS
 from tests.e2e.conftest import SLOW_S
 
-pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
+pytestmark = [pytest.mark.attacks, pytest.mark.part, pytest.mark.timeout(2 * SLOW_S)]
 
 ROUTES = {
     "/generate": {"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 1}},

@@ -18,7 +18,7 @@ from tests.attacks.conftest import Live
 from tests.attacks.peers import PATIENCE_MS, STRANGERS, forged
 from tests.e2e.conftest import SLOW_S
 
-pytestmark = [pytest.mark.attacks, pytest.mark.timeout(2 * SLOW_S)]
+pytestmark = [pytest.mark.attacks, pytest.mark.part, pytest.mark.timeout(2 * SLOW_S)]
 
 REWARD = forged("g0", 0, reward=1e6)
 MESSAGES: dict[str, list[Any]] = {

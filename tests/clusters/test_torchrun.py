@@ -121,6 +121,7 @@ def job(tmp_path: Path) -> Torchrun:
     return Torchrun(tmp_path)
 
 
+@pytest.mark.part
 def test_killed_rank_restarts_the_job_on_both_nodes(job: Torchrun) -> None:
     with ExitStack() as agents:
         both = [agents.enter_context(job.agent("2", hosts=hosts)) for hosts in (True, False)]

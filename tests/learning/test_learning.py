@@ -35,7 +35,13 @@ def kit() -> Path:
     return make_kit(folder, seed=1)
 
 
-@pytest.mark.parametrize("preset", sorted(file.stem for file in CONFIG_DIR.glob("algo/*.yaml")))
+PRESETS = sorted(file.stem for file in CONFIG_DIR.glob("algo/*.yaml"))
+IN_PART = {"grpo": pytest.mark.part}
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=IN_PART.get(name, ())) for name in PRESETS]
+)
 def test_preset_raises_the_accuracy(kit: Path, tmp_path: Path, preset: str) -> None:
     options, staleness = OPTIONS.get(preset, []), STALENESS.get(preset, 0)
     before, after = learn(kit, tmp_path, preset, *options, staleness=staleness)
@@ -43,7 +49,9 @@ def test_preset_raises_the_accuracy(kit: Path, tmp_path: Path, preset: str) -> N
     assert after >= before + MARGIN
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("grpo", marks=pytest.mark.part), "ppo", "reinforce"]
+)
 def test_negated_advantages_lower_the_accuracy(
     kit: Path, tmp_path: Path, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from arealite.base import config as base_config
 from arealite.impl.engine.fsdp import FSDPEngine
 from tests.impl.engine.helpers import assert_close, weights
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.peers, pytest.mark.part, pytest.mark.filterwarnings("ignore")]
 PRESETS = Path(__file__).parents[3] / "config/algo"
 TEMPERATURE, LIMIT, LR = 0.7, 12, 1e3
 PROMPTS, ANSWERS = (3, 7, 5, 6, 4, 9), (12, 2, 7, 1, 5, 12)

@@ -20,7 +20,12 @@ from tests.impl.trainer.test_offline import settings
 from tests.models import tiny_model
 from tests.system.data.test_dataset import jsonl
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.part,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
 
 TOLERANCE = 1e-5
 
