@@ -41,6 +41,8 @@ AGENTS_VENV ?= .venv-agents
 VERIFIERS_VENV ?= .venv-verifiers
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
+# Tests start hundreds of interpreters, and each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
 
@@ -194,10 +196,17 @@ simulate: $(VENV)/.dev
 soak: $(VENV)/.dev
 	$(PY) -u tools/soak.py --kills $(KILLS)
 
+# Types are checked beside everything else.
 check: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j2 --output-sync=target check-types check-text
+
+.PHONY: check-types check-text
+check-types:
+	$(PY) -m pyright
+
+check-text:
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m pyright
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) tools/check_sizes.py
 	$(PY) tools/check_language.py
