@@ -16,6 +16,7 @@ from arealite.base.places import check_address
 from arealite.base.proxies import bypass_proxies
 from arealite.cli import configs
 from arealite.cli.fold import fold
+from arealite.impl.launcher import warm_modules, warm_starts
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.impl.launcher.server import IS_KEPT, supervise
 from arealite.system.health import vitals
@@ -39,6 +40,8 @@ def tiny_model(config: ServerConfig) -> ServerConfig:
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a stop signal."""
+    # Before this process has a thread or a module of the user.
+    warm = None if IS_KEPT in os.environ else warm_starts.fork_here()
     about = "Start a language-model server with SGLang's HTTP protocol."
     config = configs.parse(ServerConfig, argv, command="launch_llm_server.py", description=about)
     config = configs.resolve_host(config)
@@ -54,7 +57,15 @@ def main(argv: Sequence[str]) -> int:
         check_address(config.llm_server.host, config.llm_server.port, at="llm_server")
         read_model(config.model.path or "")
     if config.llm_server.type in KEPT and not os.environ.pop(IS_KEPT, ""):
-        return supervise(config, [sys.executable, str(SCRIPT), *argv])
+        stages = warm_modules.server_stages(config)
+        if warm is not None:
+            warm.stages = stages
+        elif warm_starts.is_possible():
+            warm = warm_starts.WarmParent(stages, {})
+            warm.start()
+        return supervise(config, [sys.executable, str(SCRIPT), *argv], warm=warm)
+    if warm is not None:
+        warm.close()
     log.setup("llm_server", config.llm_server.log_level)
     vitals.start(f"llm_server-{socket.gethostname()}-{os.getpid()}", name_dir(config) / "vitals")
     server = servers.get(config.llm_server.type)(config)

@@ -13,6 +13,7 @@ from arealite.api.launcher import launchers
 from arealite.base import outputs
 from arealite.base.errors import UserError
 from arealite.cli import configs
+from arealite.impl.launcher import warm_modules
 from arealite.system.health import vitals
 from arealite.system.locks import lock_file
 
@@ -66,7 +67,7 @@ def dry_run(stages: Sequence[ExperimentConfig]) -> int:
 
 def run(config: ExperimentConfig) -> int:
     """Run one experiment to its end; return its exit code."""
-    with prepared(config) as config:
+    with warm_modules.early(config), prepared(config) as config:
         vitals.start("launcher-0", name_dir(config) / "vitals")
         return launchers.get(config.launcher.type)(config).run()
 

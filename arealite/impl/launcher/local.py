@@ -19,10 +19,11 @@ from arealite.api.launcher import Launcher
 from arealite.base.errors import ArealiteError, UserError
 from arealite.base.names import TMPFS
 from arealite.base.signals import on_stop
-from arealite.impl.launcher import processes, supervisor
+from arealite.impl.launcher import processes, supervisor, warm_modules, warm_starts
 from arealite.impl.launcher.processes import Child
 from arealite.impl.launcher.progress import Progress
 from arealite.impl.launcher.supervisor import Role, RoleFailed, Supervisor
+from arealite.impl.launcher.warm_starts import WarmParent
 from arealite.system.health import vitals, waits
 from arealite.system.health.diagnosis import Finding, examine, read_roles
 from arealite.system.health.explain import explain
@@ -72,6 +73,8 @@ class LocalLauncher(Launcher, Supervisor):
         self._names = NameRegistry.of(config)
         self.local_ranks = self.options.trainer_ranks
         """Number of ranks on this host; they have its first GPUs."""
+        self.warm: WarmParent | None = None
+        """Started with the first role that can start from it."""
 
     def _role(self, *names: str, leads: bool = False) -> Role:
         over = self.trained if leads else self.over
@@ -107,6 +110,8 @@ class LocalLauncher(Launcher, Supervisor):
                 monitoring.cancel()
                 grace_s = 0.0 if self._stops > 1 else processes.TERMINATE_GRACE_S
                 await processes.end_all(self.children, self.stop, grace_s=grace_s)
+                if self.warm is not None:
+                    self.warm.close()
                 await asyncio.to_thread(clear_leftovers, self.config, *kinds)
             self.progress.poll()
         return await asyncio.to_thread(self._close, code)  # a large ledger would block the loop
@@ -156,7 +161,12 @@ class LocalLauncher(Launcher, Supervisor):
             count = self.options.llm_servers
             gpus = processes.server_gpus(int(index), count, ranks=self.local_ranks)
             env = env | gpus | {supervisor.ROLE: name}
-        return await processes.spawn(name, words, log=log, environment=env)
+        if self.warm is None and not self.is_remote and warm_starts.can_start(words):
+            has_torch = self.trainer in self.roles or self.options.llm_servers > 0
+            self.warm = warm_modules.of_run(self.config, has_torch=has_torch)
+        if self.warm is None:
+            return await processes.spawn(name, words, log=log, environment=env)
+        return await self.warm.start_role(name, words, log, env, warm_modules.stage_of(role))
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         """Return `address` and `local` of `rank_environments`."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Protocol
 
 from arealite.api.config import ExperimentConfig
 from arealite.base.errors import RoleError, UserError
@@ -36,12 +37,24 @@ TAIL_LINES = 25
 TAIL_BYTES = 1 << 16
 
 
+class ChildProcess(Protocol):
+    """The part of asyncio's processes that a supervisor uses."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+
 @dataclass
 class Child:
     """One child process."""
 
     name: str
-    process: Process
+    process: ChildProcess
     log: Path | None
     """None: the process writes to the output of its parent."""
     log_begin: int

@@ -14,6 +14,7 @@ from arealite.base.signals import STOP, on_stop
 from arealite.impl.launcher import supervisor
 from arealite.impl.launcher.processes import Child, spawn
 from arealite.impl.launcher.supervisor import ROLE, Role
+from arealite.impl.launcher.warm_starts import WarmParent
 from arealite.system.health import diagnosis, vitals
 from arealite.system.names.registry import NameRegistry
 
@@ -32,9 +33,12 @@ class ServerSupervisor(supervisor.Supervisor):
     option = "llm_server.embedded.max_restarts"
     milestone = "a name in the registry"
 
-    def __init__(self, config: ServerConfig, command: Sequence[str]) -> None:
+    def __init__(
+        self, config: ServerConfig, command: Sequence[str], warm: WarmParent | None
+    ) -> None:
         super().__init__(lambda text: sys.stderr.write(text + "\n"))
         self.command = command
+        self.warm = warm
         self._vitals = name_dir(config) / "vitals"
         self._names = NameRegistry.of(config, ttl_s=math.inf)
         self._host = config.cluster.host
@@ -63,6 +67,8 @@ class ServerSupervisor(supervisor.Supervisor):
             return error.exit_code
         finally:
             monitoring.cancel()
+            if self.warm is not None:
+                self.warm.close()
 
     def _stop(self, keeping: asyncio.Task[None]) -> None:
         """Request the server to exit; kill the server if it does not exit in time."""
@@ -74,7 +80,12 @@ class ServerSupervisor(supervisor.Supervisor):
             asyncio.get_running_loop().call_later(TERMINATE_S, child.kill)
 
     async def start(self, role: Role) -> None:
-        role.children = [await spawn(KIND, self.command, log=None, environment={IS_KEPT: "1"})]
+        kept = {IS_KEPT: "1"}
+        if self.warm is None:
+            role.children = [await spawn(KIND, self.command, log=None, environment=kept)]
+        else:
+            started = await self.warm.start_role(KIND, self.command, None, kept, 0)
+            role.children = [started]
 
     def mark(self) -> float:
         return len(self._served)
@@ -107,6 +118,14 @@ class ServerSupervisor(supervisor.Supervisor):
         return [entry.id for entry in entries if own.items() <= entry.value.items()]
 
 
-def supervise(config: ServerConfig, command: Sequence[str]) -> int:
-    """Run `command`, a server, until a signal stops it; return the exit code."""
-    return asyncio.run(ServerSupervisor(config, command).run())
+def supervise(
+    config: ServerConfig, command: Sequence[str], *, warm: WarmParent | None = None
+) -> int:
+    """Run `command`, a server, until a signal stops it; return the exit code.
+
+    Args:
+        config: The server.
+        command: Its command line.
+        warm: Starts the server.
+    """
+    return asyncio.run(ServerSupervisor(config, command, warm).run())

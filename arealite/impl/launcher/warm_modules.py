@@ -1,0 +1,101 @@
+"""The modules that a warm parent imports, in stages: light roles do not wait for torch."""
+
+import json
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from arealite.api.config import ExperimentConfig, ServerConfig
+from arealite.base import registry
+from arealite.base.data import read_toml
+from arealite.impl.launcher import warm_starts
+from arealite.impl.launcher.processes import threads
+from arealite.impl.launcher.warm_starts import WarmParent
+
+STAGE_OF_ROLE = {"datapipe": 0, "rollout": 1}
+"""Number of the last stage that a role needs."""
+LAST_STAGE = 2
+DATAPIPE = ("arealite.cli.role", "arealite.system.data.tasks", "arealite.system.datapipe.datapipe")
+WORKER = ("uvloop", "jinja2", "tokenizers", "arealite.impl.rollout.worker")
+SERVER = ("torch", "arealite.cli.serve_llm", "arealite.impl.server.embedded")
+_early: list[WarmParent] = []
+"""The warm parent that `early` started."""
+
+
+def stage_of(role: str) -> int:
+    """Return the number of the last stage whose modules a role needs, for example "rollout-0"."""
+    return STAGE_OF_ROLE.get(role.partition("-")[0], LAST_STAGE)
+
+
+def of_run(config: ExperimentConfig, *, has_torch: bool = True) -> WarmParent:
+    """Return the warm parent of a run's supervisor: the one of `early`, or a new one.
+
+    Args:
+        config: The experiment.
+        has_torch: Whether a role needs torch.
+    """
+    if _early:
+        return _early[0]
+    warm = WarmParent(_stages(config, has_torch), threads(config.launcher.trainer_threads))
+    warm.start()
+    return warm
+
+
+def server_stages(config: ServerConfig) -> list[list[str]]:
+    """Return the only stage of the warm parent of an embedded server."""
+    return [[*SERVER, *_model_modules(config.model.path)]]
+
+
+@contextmanager
+def early(config: ExperimentConfig) -> Generator[None]:
+    """Import the modules of a local run during the body, before its launcher starts."""
+    if _early or config.launcher.type != "local" or not warm_starts.is_possible():
+        yield
+        return
+    _early.append(of_run(config))
+    try:
+        yield
+    finally:
+        _early.pop().close()
+
+
+def _stages(config: ExperimentConfig, has_torch: bool) -> list[list[str]]:
+    ppo = config.trainer.ppo
+    collector = ppo.collector
+    worker_parts = {
+        "llm_client": collector.client.type,
+        "agent": collector.agent.type,
+        "env": collector.env.type,
+    }
+    trainer_parts = {
+        "trainer": config.trainer.type,
+        "train_engine": config.trainer.own.engine.type,
+        "weight_publisher": ppo.publisher.type,
+    }
+    heavy = [*SERVER, *_part_modules(trainer_parts), *_model_modules(config.model.path)]
+    for logger in config.logger.types:
+        heavy += _part_modules({"logger": logger})
+    heavy = heavy if has_torch else []
+    if config.trainer.is_offline:
+        return [[DATAPIPE[0]], [], heavy]
+    return [[*DATAPIPE], [*WORKER, *_part_modules(worker_parts)], heavy]
+
+
+def _part_modules(types: dict[str, str]) -> list[str]:
+    """Return the modules of built-in parts; parts of users are not imported here."""
+    table = read_toml(registry.__file__, "parts.toml")
+    lines = [table[kind].get(name, "") for kind, name in types.items()]
+    return [line.partition(":")[0] for line in lines if line]
+
+
+def _model_modules(path: str | None) -> Sequence[str]:
+    """Return transformers' modules for the model in a folder."""
+    with suppress(OSError, ValueError, AttributeError):
+        facts = json.loads((Path(path or "").expanduser() / "config.json").read_text())
+        kind = str(facts.get("model_type"))
+        if kind.isidentifier():
+            return (
+                "transformers.models.auto.tokenization_auto",
+                f"transformers.models.{kind}.modeling_{kind}",
+            )
+    return ()

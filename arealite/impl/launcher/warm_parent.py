@@ -1,0 +1,312 @@
+"""The warm parent: a process that has imported modules, and forks roles that need no imports.
+
+Its supervisor (`warm_starts`) sends requests over a socket, `control`. A role is forked twice: the
+process in between exits at once, so that the role becomes a child of the supervisor, which is the
+subreaper meanwhile. The role waits on another socket, `line`, until the supervisor has its process
+id. If the supervisor gives up, or exits, the role exits before it has done anything.
+
+The warm parent has one thread, uses no CUDA, and imports no modules of users.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arealite.impl.launcher.processes import PARENT, die_with_parent
+
+IMPORTED = b"i"
+"""Answer of the warm parent: one more stage of modules is imported."""
+FORKED = b"f"
+"""Answer: a role was forked, and the process in between has exited."""
+REFUSED = b"r"
+"""Answer: this process cannot fork."""
+GO = b"g"
+"""Message to a role: it may begin."""
+HEADER = struct.Struct("!I")
+"""Length of a request. Its file descriptors come with the header."""
+NUM_DESCRIPTORS = 5
+PR_SET_MM = 35
+PR_SET_MM_MAP = 14
+THREADS = "OMP_NUM_THREADS"
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+"""numpy starts threads at its import unless this variable is 1."""
+ADDRESSES = {
+    "start_code": 26,
+    "end_code": 27,
+    "start_data": 45,
+    "end_data": 46,
+    "start_brk": 47,
+    "brk": 0,
+    "start_stack": 28,
+    "arg_start": 48,
+    "arg_end": 49,
+    "env_start": 50,
+    "env_end": 51,
+    "auxv": 0,
+}
+"""Fields of MemoryMap, and their numbers in /proc/PID/stat; 0: not there."""
+is_warm = False
+"""Whether this process is a role that a warm parent forked."""
+
+
+class MemoryMap(ctypes.Structure):
+    """The kernel's struct prctl_mm_map: where the parts of a process are in its memory."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ADDRESSES),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A role to start."""
+
+    words: list[str]
+    """Command line."""
+    environment: dict[str, str]
+    line: int
+    """File descriptor of the role's connection to the supervisor."""
+    folder: int
+    """File descriptor of the working directory."""
+    streams: Sequence[int]
+    """File descriptors of stdin, stdout and stderr."""
+
+
+class Forked(BaseException):
+    """Ends the work of a process that has become a role; `main` then runs the role."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+
+
+_shown: list[ctypes.Array[ctypes.c_char]] = []
+"""The memory that /proc shows."""
+
+
+def main() -> None:
+    """Import the modules named on the command line, and fork roles until the supervisor exits.
+
+    In a role, run its command, and return or raise as the command does.
+    """
+    control = socket.socket(fileno=int(sys.argv[1]))
+    stages: list[list[str]] = json.loads(sys.argv[2])
+    die_with_parent()
+    request = serve(control, stages)
+    while True:
+        try:
+            return run(request)
+        except Forked as forked:
+            request = forked.request
+
+
+def fork_warm_parent(control: socket.socket, supervisor_end: socket.socket) -> int:
+    """Fork a warm parent from this process, which is itself a role of a warm parent.
+
+    Call it before the process has a thread, and before it has imported a module of the user.
+
+    Args:
+        control: The end of the warm parent.
+        supervisor_end: The other end, which this process keeps.
+
+    Returns:
+        The process id of the warm parent.
+
+    Raises:
+        Forked: This process is a role that the new warm parent forked.
+    """
+    supervisor = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        supervisor_end.close()
+        os.setsid()
+        for stream in range(3):
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+        os.environ[PARENT] = str(supervisor)
+        die_with_parent()
+        request = serve(control, [])
+    except BaseException:  # noqa: BLE001  (the caller's code is not for this process)
+        os._exit(1)
+    raise Forked(request)
+
+
+def serve(control: socket.socket, stages: Sequence[Sequence[str]]) -> Request:
+    """Import modules, and fork roles. Waits for: the supervisor. Unblocks: the supervisor.
+
+    Returns:
+        The request of a role; only in that role.
+    """
+    show_command(["arealite warm parent", f"of {os.getppid()}"], os.environ)
+    gc.disable()
+    for stage in stages:
+        for module in stage:
+            with suppress(ImportError):  # the role that needs the module reports the error
+                importlib.import_module(module)
+            while select.select([control], [], [], 0)[0]:
+                if request := _answer(control):
+                    return request
+        control.sendall(IMPORTED)
+    while True:
+        if request := _answer(control):
+            return request
+
+
+def _answer(control: socket.socket) -> Request | None:
+    """Wait for a request, and fork its role; return the request in the role, else None."""
+    header, descriptors, _, _ = socket.recv_fds(
+        control, HEADER.size, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+    )
+    size = HEADER.unpack(header)[0] if len(header) == HEADER.size else 0
+    body = control.recv(size, socket.MSG_WAITALL) if size else b""
+    if not body or len(body) < size:  # the supervisor has exited
+        os._exit(0)
+    line, folder, *streams = descriptors
+    request = Request(**json.loads(body), line=line, folder=folder, streams=streams)
+    answer = FORKED if can_fork() else REFUSED
+    if answer == FORKED:
+        gc.freeze()  # else the first collection in a role copies all pages
+        try:
+            between = os.fork()
+        except OSError:
+            answer = REFUSED
+        else:
+            if not between:
+                control.close()  # else its supervisor would not see the death of this process
+                _become_role(request)
+                return request
+            os.waitpid(between, 0)  # then its child has the supervisor as its parent
+    for descriptor in descriptors:
+        os.close(descriptor)
+    control.sendall(answer)
+    return None
+
+
+def can_fork() -> bool:
+    """Return whether this process has one thread and no connection to a GPU."""
+    torch: Any = sys.modules.get("torch")
+    has_cuda = torch is not None and torch.cuda.is_initialized()
+    paths = list[str]()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    has_device = any(path.startswith("/dev/nvidia") for path in paths)
+    return len(os.listdir("/proc/self/task")) == 1 and not (has_cuda or has_device)
+
+
+def _become_role(request: Request) -> None:
+    """Fork the role, in the process in between, which exits. Returns only in the role.
+
+    Waits for: the supervisor. Unblocks: the supervisor.
+    """
+    try:
+        os.write(request.line, b"%d\n" % os.getpid())
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        os.write(request.line, b"%d\n" % os.getpid())
+        if os.read(request.line, 1) == GO:
+            return
+    except BaseException:  # noqa: BLE001  (the serving loop is not for this process)
+        pass
+    os._exit(1)
+
+
+def run(request: Request) -> None:
+    """Run the command of a role in this process, as a new interpreter would."""
+    global is_warm
+    is_warm = True
+    os.fchdir(request.folder)
+    for number, descriptor in enumerate(request.streams):
+        os.dup2(descriptor, number)
+    for descriptor in (request.line, request.folder, *request.streams):
+        os.close(descriptor)
+    stdout: Any = sys.stdout
+    stdout.reconfigure(line_buffering=os.isatty(1) and not stdout.write_through)
+    threads = os.environ.get(THREADS)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    _reset_libraries(threads)
+    gc.enable()
+    show_command(request.words, request.environment)
+    sys.orig_argv[:] = request.words
+    kind, *arguments = request.words[1:]
+    if kind == "-m":
+        sys.argv[:] = arguments
+        _replace_first_path(os.getcwd())
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = [kind, *arguments]
+        _replace_first_path(os.path.dirname(os.path.realpath(kind)))
+        runpy.run_path(kind, run_name="__main__")
+
+
+def show_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Set the command line and the environment that /proc shows of this process, as for `ps`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    areas = MemoryMap(exe_fd=-1)
+    for name, number in ADDRESSES.items():
+        if number:
+            setattr(areas, name, int(stat[number - 3]))
+    shown = ["\0".join(words), "\0".join(f"{name}={v}" for name, v in environment.items())]
+    _shown[:] = [ctypes.create_string_buffer(os.fsencode(text)) for text in shown]
+    areas.arg_start, areas.env_start = map(ctypes.addressof, _shown)
+    areas.arg_end = areas.arg_start + len(_shown[0])
+    areas.env_end = areas.env_start + len(_shown[1])
+    size = ctypes.sizeof(areas)
+    areas.brk = libc.sbrk(0)
+    if libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(areas), size, 0):
+        raise OSError(ctypes.get_errno(), "the command line cannot be set")
+
+
+def _replace_first_path(folder: str) -> None:
+    """Set the folder that an interpreter puts before the paths of its modules."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _reset_libraries(threads: str | None) -> None:
+    """Set what libraries read when they are imported: their threads and random numbers.
+
+    Args:
+        threads: The value of THREADS during the imports.
+    """
+    modules: dict[str, Any] = dict(sys.modules)
+    if "numpy.random" in modules:
+        modules["numpy.random"].seed()
+    count = os.environ.get(THREADS)
+    if "torch" in modules and count != threads and count and count.isdecimal():
+        modules["torch"].set_num_threads(int(count))
+    if "numpy" in modules:
+        _set_blas_threads(os.environ.get(BLAS_THREADS) or count or "")
+
+
+def _set_blas_threads(count: str) -> None:
+    """Set the number of threads of the OpenBLAS that numpy brings; "": the number of CPUs."""
+    number = int(count) if count.isdecimal() else len(os.sched_getaffinity(0))
+    maps = Path("/proc/self/maps").read_text()
+    for path in {*re.findall(r"/\S*libscipy_openblas64_\S*", maps)} if number > 1 else ():
+        with suppress(OSError, AttributeError):  # another build of numpy
+            ctypes.CDLL(path).scipy_openblas_set_num_threads64_(number)
+
+
+if __name__ == "__main__":
+    # `serve-llm`, in a role, raises the class Forked of this module, not of `__main__`.
+    importlib.import_module("arealite.impl.launcher.warm_parent").main()
