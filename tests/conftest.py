@@ -22,6 +22,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 from arealite.base import registry
+from tests import forks
 from tests.sglang.shared import SharedServer, shared_server
 from tests.skip_report import pytest_terminal_summary as pytest_terminal_summary
 from tests.waiting import stop_ignoring_signals_in_children
@@ -34,6 +35,7 @@ settings.register_profile("same", ANY_SPEED, derandomize=True)
 settings.load_profile("same")
 
 stop_ignoring_signals_in_children()
+forks.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

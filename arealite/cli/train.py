@@ -25,6 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
     If RANK is set, as by torchrun and a PyTorchJob, run one trainer rank instead of a launcher.
     """
+    warm_modules.fork_early()  # before a module of the user is imported
     words = [word for word in argv if word not in FLAGS]
     if "--resume" in argv:
         if any(word.startswith("--then") for word in words):

@@ -17,7 +17,7 @@ def run_text(folder: Path, text: str) -> Path:
     where, kit = folder / "scratch", folder / "kit"
     where.mkdir()
     kit.mkdir()
-    tutorial.run(file, where, kit, timeout_s=200)
+    tutorial.run(file, where, kit, timeout_s=200, forks=False)
     return where
 
 

@@ -34,13 +34,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.docs import fork_server
+
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
 KIT, QUICK_KIT = "tools/demo_task.py kit", "quickstart --kit kit"
-CONSOLE_SCRIPT = (
-    "import sys; sys.argv[0] = 'arealite'; from arealite.cli.main import main as m; sys.exit(m())"
-)
-"""The installed program `arealite`, which -P keeps from importing from the current folder."""
+CONSOLE_SCRIPT = """import sys
+
+from arealite.cli.main import main
+
+sys.argv[0] = "arealite"
+sys.exit(main())
+"""
+"""The installed program `arealite`, which does not import from the current folder."""
+CLIENT = Path(__file__).with_name("fork_client.py")
+FORKED = ("train.py", "arealite/launch_llm_server.py")
+"""Scripts that run in a fork, like the program `arealite`."""
 CELLS = Path(__file__).with_name("cells.py")
 LINKED = ("arealite", "config", "docs", "examples", "launchers", "tests", "tools", "train.py")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -124,15 +133,29 @@ def script(folder: Path, found: list[Block]) -> str:
 
 
 def run(
-    tutorial: Path, folder: Path, kit: Path, *, is_notebook: bool = False, timeout_s: float = 900
+    tutorial: Path,
+    folder: Path,
+    kit: Path,
+    *,
+    is_notebook: bool = False,
+    timeout_s: float = 900,
+    forks: bool = True,
 ) -> None:
     """Run a tutorial in a new folder and compare its output.
+
+    Args:
+        tutorial: The page.
+        folder: The new folder.
+        kit: The demo's kit.
+        is_notebook: See `blocks`.
+        timeout_s: Time limit.
+        forks: Whether commands of AReaLite are forks of a process that has imported it.
 
     Raises:
         AssertionError: The exit code of a command differs, or a shown line is missing.
     """
     found = blocks(tutorial.read_text(), is_notebook=is_notebook)
-    environment = prepare(folder, kit)
+    environment = prepare(folder, kit, fork_server.start() if forks else "")
     (folder / ".script").write_text(script(folder, found))
     with (folder / ".out").open("w+b") as output:
         shell = subprocess.Popen(
@@ -154,20 +177,32 @@ def run(
     compare(tutorial.name, found, ESCAPE.sub("", shown))
 
 
-def prepare(folder: Path, kit: Path) -> dict[str, str]:
-    """Create checkout, home and commands of a reader in a folder; return the environment."""
+def prepare(folder: Path, kit: Path, forks: str) -> dict[str, str]:
+    """Create checkout, home and commands of a reader in a folder; return the environment.
+
+    Args:
+        folder: The folder.
+        kit: The demo's kit.
+        forks: Socket of the server that forks commands; "": each is a new interpreter.
+    """
     for name in LINKED:
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
     commands = folder / ".bin"
     commands.mkdir()
     (folder / ".home").mkdir()
+    (commands / "program.py").write_text(CONSOLE_SCRIPT)
+    program = f"{sys.executable} -P {commands}/program.py"
+    scripts = ""
+    if forks:
+        client = f"{sys.executable} -I -S {CLIENT} {forks} {sys.executable}"
+        program = f"{client} {commands}/program.py"
+        scripts = f'case "$1" in {"|".join(FORKED)}) exec {client} "$@" ;; esac\n'
     (commands / "python3").write_text(
-        f'#!/bin/sh\n[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\nexec {sys.executable} "$@"\n'
+        f'#!/bin/sh\n[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\n{scripts}exec {sys.executable} "$@"\n'
     )
     (commands / "arealite").write_text(
-        f'#!/bin/sh\n[ "$*" = "{QUICK_KIT}" ] && exec cp -r {kit} kit\n'
-        f'exec {sys.executable} -P -c "{CONSOLE_SCRIPT}" "$@"\n'
+        f'#!/bin/sh\n[ "$*" = "{QUICK_KIT}" ] && exec cp -r {kit} kit\nexec {program} "$@"\n'
     )
     for command in commands.iterdir():
         command.chmod(0o755)

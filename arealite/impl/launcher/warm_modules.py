@@ -46,10 +46,27 @@ def server_stages(config: ServerConfig) -> list[list[str]]:
     return [[*SERVER, *_model_modules(config.model.path)]]
 
 
+def fork_early() -> None:
+    """Fork the run's warm parent from this process, if this is a fork of a warm parent itself.
+
+    Call it before this process has a thread or has imported a module of the user.
+
+    Raises:
+        Forked: See warm_parent.fork_warm_parent.
+    """
+    if (warm := warm_starts.fork_here()) is not None:
+        _early.append(warm)
+
+
 @contextmanager
 def early(config: ExperimentConfig) -> Generator[None]:
     """Import the modules of a local run during the body, before its launcher starts."""
-    if _early or config.launcher.type != "local" or not warm_starts.is_possible():
+    if _early:
+        _early[0].stages = _stages(config, has_torch=True)
+        _early[0].environment = threads(config.launcher.trainer_threads)
+        yield
+        return
+    if config.launcher.type != "local" or not warm_starts.is_possible():
         yield
         return
     _early.append(of_run(config))

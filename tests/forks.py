@@ -1,0 +1,164 @@
+"""Child processes of tests without imports: forks of one process that has imported everything.
+
+`install` makes every `subprocess.Popen` of this process, also that of asyncio, start commands of
+AReaLite from a warm parent (arealite/impl/launcher/warm_parent.py), one for each process of pytest.
+A start then costs milliseconds instead of ten CPU seconds of imports. The child is a child of this
+process, with its own session, environment, files and command line, as after exec.
+
+A command is started by exec as before if it is no command of AReaLite, if an environment variable
+other than AREALITE_* differs from this process, because libraries read them at import, or if a
+stream is a terminal. FORKS=0 starts all by exec, as .ci/run does for the README's commands.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from arealite.impl.launcher import warm_parent, warm_starts
+from arealite.impl.launcher.processes import PARENT
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "train.py", ROOT / "arealite/launch_llm_server.py", *ROOT.glob("examples/*.py")
+COMMANDS = {str(script) for script in SCRIPTS}
+MODULES = ("arealite.cli.main", "arealite")
+IMPORTS = (
+    "arealite.cli.main",
+    "arealite.cli.train",
+    "arealite.cli.preflight",
+    "arealite.cli.role",
+    "arealite.cli.serve_llm",
+    "arealite.impl.launcher.local",
+    "arealite.system.datapipe.datapipe",
+    "arealite.impl.rollout.worker",
+    "arealite.impl.server.embedded",
+    "arealite.impl.trainer.ppo",
+    "arealite.impl.trainer.supervised",
+    "arealite.impl.engine.fsdp",
+    "arealite.impl.publisher.servers",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+FIXED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Variables of every test process; tests.e2e.conftest.ENVIRONMENT sets them, too."""
+_exec: Any = getattr(subprocess, "_fork_exec", None)
+
+
+class Forker:
+    """The warm parent of this process of pytest; it starts with the first command."""
+
+    def __init__(self) -> None:
+        self.environment = self._comparable(os.environ | FIXED)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.lock = threading.Lock()
+
+    @staticmethod
+    def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that libraries may read at import."""
+        return {
+            name: value
+            for name, value in environment.items()
+            if not name.startswith(("AREALITE_", "PYTEST_")) and name not in ("PWD", "OLDPWD", "_")
+        }
+
+    def can_fork(
+        self, words: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]
+    ) -> bool:
+        """Return whether a command may start from the warm parent."""
+        if len(words) < 2 or words[0] != sys.executable:
+            return False
+        is_module = words[1] == "-m" and words[2] in MODULES
+        if not (is_module or words[1] in COMMANDS):
+            return False
+        is_terminal = any(os.isatty(stream) for stream in streams)
+        return not is_terminal and self._comparable(environment) == self.environment
+
+    def fork(
+        self, words: list[str], environment: dict[str, str], folder: str, streams: list[int]
+    ) -> int | None:
+        """Start a command; return its process id, or None if the warm parent cannot fork."""
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                self._start()
+            line, theirs = socket.socketpair()
+            with line, warm_starts.subreaper():
+                body = json.dumps({"words": words, "environment": environment}).encode()
+                directory = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+                header = warm_parent.HEADER.pack(len(body))
+                with theirs:
+                    socket.send_fds(self.control, [header], [theirs.fileno(), directory, *streams])
+                os.close(directory)
+                self.control.sendall(body)
+                answer = self._answer()
+                if answer != warm_parent.FORKED:
+                    return None
+                received = b""
+                while received.count(b"\n") < 2:
+                    received += line.recv(64)
+                line.sendall(warm_parent.GO)
+                return int(received.split()[1])
+
+    def _start(self) -> None:
+        self.control, theirs = socket.socketpair()
+        words = [sys.executable, "-m", warm_parent.__name__, str(theirs.fileno())]
+        own = {warm_parent.BLAS_THREADS: "1", PARENT: str(os.getpid())}
+        with theirs:
+            self.process = subprocess.Popen(
+                [*words, json.dumps([IMPORTS])],
+                cwd=ROOT,
+                env=os.environ | FIXED | own,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Kill the warm parent; its forks have exited with their tests."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.control.close()
+
+    def _answer(self) -> bytes:
+        while (answer := self.control.recv(1)) == warm_parent.IMPORTED:
+            pass
+        return answer
+
+
+def install() -> None:
+    """Start commands of AReaLite from a warm parent from now on."""
+    if os.environ.get("FORKS") == "0" or _exec is None or not warm_starts.is_possible():
+        return
+    forker = Forker()
+    atexit.register(forker.close)
+
+    def fork_exec(*given: Any) -> int:
+        """Start a process, with the arguments of `_posixsubprocess.fork_exec`."""
+        words, programs, _, kept, folder, variables, *files = given[:14]
+        reads_stdin, _, _, writes_stdout, _, writes_stderr, _, failed = files
+        takes_more = len(kept) > 1 or given[20] >= 0 or given[21] is not None  # umask, preexec_fn
+        streams = [
+            number if inherited == -1 else inherited
+            for number, inherited in enumerate((reads_stdin, writes_stdout, writes_stderr))
+        ]
+        pairs = os.environb.items() if variables is None else (v.split(b"=", 1) for v in variables)
+        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in pairs}
+        texts = [os.fsdecode(word) for word in words]
+        is_same_program = len(programs) == 1 and os.fsdecode(programs[0]) == texts[0]
+        if is_same_program and not takes_more and forker.can_fork(texts, environment, streams):
+            where = os.fsdecode(folder) if folder is not None else "."
+            if (pid := forker.fork(texts, environment, where, streams)) is not None:
+                return pid
+        return _exec(*given)
+
+    subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
