@@ -32,8 +32,19 @@ from arealite.system.ledger.audit import audit  # noqa: E402
 
 OUT = Path("runs/soak")
 REPORT = Path("out/bench/soak.json")
-WEIGHTS = {"datapipe": 10, "rollout": 10, "llm_server": 5, "trainer": 2, "launcher": 1}
+WARM_PARENT = "warm_parent"
+WEIGHTS = {
+    "datapipe": 10,
+    "rollout": 10,
+    "llm_server": 5,
+    "trainer": 2,
+    WARM_PARENT: 2,
+    "launcher": 1,
+}
 """Weights of the random choice of a role; roles with a slow restart are chosen less often."""
+STARTED_BY = {"warm_parent-0": "rollout", "warm_parent-1": "llm_server"}
+"""The warm parents of launcher and server, and a kind of role that each starts. After the death of
+a warm parent, the next start makes a new one; so this kind is killed next."""
 MEAN_S = 1.2
 """Mean seconds between two kills; a kill may occur while another role restarts."""
 BACK_S = 60.0
@@ -77,7 +88,8 @@ class Kill:
     @property
     def is_late(self) -> bool:
         """Whether the restart took longer than promised."""
-        promised = self.kind not in ("trainer", "launcher") and not self.launcher_died
+        is_prompt = self.kind not in ("trainer", "launcher", WARM_PARENT)
+        promised = is_prompt and not self.launcher_died
         return promised and self.back_s is not None and self.back_s > PROMPT_S
 
 
@@ -120,8 +132,11 @@ class Site:
             if "role" in words:
                 place = words.index("role")
                 found[f"{words[place + 1]}-{words[place + 2]}"] = child
-        for child in children(self.server_process.pid)[:1]:
-            found["llm_server-0"] = child
+            elif is_warm_parent(words):
+                found.setdefault("warm_parent-0", child)  # a role is like it until it begins
+        for child in children(self.server_process.pid):
+            name = "warm_parent-1" if is_warm_parent(arguments(child)) else "llm_server-0"
+            found.setdefault(name, child)
         return found
 
     def _launched(self) -> bool:
@@ -154,11 +169,20 @@ class Killer:
         self._next = self._draw()
         self._gone: dict[str, Kill] = {}
         """By role: the kill whose successor was not found yet."""
+        self._survivors: dict[str, int] = {}
+        """Process ids, by role, that must outlive the last killed warm parent."""
+        self._num_kills = 0
+        """Number of kills up to that of the last warm parent."""
 
     @property
     def verified(self) -> list[Kill]:
         """Kills whose process exited and was replaced."""
         return [kill for kill in self.kills if kill.back_s is not None]
+
+    @property
+    def _num_coming(self) -> int:
+        """Number of killed roles that come back without a further kill."""
+        return sum(kill.kind != WARM_PARENT for kill in self._gone.values())
 
     def run(
         self, *, limit: int, timeout_s: float, stop_when: Callable[[], bool] | None = None
@@ -181,7 +205,7 @@ class Killer:
                 raise SoakError(f"the run did not end within {timeout_s:.0f} s")
             if not self.kills and "trainer-0" not in self.site.roles():
                 due = now + self.mean_s  # a role that never started cannot restart
-            is_due = now > due and len(self.verified) + len(self._gone) < limit
+            is_due = now > due and len(self.verified) + self._num_coming < limit
             if is_due and self._strike():
                 due = now + self.random.expovariate(1 / self.mean_s)
             if stop_when and len(self.verified) >= limit and stop_when():
@@ -216,6 +240,13 @@ class Killer:
             raise SoakError(f"{name} (pid {kill.pid}) survived SIGKILL")
         self.kills.append(kill)
         self._gone[name] = kill
+        if kill.kind == WARM_PARENT:
+            self._plan.append(self._next)
+            self._next = STARTED_BY[name]
+            restarting = {gone.kind for gone in self._gone.values()}  # all ranks after one's death
+            living = [n for n in roles if n.split("-")[0] not in restarting]
+            self._survivors = {n: roles[n].pid for n in living}
+            self._num_kills = len(self.kills)
         if name == "launcher":
             self.site.launch()
         return True
@@ -224,6 +255,10 @@ class Killer:
         if not self._gone:
             return
         now, roles = time.monotonic(), self.site.roles()
+        if self._num_kills == len(self.kills):  # no kill since that of a warm parent
+            for name, pid in self._survivors.items():
+                if name in roles and roles[name].pid != pid:
+                    raise SoakError(f"{name} (pid {pid}) died with its warm parent")
         for name, kill in list(self._gone.items()):
             if name in roles and roles[name].pid != kill.pid:
                 kill.back_s = now - kill.at_s
@@ -248,6 +283,11 @@ def arguments(process: psutil.Process) -> list[str]:
         return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
     except psutil.NoSuchProcess:
         return []
+
+
+def is_warm_parent(words: Sequence[str]) -> bool:
+    """Return whether a command line is that of a warm parent."""
+    return "arealite warm parent" in words or "arealite.impl.launcher.warm_parent" in words
 
 
 def verify(paths: RunPaths, steps: int) -> dict[str, float]:

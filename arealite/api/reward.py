@@ -98,6 +98,10 @@ class Reward(ABC):
     async def setup(self) -> None:  # noqa: B027  (optional hook)
         """Start shared, expensive resources."""
 
+    async def begin_setup(self) -> None:
+        """Begin `setup`; the first `score` may wait for its end."""
+        await self.setup()
+
     async def close(self) -> None:  # noqa: B027  (optional hook)
         """Stop the resources of `setup`."""
 

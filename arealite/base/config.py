@@ -45,6 +45,7 @@ def load(
     parts: Parts,
     *,
     is_saved: bool = False,
+    read_files: Sequence[DictConfig] | None = None,
 ) -> C:
     """Merge `files` and then `overrides` into the defaults of `schema`; return a frozen config.
 
@@ -55,6 +56,7 @@ def load(
         parts: The third-party parts.
         is_saved: Another version may have written `files`: keys that `schema` does not have are
             ignored, and former values are read under their new names.
+        read_files: The results of `read` for `files`; None: they are read here.
 
     Raises:
         UserError: A file is missing or is not YAML, a key is unknown, or a value has the wrong type
@@ -62,7 +64,8 @@ def load(
     """
     grown = extend(schema, parts)
     node = OmegaConf.merge(_defaults(grown))  # a copy
-    layers = [(str(file), read(file)) for file in files]
+    contents = [read(file) for file in files] if read_files is None else read_files
+    layers = [(str(file), content) for file, content in zip(files, contents, strict=True)]
     for _, layer in layers if is_saved else []:
         convert_saved(layer, grown)
     for source, layer in [*layers, ("command line", dotlist(overrides))]:

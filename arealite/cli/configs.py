@@ -68,10 +68,14 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     files = [files] if isinstance(files, Path) else files
-    import_plugins(_imports(files, overrides))
+    layers = _layers(options.Layers([*files], [*overrides]))
+    import_plugins(_imports(layers))
     check_derived()
     parts = {config: table.configs for config, table in TABLES.items()}
-    return base_config.load(schema, files, overrides, parts, is_saved=is_saved)
+    read_files = layers[:0:-1]
+    return base_config.load(
+        schema, files, overrides, parts, is_saved=is_saved, read_files=read_files
+    )
 
 
 def parse(schema: type[Root], argv: Sequence[str], *, command: str, description: str) -> Root:
@@ -182,9 +186,9 @@ def _layers(layers: options.Layers) -> list[base_config.DictConfig]:
     return [base_config.dotlist(layers.overrides), *files]
 
 
-def _imports(files: Sequence[Path], overrides: Sequence[str]) -> list[str]:
+def _imports(layers: Sequence[base_config.DictConfig]) -> list[str]:
     """Return the option `imports`; the imported modules extend the schema."""
-    for layer in _layers(options.Layers([*files], [*overrides])):
+    for layer in layers:
         if layer.get("imports") is not None:
             return [str(name) for name in layer.imports]
     return []

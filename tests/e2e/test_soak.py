@@ -1,4 +1,4 @@
-"""Thirty verified kills of all roles at random instants; then the ledger must balance."""
+"""33 verified kills of all roles at random instants; then the ledger must balance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tools import soak
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1800)]
 
-PLAN = ["datapipe", "rollout"] * 10 + ["llm_server"] * 5 + ["trainer"] * 3 + ["launcher"] * 2
+PLAN = ["datapipe", "rollout"] * 10 + ["llm_server"] * 5 + ["trainer"] * 3
+PLAN += ["launcher"] * 2 + ["warm_parent"] * 3
 KILLS = len(PLAN)
 
 

@@ -15,9 +15,10 @@ from arealite.impl.launcher.warm_starts import WarmParent
 STAGE_OF_ROLE = {"datapipe": 0, "rollout": 1}
 """Number of the last stage that a role needs."""
 LAST_STAGE = 2
-DATAPIPE = ("arealite.cli.role", "arealite.system.data.tasks", "arealite.system.datapipe.datapipe")
+ALL_ROLES = ("arealite.cli.role", "arealite.impl.launcher.warm_caches")
+DATAPIPE = (*ALL_ROLES, "arealite.system.data.tasks", "arealite.system.datapipe.datapipe")
 WORKER = ("uvloop", "jinja2", "tokenizers", "arealite.impl.rollout.worker")
-SERVER = ("torch", "arealite.cli.serve_llm", "arealite.impl.server.embedded")
+SERVER = ("torch", "transformers", "arealite.cli.serve_llm", "arealite.impl.server.embedded")
 _early: list[WarmParent] = []
 """The warm parent that `early` started."""
 
@@ -43,7 +44,7 @@ def of_run(config: ExperimentConfig, *, has_torch: bool = True) -> WarmParent:
 
 def server_stages(config: ServerConfig) -> list[list[str]]:
     """Return the only stage of the warm parent of an embedded server."""
-    return [[*SERVER, *_model_modules(config.model.path)]]
+    return [[*ALL_ROLES, *SERVER, *_model_modules(config.model.path)]]
 
 
 def fork_early() -> None:
@@ -94,7 +95,7 @@ def _stages(config: ExperimentConfig, has_torch: bool) -> list[list[str]]:
         heavy += _part_modules({"logger": logger})
     heavy = heavy if has_torch else []
     if config.trainer.is_offline:
-        return [[DATAPIPE[0]], [], heavy]
+        return [[*ALL_ROLES], [], heavy]
     return [[*DATAPIPE], [*WORKER, *_part_modules(worker_parts)], heavy]
 
 

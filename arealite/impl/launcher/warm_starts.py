@@ -103,7 +103,7 @@ class WarmParent:
         self._control: socket.socket
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop that reads the answers of the process; None: nothing reads them yet."""
-        self._num_imported = 0
+        self.num_imported = 0
         """Number of stages that the process has imported; at least that."""
         self._changed = asyncio.Event()
         """Set for a moment when a stage is imported, and when the process has exited."""
@@ -111,13 +111,15 @@ class WarmParent:
         self._forking = asyncio.Lock()
         self._is_refused = False
         """Whether a process refused to fork, as the next one would."""
+        self._is_successor = False
+        """Whether an earlier process died. Then no role waits until its modules are imported."""
 
     def start(self) -> None:
         """Start the process, unless the system has no place for it."""
         self._control, theirs = socket.socketpair()
         words = [sys.executable, "-m", warm_parent.__name__, str(theirs.fileno())]
         own = {warm_parent.BLAS_THREADS: "1", PARENT: str(os.getpid())}
-        self._num_imported = 0
+        self.num_imported = 0
         try:
             with theirs:
                 self.process = subprocess.Popen(
@@ -142,7 +144,7 @@ class WarmParent:
         with theirs:
             pid = warm_parent.fork_warm_parent(theirs, self._control)
         self.process = ForkedParent(pid)
-        self._num_imported = sys.maxsize
+        self.num_imported = sys.maxsize
 
     def close(self) -> None:
         """Kill the process. Its roles continue."""
@@ -200,15 +202,17 @@ class WarmParent:
             return None
         process = self.process
         if process is None:
-            self.start()
+            self._restart()
             return None
         self._read_answers()
-        while self._num_imported <= stage and self.process is process:
+        if self._is_successor and self.num_imported < len(self.stages):
+            return None
+        while self.num_imported <= stage and self.process is process:
             await self._changed.wait()
         async with self._forking:
             if self.process is not process:
                 if self.process is None:
-                    self.start()
+                    self._restart()
                 return None
             own = os.environ | env | {PARENT: str(os.getpid())}
             body = json.dumps({"words": [*words], "environment": own}).encode()
@@ -231,7 +235,7 @@ class WarmParent:
             except OSError as error:
                 logger.warning("no warm start", error=str(error))
                 self._give_up(line, received)
-                self.start()
+                self._restart()
                 return None
             except BaseException:
                 self._give_up(line, received)
@@ -292,6 +296,12 @@ class WarmParent:
             with suppress(ChildProcessError):
                 os.waitpid(int(pid), 0)
 
+    def _restart(self) -> None:
+        self._is_successor = True
+        self.start()
+        if self.process is not None:
+            self._read_answers()
+
     def _read_answers(self) -> None:
         """Read the answers of the process in this event loop from now on."""
         if self._loop is None:
@@ -306,7 +316,7 @@ class WarmParent:
         if not answers:
             self.close()
             return
-        self._num_imported += answers.count(IMPORTED)
+        self.num_imported += answers.count(IMPORTED)
         self._wake()
         rest = answers.replace(IMPORTED, b"")
         if rest and self._answer is not None and not self._answer.done():

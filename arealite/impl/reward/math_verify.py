@@ -106,6 +106,7 @@ class MathVerifyReward(Reward):
         self._free: asyncio.Queue[Checker] = asyncio.Queue()
         for checker in self.checkers:
             self._free.put_nowait(checker)
+        self._setup: asyncio.Task[None] | None = None
 
     async def setup(self) -> None:
         """Start all processes.
@@ -114,6 +115,10 @@ class MathVerifyReward(Reward):
             DeadlineError: A process does not start.
         """
         await asyncio.gather(*(self.check("1", "1") for _ in self.checkers))
+
+    async def begin_setup(self) -> None:
+        """Begin to start all processes; a check waits for its process, and starts a dead one."""
+        self._setup = asyncio.create_task(self.setup(), name="reward checkers")
 
     async def score(self, completion: str, ground_truth: str) -> float:
         """Return 1.0 or 0.0.
@@ -177,6 +182,9 @@ class MathVerifyReward(Reward):
 
     async def close(self) -> None:
         """Kill all processes."""
+        if self._setup is not None:
+            self._setup.cancel()
+            await asyncio.gather(self._setup, return_exceptions=True)
         await asyncio.gather(*(checker.close() for checker in self.checkers))
 
 

@@ -102,6 +102,10 @@ async def start_script(warm: WarmParent, folder: Path, script: str, **environmen
     )
 
 
+async def has_imported(warm: WarmParent) -> None:
+    await eventually(lambda: warm.num_imported == len(warm.stages), "the imports")
+
+
 async def ended(child: Child) -> int:
     return await asyncio.wait_for(child.process.wait(), 60)
 
@@ -272,6 +276,7 @@ async def test_death_of_the_warm_parent_kills_no_role_and_the_next_start_makes_a
         assert role.running and not has_exited(role.pid)
         for origin in ("alone", "forked"):
             (tmp_path / "log").unlink()
+            await has_imported(warm) if origin == "forked" else None
             child = await start_script(warm, tmp_path, PRINTS_ORIGIN)
             assert await ended(child) == 0
             assert (tmp_path / "log").read_text().split() == [origin, str(child.pid)]
@@ -282,6 +287,28 @@ async def test_death_of_the_warm_parent_kills_no_role_and_the_next_start_makes_a
     finally:
         warm.close()
     assert not own_children()
+
+
+async def test_role_does_not_wait_for_the_imports_of_a_later_warm_parent(tmp_path: Path):
+    go = tmp_path / "go"
+    (tmp_path / "until_go.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    )
+    warm = started_parent("until_go", PYTHONPATH=str(tmp_path))
+    try:
+        assert warm.process is not None
+        os.kill(warm.process.pid, signal.SIGKILL)
+        for _ in range(2):
+            role = await start_script(warm, tmp_path, PRINTS_ORIGIN)
+            assert not isinstance(role.process, ForkedRole)
+            assert await ended(role) == 0
+        go.touch()
+        await has_imported(warm)
+        role = await start_script(warm, tmp_path, PRINTS_ORIGIN)
+        assert isinstance(role.process, ForkedRole)
+        assert await ended(role) == 0
+    finally:
+        warm.close()
 
 
 async def killed_at(point: str, folder: Path) -> tuple[WarmParent, Child]:
@@ -303,6 +330,7 @@ async def test_role_starts_alone_and_once_if_the_warm_parent_dies_during_the_req
         assert own_children() - before <= {role.pid, warm.process.pid}
         assert await ended(role) == 0
         assert (tmp_path / "log").read_text().split() == ["alone", str(role.pid)]
+        await has_imported(warm)
         again = await start_script(warm, tmp_path, PRINTS_ORIGIN)
         assert isinstance(again.process, ForkedRole), "from the next warm parent"
         assert await ended(again) == 0

@@ -54,7 +54,7 @@ class MathEnv(Env):
     async def setup(self) -> None:
         """Start the reward function."""
         self.cleanup.push_async_callback(self.scorer.close)
-        await self.scorer.setup()
+        await self.scorer.begin_setup()
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Run the agent for one answer, and set its reward. A truncated answer is scored too.
