@@ -75,7 +75,7 @@ def render(
     """Render chat messages as text with the tokenizer's chat template.
 
     Args:
-        tokenizer: A tokenizer of transformers.
+        tokenizer: The model's tokenizer.
         messages: Messages with `role` and `content`.
         tools: JSON schemas of the tools.
         add_generation_prompt: End with the header of the assistant's next message.
@@ -154,7 +154,7 @@ def dropped_messages(
     A message without text and calls is not listed.
 
     Args:
-        tokenizer: A tokenizer of transformers.
+        tokenizer: The model's tokenizer.
         messages: A conversation or the beginning of one.
         tools: JSON schemas of the tools.
 
