@@ -102,6 +102,7 @@ test: $(VENV)/.dev
 # The tests that the last `make test` skipped, with all packages and a real model of 270 MB.
 test-extras: $(VENV)/.envs
 	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py || echo "tests that need SmolLM2 are skipped"
+	@$(call installing,Gemma's tokenizer into out/cache,$(VENV)) $(PY) tools/gemma.py || echo "tests that need Gemma's tokenizer are skipped"
 	SKIPS=out/skips-extras.txt $(PY) tools/skips.py rerun out/skips.txt $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Tutorials and examples as written.

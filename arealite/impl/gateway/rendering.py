@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from arealite.api.observation import ChatMessage
+from arealite.base.chat_template import compile_template
 from arealite.impl.agent.history import encode_after
 from arealite.impl.gateway.exchange import ApiError, function_call
 from arealite.impl.gateway.families import Family
@@ -118,10 +119,8 @@ class Renderer:
             raise ApiError(400, f"{what}. Remove or change what it does not support.") from error
 
     def _compile(self, has_tools: bool) -> Any:
-        from transformers.utils import chat_template_utils  # slow to import
-
         source = self.tokenizer.get_chat_template(tools=[{}] if has_tools else None)
-        return chat_template_utils._compile_jinja_template(source)  # pyright: ignore
+        return compile_template(source)
 
     def _needs_json(self) -> bool:
         """Return whether the template needs the arguments of calls as JSON text."""

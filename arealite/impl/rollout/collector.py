@@ -35,7 +35,7 @@ from arealite.system.health.waits import Wait, is_cancelled
 from arealite.system.ledger.payloads import payload_sum
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from arealite.base.tokenizer import Tokenizer
 
 logger = log.get(__name__)
 

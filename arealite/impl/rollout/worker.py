@@ -22,8 +22,7 @@ from arealite.system.health import vitals, waits
 from arealite.system.health.waits import END_S
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
+    from arealite.base.tokenizer import Tokenizer
     from arealite.system.links.worker_link import WorkerLink
 
 logger = log.get(__name__)

@@ -19,7 +19,7 @@ from arealite.system.data.forms import check_prompt, read_tools, tool_calls
 from arealite.system.data.templates import common_prefix_length, encode, tokenize, unread_keys
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from arealite.base.tokenizer import Tokenizer
 
 CONTEXT, ASSISTANT, NEXT_STATE = 0, 1, 2
 """Kinds of tokens: before the first trained answer; in an answer; between and after answers."""

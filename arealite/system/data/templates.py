@@ -18,7 +18,7 @@ from arealite.base.errors import UserError
 from arealite.system.data.forms import for_template, tool_calls
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from arealite.base.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 MARK = "q7f3c9d1e5"
@@ -75,7 +75,7 @@ def render(
     """Render chat messages as text with the tokenizer's chat template.
 
     Args:
-        tokenizer: A tokenizer of transformers.
+        tokenizer: The model's tokenizer.
         messages: Messages with `role` and `content`.
         tools: JSON schemas of the tools.
         add_generation_prompt: End with the header of the assistant's next message.
@@ -154,7 +154,7 @@ def dropped_messages(
     A message without text and calls is not listed.
 
     Args:
-        tokenizer: A tokenizer of transformers.
+        tokenizer: The model's tokenizer.
         messages: A conversation or the beginning of one.
         tools: JSON schemas of the tools.
 

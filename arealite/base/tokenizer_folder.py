@@ -1,0 +1,209 @@
+"""Reads the tokenizer of a Hugging Face folder as transformers reads it, without importing it.
+
+UnsupportedError refuses a folder that transformers can read in another way. The data of classes:
+tokenizer_classes.toml.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from arealite.base.data import read_toml
+
+DATA: dict[str, Any] = read_toml(__file__, "tokenizer_classes.toml")
+MISTRAL_SIZE = 100_000
+"""Tokens above which transformers looks for a faulty pattern in a tokenizer of Mistral."""
+
+
+class UnsupportedError(Exception):
+    """A folder or a call that only transformers' own object handles."""
+
+
+class TokenizerParts(NamedTuple):
+    """The tokenizer of a folder."""
+
+    backend: Tokenizer
+    special_tokens: dict[str, str]
+    """The text of each named special token, by its name, such as eos_token."""
+    extra_special_tokens: list[str]
+    chat_template: str | dict[str, str] | None
+    """Templates by name if the folder has several."""
+    model_input_names: list[str]
+    cleans_up: bool
+    """Whether decoding removes the spaces before punctuation."""
+
+
+def read_tokenizer(folder: Path) -> TokenizerParts:
+    """Return the tokenizer of a folder.
+
+    Raises:
+        UnsupportedError: The folder has no tokenizer.json, or has a fault, or transformers reads it
+            with code of the folder, with an unknown class, or with an unknown option.
+    """
+    try:
+        return _read(folder)
+    except Exception as error:  # transformers reports the fault
+        raise UnsupportedError(f"{folder}: {error}") from error
+
+
+def _read(folder: Path) -> TokenizerParts:
+    settings = _read_json(folder / "tokenizer_config.json")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    custom = {name: value for name, value in settings.items() if _is_custom_token(name, value)}
+    unknown_names = {*settings}.difference(DATA["settings"], DATA["special_tokens"], custom)
+    has_code = bool({"auto_map", "model_name"} & {*config})
+    if unknown_names or has_code or (folder / "tekken.json").exists():
+        raise UnsupportedError(f"unknown code or settings: {sorted(unknown_names)}")
+
+    backend: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    options = _class_options(settings, config, backend)
+    values = options["special_tokens"] | settings
+    if backend.padding:
+        values.setdefault("pad_token", backend.padding["pad_token"])
+    extra: Any = values.get("extra_special_tokens") or values.get("additional_special_tokens") or []
+    if isinstance(extra, dict):
+        custom |= extra
+        extra = []
+    custom = custom or values.get("model_specific_special_tokens", {})
+    standard = {name: values.get(name) for name in DATA["special_tokens"]}
+    named = {name: _text(token) for name, token in (standard | custom).items() if token is not None}
+    extra_texts = [_text(token) for token in extra]
+    special_texts = [*named.values(), *extra_texts]
+    _check_tokens(backend, settings, special_texts, folder)
+    unk_token = named.get("unk_token")
+    if "decoder" in options and not _has_pipeline(backend, options, special_texts, unk_token):
+        raise UnsupportedError("the class builds another tokenizer")
+
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    if backend.post_processor is None:
+        backend.post_processor = TemplateProcessing("$A:0", "$A:0 $B:1", [])
+    return TokenizerParts(
+        backend=backend,
+        special_tokens=named,
+        extra_special_tokens=extra_texts,
+        chat_template=_chat_template(settings, folder),
+        model_input_names=settings.get("model_input_names") or ["input_ids", "attention_mask"],
+        cleans_up=bool(settings.get("clean_up_tokenization_spaces")),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _is_custom_token(name: str, value: object) -> bool:
+    is_name = name.endswith("_token") and name not in DATA["special_tokens"]
+    return is_name and isinstance(value, str)
+
+
+def _text(token: Any) -> str:
+    """Return the text of a special token of a JSON file."""
+    return token if isinstance(token, str) else token["content"]
+
+
+def _check_tokens(
+    backend: Any, settings: Mapping[str, Any], special_texts: list[str], folder: Path
+) -> None:
+    """Check that transformers adds no token to those of tokenizer.json, and changes none.
+
+    Raises:
+        UnsupportedError: The settings have another token, or the same token with other options.
+    """
+    file_tokens: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+    saved = settings.get("added_tokens_decoder")
+    if saved is not None:
+        saved_tokens = {int(index): AddedToken(**token) for index, token in saved.items()}
+        has_same_tokens = _reprs(saved_tokens) == _reprs(file_tokens)
+    else:
+        legacy_names = ("special_tokens_map.json", "added_tokens.json")
+        has_same_tokens = not any((folder / name).exists() for name in legacy_names)
+    special = {token.content for token in file_tokens.values() if token.special}
+    if not has_same_tokens or not special.issuperset(special_texts):
+        raise UnsupportedError("other tokens than those of tokenizer.json")
+
+
+def _reprs(tokens: Mapping[int, AddedToken]) -> dict[int, str]:
+    return {index: repr(token) for index, token in tokens.items()}
+
+
+def _class_options(
+    settings: Mapping[str, Any], config: Mapping[str, Any], backend: Tokenizer
+) -> dict[str, Any]:
+    """Return the options of the class with which transformers reads a folder.
+
+    Raises:
+        UnsupportedError: The class is not known.
+    """
+    model_type = config["model_type"]
+    declared_name = str(settings.get("tokenizer_class") or config.get("tokenizer_class"))
+    name = declared_name.removesuffix("Fast")
+    for class_name, options in DATA["classes"].items():
+        is_declared = name == class_name and model_type in options["types"]
+        if is_declared or model_type in options["forced_types"]:
+            return options
+    is_llama = name == "LlamaTokenizer" and model_type in DATA["byte_level_types"]
+    components = f"{backend.pre_tokenizer!r} {backend.decoder!r}"
+    reads_file = (
+        model_type in DATA["file_types"]
+        or declared_name in DATA["file_classes"]
+        or (is_llama and "ByteLevel" in components)
+    )
+    may_be_patched = model_type in DATA["patched_types"] and backend.get_vocab_size() > MISTRAL_SIZE
+    if not reads_file or may_be_patched or model_type in DATA["other_types"]:
+        raise UnsupportedError(f"the class of {declared_name} and {model_type}")
+    return {"special_tokens": {}}
+
+
+def _has_pipeline(
+    backend: Any, options: Mapping[str, Any], special_texts: list[str], unk_token: str | None
+) -> bool:
+    """Return whether a tokenizer.json has the pipeline and special tokens that a class builds."""
+    is_bpe = isinstance(backend.model, BPE)
+    values = {name: getattr(backend.model, name, "") or None for name in DATA["model_options"]}
+    expected = {name: options["model"].get(name) for name in DATA["model_options"]}
+    if options.get("model_has_unk_token"):
+        expected["unk_token"] = unk_token
+    tokens = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    plain_texts = special_texts if options.get("has_plain_special_tokens") else []
+    plain_tokens = {repr(AddedToken(text, special=True)) for text in plain_texts}
+    return (
+        is_bpe
+        and tokens >= plain_tokens
+        and values == expected
+        and all(
+            _component(getattr(backend, name)) == json.loads(options[name])
+            for name in ("normalizer", "pre_tokenizer", "decoder")
+        )
+    )
+
+
+def _component(component: Any) -> Any:
+    """Return the options of a component that change a token or a text."""
+    text = component.__getstate__().decode() if component else "null"
+    options = json.loads(
+        text.replace(',"trim_offsets":true', "").replace(',"trim_offsets":false', "")
+    )
+    is_decoder = "decoders" in type(component).__module__
+    return {"type": "ByteLevel"} if is_decoder and options["type"] == "ByteLevel" else options
+
+
+def _chat_template(settings: Mapping[str, Any], folder: Path) -> str | dict[str, str] | None:
+    """Return the template or templates; files replace those of tokenizer_config.json."""
+    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").exists():
+        files["default"] = folder / "chat_template.jinja"
+    templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    if templates:
+        return templates["default"] if [*templates] == ["default"] else templates
+    template: Any = settings.get("chat_template")
+    if isinstance(template, list):
+        named_templates = cast(list[dict[str, str]], template)
+        return {part["name"]: part["template"] for part in named_templates}
+    return template
