@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from arealite.base import tokenizer as module
 from arealite.base.tokenizer import Tokenizer, load_tokenizer
+from arealite.base.tokenizer_folder import is_compared
 from tests.fakes.tokenizer_folders import (
     CORPUS,
     KINDS,
@@ -31,6 +33,9 @@ from tests.fakes.tokenizer_folders import (
     word_piece,
 )
 
+pytestmark = pytest.mark.skipif(
+    not is_compared(transformers.__version__), reason="transformers reads all folders"
+)
 NUM_TEXTS = 2_000
 """Texts for each of the five tokenizers."""
 VALUES = (
@@ -374,3 +379,13 @@ def test_templates_of_files_replace_that_of_the_settings(tmp_path: Path) -> None
     light, full = load_both(folder)
     assert light.chat_template == full.chat_template
     assert light.get_chat_template(tools=[]) == "{{ tools }}"
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.0", "6.0.0"])
+def test_version_that_was_not_compared_reads_folders_itself(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = byte_level(tmp_path / "model")
+    assert type(load_tokenizer(str(folder))) is Tokenizer
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    assert type(load_tokenizer(str(folder))) is type(AutoTokenizer.from_pretrained(str(folder)))
