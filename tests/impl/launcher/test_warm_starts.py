@@ -350,6 +350,25 @@ async def test_role_continues_if_the_warm_parent_dies_when_the_role_has_started(
         warm.close()
 
 
+async def test_stopped_warm_parent_is_killed_and_the_role_starts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(warm_starts, "ANSWER_S", 0.2)
+    warm = started_parent()
+    try:
+        assert warm.process is not None
+        stopped = warm.process.pid
+        warm._read_answers()
+        await has_imported(warm)
+        os.kill(stopped, signal.SIGSTOP)
+        role = await start_script(warm, tmp_path, PRINTS_ORIGIN)
+        assert not isinstance(role.process, ForkedRole)
+        assert await ended(role) == 0
+        assert has_exited(stopped)
+    finally:
+        warm.close()
+
+
 async def test_cancelled_request_leaves_no_process(tmp_path: Path):
     before = own_children()
     mark = tmp_path / "mark"
