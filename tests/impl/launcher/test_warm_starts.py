@@ -19,7 +19,7 @@ from arealite.impl.launcher import warm_parent, warm_starts
 from arealite.impl.launcher.processes import Child, spawn
 from arealite.impl.launcher.warm_starts import ForkedRole, WarmParent
 from tests.impl.launcher import role_dump
-from tests.waiting import eventually, has_exited, spawned, until_exited
+from tests.waiting import eventually, has_exited, spawned, until, until_exited
 
 Start = Callable[..., Any]
 
@@ -406,6 +406,28 @@ def test_death_of_the_supervisor_kills_the_warm_parent_and_the_role(tmp_path: Pa
         supervisor.kill()
         supervisor.wait(60)
         until_exited(*map(int, pids[1:]))
+
+
+def test_death_of_the_supervisor_kills_a_warm_parent_that_imports(tmp_path: Path):
+    (tmp_path / "hangs.py").write_text(
+        f"import time\nopen({str(tmp_path / 'hangs')!r}, 'w').close()\ntime.sleep(600)\n"
+    )
+    script = """
+import time
+from arealite.impl.launcher.warm_starts import WarmParent
+warm = WarmParent([["hangs"]], {})
+warm.start()
+print(warm.process.pid, flush=True)
+time.sleep(600)
+"""
+    own = {"PYTHONPATH": f"{os.getcwd()}:{tmp_path}"}
+    with spawned([sys.executable, "-c", script], os.environ | own) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        until((tmp_path / "hangs").exists, what="the import")
+        supervisor.kill()
+        supervisor.wait(60)
+        until_exited(pid)
 
 
 @pytest.mark.parametrize("point", ["thread", "cuda"])
