@@ -88,8 +88,9 @@ def run_figures(folder: Path, mode: str, kills: int) -> dict[str, float]:
         run.until(lambda: run.steps() > 1, "the second step")
         found["pss_mb"] = run.pss_mb()
         for role in ("rollout", "llm_server", "datapipe", "trainer"):
-            times = [run.ready_s(role) for _ in range(kills)]
+            times, cpu_times = zip(*(run.ready_s(role) for _ in range(kills)), strict=True)
             found[f"{role}_ready_s"] = statistics.median(times)
+            found[f"{role}_ready_cpu_s"] = statistics.median(cpu_times)
             print(f"{mode} {role}: {' '.join(f'{seconds:.2f}' for seconds in times)}", flush=True)
         return found
     finally:
@@ -145,8 +146,8 @@ class Run:
                     return int(json.loads(file.read_text())["pid"])
         return 0
 
-    def ready_s(self, role: str) -> float:
-        """Kill a role; return the seconds until its successor is ready."""
+    def ready_s(self, role: str) -> tuple[float, float]:
+        """Kill a role; return the seconds until its successor is ready, and its CPU seconds."""
         steps = self.steps()
         self.until(lambda: self.steps() > steps and self.pid(role), f"step, and {role}")
         pid = self.pid(role)
@@ -154,17 +155,25 @@ class Run:
             file.unlink()
         begin = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
-        is_ready = {
-            "llm_server": lambda: self.answers(pid),
-            "datapipe": lambda: any(e.value["pid"] != pid for e in self.names.list("datapipe")),
-        }
-        others = {self.pid(other) for other in ("rollout", "trainer") if other != role}
-        is_marked = lambda: {int(file.name) for file in self.marks.iterdir()} - others - {pid}  # noqa: E731
-        self.until(is_ready.get(role, is_marked), f"{role}")
-        return time.perf_counter() - begin
+        others = {pid, *(self.pid(other) for other in ("rollout", "trainer") if other != role)}
+        successors = list[int]()
 
-    def answers(self, dead: int) -> bool:
-        """Return whether the successor of a dead server generates a token."""
+        def is_ready() -> bool:
+            if role in ("rollout", "trainer"):
+                successors[:] = {int(file.name) for file in self.marks.iterdir()} - others
+            elif role == "llm_server":
+                successors[:] = self.answering(pid)
+            else:
+                entries = self.names.list(role)
+                successors[:] = [e.value["pid"] for e in entries if e.value["pid"] != pid]
+            return bool(successors)
+
+        self.until(is_ready, role)
+        seconds = time.perf_counter() - begin
+        return seconds, sum(psutil.Process(successors[0]).cpu_times()[:2])
+
+    def answering(self, dead: int) -> list[int]:
+        """Return the process id of a dead server's successor, once it generates a token."""
         for entry in self.names.list("llm_server"):
             if entry.value["pid"] != dead:
                 body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
@@ -172,8 +181,8 @@ class Run:
                 address = f"{entry.value['address']}/generate"
                 request = urllib.request.Request(address, json.dumps(body).encode(), headers)
                 with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=60):
-                    return True
-        return False
+                    return [entry.value["pid"]]
+        return []
 
 
 def median(measure) -> float:

@@ -33,14 +33,8 @@ from arealite.system.ledger.audit import audit  # noqa: E402
 OUT = Path("runs/soak")
 REPORT = Path("out/bench/soak.json")
 WARM_PARENT = "warm_parent"
-WEIGHTS = {
-    "datapipe": 10,
-    "rollout": 10,
-    "llm_server": 5,
-    "trainer": 2,
-    WARM_PARENT: 2,
-    "launcher": 1,
-}
+WEIGHTS = {"datapipe": 10, "rollout": 10, "llm_server": 5, "trainer": 2, "launcher": 1}
+WEIGHTS[WARM_PARENT] = 2
 """Weights of the random choice of a role; roles with a slow restart are chosen less often."""
 STARTED_BY = {"warm_parent-0": "rollout", "warm_parent-1": "llm_server"}
 """The warm parents of launcher and server, and a kind of role that each starts. After the death of
@@ -179,11 +173,6 @@ class Killer:
         """Kills whose process exited and was replaced."""
         return [kill for kill in self.kills if kill.back_s is not None]
 
-    @property
-    def _num_coming(self) -> int:
-        """Number of killed roles that come back without a further kill."""
-        return sum(kill.kind != WARM_PARENT for kill in self._gone.values())
-
     def run(
         self, *, limit: int, timeout_s: float, stop_when: Callable[[], bool] | None = None
     ) -> int:
@@ -205,7 +194,9 @@ class Killer:
                 raise SoakError(f"the run did not end within {timeout_s:.0f} s")
             if not self.kills and "trainer-0" not in self.site.roles():
                 due = now + self.mean_s  # a role that never started cannot restart
-            is_due = now > due and len(self.verified) + self._num_coming < limit
+            # A warm parent comes back only after a further kill.
+            coming = [kill for kill in self._gone.values() if kill.kind != WARM_PARENT]
+            is_due = now > due and len(self.verified) + len(coming) < limit
             if is_due and self._strike():
                 due = now + self.random.expovariate(1 / self.mean_s)
             if stop_when and len(self.verified) >= limit and stop_when():

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from arealite.api.config import run_paths
+from arealite.api.config import ExperimentConfig, run_paths
 from arealite.base import outputs
 from arealite.cli import configs, train
 from arealite.cli.texts import TEXTS
-from arealite.impl.demo.sorting import make_kit
+from arealite.impl.launcher import warm_modules
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,19 +20,37 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kit", type=Path, help="only write model and data to this folder")
     parser.add_argument("words", nargs="*", metavar="key=value", help="options of arealite train")
     options = parser.parse_intermixed_args(argv)
-    if not options.kit:
-        outputs.protect()
-    kit = options.kit or Path(f"runs/demo/kit-seed{options.seed}")
-    print(f"model and data: {kit}; the model is taught until 30 % of its answers are right")
-    make_kit(kit, options.seed)
     if options.kit:
+        print_and_make(options.kit, options.seed)
         return 0
+    outputs.protect()
+    with warm_modules.early(ExperimentConfig()):  # the demo has the default parts
+        return run(Path(f"runs/demo/kit-seed{options.seed}"), options)
+
+
+def make_kit(kit: Path, seed: int) -> None:
+    """Make model and data."""
+    from arealite.impl.demo import sorting  # imports torch
+
+    sorting.make_kit(kit, seed)
+
+
+def print_and_make(kit: Path, seed: int) -> None:
+    """Make model and data, after a line that says so."""
+    print(f"model and data: {kit}; the model is taught until 30 % of its answers are right")
+    make_kit(kit, seed)
+
+
+def run(kit: Path, options: argparse.Namespace) -> int:
+    """Make model and data and train; return the exit code of the training."""
+    print_and_make(kit, options.seed)
     words = ["--config", "demo", f"model.path={kit / 'model'}", f"seed={options.seed}"]
     words += [f"dataset.{part}={kit / part}.jsonl" for part in ("train", "eval")]
     words += ["trial_name=quickstart", "resume=never", "launcher.llm_servers=1", *options.words]
     print(f"training: arealite train {' '.join(words)}", flush=True)
     if code := train.main(words):
         return code
-    paths = run_paths(configs.parse_stages(words, command=parser.prog, description="")[0])
+    command = "arealite quickstart"
+    paths = run_paths(configs.parse_stages(words, command=command, description="")[0])
     print(TEXTS["quickstart"].format(run=paths.root, kit=kit, export=paths.export))
     return 0

@@ -40,36 +40,15 @@ HEADER = struct.Struct("!I")
 NUM_DESCRIPTORS = 5
 PR_SET_MM = 35
 PR_SET_MM_MAP = 14
+MEMORY_MAP = struct.Struct("=12QIi")
+"""The kernel's struct prctl_mm_map: begin and end of code and of data, begin and end of the heap,
+begin of the stack, begin and end of arguments and of environment; then auxv, its length, and a file
+descriptor, which stay as they are."""
 THREADS = "OMP_NUM_THREADS"
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 """numpy starts threads at its import unless this variable is 1."""
-ADDRESSES = {
-    "start_code": 26,
-    "end_code": 27,
-    "start_data": 45,
-    "end_data": 46,
-    "start_brk": 47,
-    "brk": 0,
-    "start_stack": 28,
-    "arg_start": 48,
-    "arg_end": 49,
-    "env_start": 50,
-    "env_end": 51,
-    "auxv": 0,
-}
-"""Fields of MemoryMap, and their numbers in /proc/PID/stat; 0: not there."""
 is_warm = False
 """Whether this process is a role that a warm parent forked."""
-
-
-class MemoryMap(ctypes.Structure):
-    """The kernel's struct prctl_mm_map: where the parts of a process are in its memory."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ADDRESSES),
-        ("auxv_size", ctypes.c_uint32),
-        ("exe_fd", ctypes.c_uint32),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,18 +240,13 @@ def show_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = ctypes.c_void_p
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    areas = MemoryMap(exe_fd=-1)
-    for name, number in ADDRESSES.items():
-        if number:
-            setattr(areas, name, int(stat[number - 3]))
+    code_data_heap = [int(stat[number - 3]) for number in (26, 27, 45, 46, 47)]
+    stack = int(stat[28 - 3])
     shown = ["\0".join(words), "\0".join(f"{name}={v}" for name, v in environment.items())]
     _shown[:] = [ctypes.create_string_buffer(os.fsencode(text)) for text in shown]
-    areas.arg_start, areas.env_start = map(ctypes.addressof, _shown)
-    areas.arg_end = areas.arg_start + len(_shown[0])
-    areas.env_end = areas.env_start + len(_shown[1])
-    size = ctypes.sizeof(areas)
-    areas.brk = libc.sbrk(0)
-    if libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(areas), size, 0):
+    texts = [ctypes.addressof(text) + end for text in _shown for end in (0, len(text))]
+    areas = MEMORY_MAP.pack(*code_data_heap, libc.sbrk(0), stack, *texts, 0, 0, -1)
+    if libc.prctl(PR_SET_MM, PR_SET_MM_MAP, areas, len(areas), 0):
         raise OSError(ctypes.get_errno(), "the command line cannot be set")
 
 

@@ -28,6 +28,10 @@ SWITCH = "AREALITE_WARM_PARENT"
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 PR_SET_MM_MAP_SIZE = 15
+IMPORT_S = 300.0
+"""Longest time for the imports of a role."""
+ANSWER_S = 30.0
+"""Longest time for an answer of a warm parent, which may be in an import, or stopped."""
 END_S = 10.0
 """Longest time for the exit of a role that was given up before it began."""
 
@@ -187,7 +191,7 @@ class WarmParent:
     ) -> ForkedRole | None:
         """Fork a role, once its modules are imported; see `start_role`.
 
-        Waits for: the warm parent. Unblocks: the warm parent.
+        Waits for: the warm parent, at most IMPORT_S and ANSWER_S. Unblocks: the warm parent.
 
         Args:
             words: Command line.
@@ -207,8 +211,10 @@ class WarmParent:
         self._read_answers()
         if self._is_successor and self.num_imported < len(self.stages):
             return None
-        while self.num_imported <= stage and self.process is process:
-            await self._changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(IMPORT_S):
+                while self.num_imported <= stage and self.process is process:
+                    await self._changed.wait()
         async with self._forking:
             if self.process is not process:
                 if self.process is None:
@@ -225,9 +231,11 @@ class WarmParent:
         with line, subreaper():
             line.setblocking(False)
             try:
-                with theirs:
-                    await self._request(body, [theirs.fileno()], streams)
-                if (role := await self._adopt(line, received)) is None:
+                async with asyncio.timeout(ANSWER_S):
+                    with theirs:
+                        await self._request(body, [theirs.fileno()], streams)
+                    role = await self._adopt(line, received)
+                if role is None:
                     self._is_refused = True
                     logger.warning("the warm parent cannot fork: it has threads, or uses a GPU")
                     self.close()

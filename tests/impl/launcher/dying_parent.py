@@ -60,7 +60,10 @@ def in_between() -> None:
 POINTS: dict[str, Callable[[], object]] = {
     "at the request": lambda: before("can_fork", die, of=warm_parent),
     "in between": in_between,
-    "in the role": lambda: before("setsid", die),
+    "in the role": lambda: (
+        before("waitpid", lambda: select.select([], [], [])),
+        before("setsid", die),
+    ),
     "after the fork": lambda: after("waitpid", die),
     "after the start": lambda: after("read", die),
     "hangs": lambda: before("can_fork", hang, of=warm_parent),

@@ -19,7 +19,7 @@ from arealite.impl.launcher import warm_parent, warm_starts
 from arealite.impl.launcher.processes import Child, spawn
 from arealite.impl.launcher.warm_starts import ForkedRole, WarmParent
 from tests.impl.launcher import role_dump
-from tests.waiting import eventually, has_exited, spawned, until_exited
+from tests.waiting import eventually, has_exited, spawned, until, until_exited
 
 Start = Callable[..., Any]
 
@@ -350,6 +350,25 @@ async def test_role_continues_if_the_warm_parent_dies_when_the_role_has_started(
         warm.close()
 
 
+async def test_stopped_warm_parent_is_killed_and_the_role_starts_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(warm_starts, "ANSWER_S", 0.2)
+    warm = started_parent()
+    try:
+        assert warm.process is not None
+        stopped = warm.process.pid
+        warm._read_answers()
+        await has_imported(warm)
+        os.kill(stopped, signal.SIGSTOP)
+        role = await start_script(warm, tmp_path, PRINTS_ORIGIN)
+        assert not isinstance(role.process, ForkedRole)
+        assert await ended(role) == 0
+        assert has_exited(stopped)
+    finally:
+        warm.close()
+
+
 async def test_cancelled_request_leaves_no_process(tmp_path: Path):
     before = own_children()
     mark = tmp_path / "mark"
@@ -387,6 +406,28 @@ def test_death_of_the_supervisor_kills_the_warm_parent_and_the_role(tmp_path: Pa
         supervisor.kill()
         supervisor.wait(60)
         until_exited(*map(int, pids[1:]))
+
+
+def test_death_of_the_supervisor_kills_a_warm_parent_that_imports(tmp_path: Path):
+    (tmp_path / "hangs.py").write_text(
+        f"import time\nopen({str(tmp_path / 'hangs')!r}, 'w').close()\ntime.sleep(600)\n"
+    )
+    script = """
+import time
+from arealite.impl.launcher.warm_starts import WarmParent
+warm = WarmParent([["hangs"]], {})
+warm.start()
+print(warm.process.pid, flush=True)
+time.sleep(600)
+"""
+    own = {"PYTHONPATH": f"{os.getcwd()}:{tmp_path}"}
+    with spawned([sys.executable, "-c", script], os.environ | own) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        until((tmp_path / "hangs").exists, what="the import")
+        supervisor.kill()
+        supervisor.wait(60)
+        until_exited(pid)
 
 
 @pytest.mark.parametrize("point", ["thread", "cuda"])
