@@ -31,7 +31,6 @@ SCRIPTS = ROOT / "train.py", ROOT / "arealite/launch_llm_server.py", *ROOT.glob(
 COMMANDS = {str(script) for script in SCRIPTS}
 MODULES = ("arealite.cli.main", "arealite")
 IMPORTS = (
-    "arealite.cli.main",
     "arealite.cli.train",
     "arealite.cli.preflight",
     "arealite.cli.role",

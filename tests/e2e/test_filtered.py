@@ -58,7 +58,10 @@ def test_run_with_equal_rewards_is_reported_and_stops_at_the_bound(
     done = site.train(tmp_path, *options, "datapipe.max_filtered_groups=8")
     assert done.code == 3, done.shown + done.logs()
     errors = [line for line in done.shown.splitlines() if line.lstrip().startswith("error: ")]
-    assert "datapipe-0 died (exit code 3)" in errors[0]
+    # The datapipe's answer can end the trainer before its own end is seen.
+    assert (
+        "datapipe-0 died (exit code 3)" in errors[0] or "trainer-0 died (exit code 3)" in errors[0]
+    )
     assert SAYS in errors[1] and "(datapipe.max_filtered_groups=8)" in errors[1]
     assert SAYS in paths.end.read_text()
     assert "started again" not in done.shown

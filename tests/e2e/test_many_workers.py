@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arealite.impl.launcher import warm_starts
 from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ROOT
 from tests.e2e.many_workers import EACH, WORKERS
@@ -36,6 +37,7 @@ def test_32_worker_processes_are_started_for_idle_servers_and_stopped_for_busy_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv(warm_starts.SWITCH, "0")  # workers check that they import no torch
     code, shown, launcher = launched(Launcher(tmp_path))
     logs = "\n".join(file.read_text() for file in launcher.paths.logs.glob("*.log"))
     assert code == 0, shown + logs
