@@ -143,8 +143,8 @@ def install() -> None:
 
     def fork_exec(*given: Any) -> int:
         """Start a process, with the arguments of `_posixsubprocess.fork_exec`."""
-        words, programs, _, kept, folder, variables, *files = given[:14]
-        reads_stdin, _, _, writes_stdout, _, writes_stderr, _, failed = files
+        words, programs, _, kept, folder, variables, *files = given[:12]
+        reads_stdin, _, _, writes_stdout, _, writes_stderr = files
         takes_more = len(kept) > 1 or given[20] >= 0 or given[21] is not None  # umask, preexec_fn
         streams = [
             number if inherited == -1 else inherited

@@ -68,7 +68,8 @@ def main() -> None:
         request = serve(listener)
     while request is not None:
         try:
-            return warm_parent.run(request)
+            warm_parent.run(request)
+            return
         except warm_parent.Forked as forked:  # a warm parent of the command has forked a role
             request = forked.request
 
@@ -88,21 +89,27 @@ def serve(listener: socket.socket) -> Request | None:
                 os.kill(command.pid, signal.SIGKILL)
             finish(command)
             commands.remove(command)
-        if listener in ready:
-            client = listener.accept()[0]
-            if (request := receive(client)) is None:
-                continue
-            if not (pid := os.fork()):
-                for descriptor in (listener, client, *(c.client for c in commands)):
-                    descriptor.close()
-                for command in commands:
-                    os.close(command.ended)
-                os.setsid()
-                return request
-            for descriptor in (request.folder, *request.streams):
-                os.close(descriptor)
-            client.sendall(b"%d\n" % pid)
-            commands.append(Command(client, pid, os.pidfd_open(pid)))
+        if listener in ready and (request := begin(listener, commands)) is not None:
+            return request
+
+
+def begin(listener: socket.socket, commands: list[Command]) -> Request | None:
+    """Accept a client, and fork its command; return the request only in the fork."""
+    client = listener.accept()[0]
+    if (request := receive(client)) is None:
+        return None
+    if pid := os.fork():
+        for descriptor in (request.line, request.folder, *request.streams):
+            os.close(descriptor)
+        client.sendall(b"%d\n" % pid)
+        commands.append(Command(client, pid, os.pidfd_open(pid)))
+        return None
+    for connection in (listener, client, *(c.client for c in commands)):
+        connection.close()
+    for command in commands:
+        os.close(command.ended)
+    os.setsid()
+    return request
 
 
 def receive(client: socket.socket) -> Request | None:

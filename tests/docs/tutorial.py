@@ -198,12 +198,11 @@ def prepare(folder: Path, kit: Path, forks: str) -> dict[str, str]:
         client = f"{sys.executable} -I -S {CLIENT} {forks} {sys.executable}"
         program = f"{client} {commands}/program.py"
         scripts = f'case "$1" in {"|".join(FORKED)}) exec {client} "$@" ;; esac\n'
-    (commands / "python3").write_text(
-        f'#!/bin/sh\n[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\n{scripts}exec {sys.executable} "$@"\n'
-    )
-    (commands / "arealite").write_text(
-        f'#!/bin/sh\n[ "$*" = "{QUICK_KIT}" ] && exec cp -r {kit} kit\nexec {program} "$@"\n'
-    )
+    copies = f'[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\n'
+    python = f'#!/bin/sh\n{copies}{scripts}exec {sys.executable} "$@"\n'
+    (commands / "python3").write_text(python)
+    copies = f'[ "$*" = "{QUICK_KIT}" ] && exec cp -r {kit} kit\n'
+    (commands / "arealite").write_text(f'#!/bin/sh\n{copies}exec {program} "$@"\n')
     for command in commands.iterdir():
         command.chmod(0o755)
     path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
