@@ -7,7 +7,7 @@ process, with its own session, environment, files and command line, as after exe
 
 A command is started by exec as before if it is no command of AReaLite, if an environment variable
 other than AREALITE_* differs from this process, because libraries read them at import, or if a
-stream is a terminal. FORKS=0 starts all by exec, as .ci/run does for the README's commands.
+stream is a terminal. FORKS=0 starts all by exec.
 """
 
 from __future__ import annotations
