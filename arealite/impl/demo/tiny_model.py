@@ -41,12 +41,12 @@ class TinyModel:
     """Standard deviation of the weights."""
 
 
-def make_tiny_model(folder: Path, shape: TinyModel | None = None) -> Path:
+def make_tiny_model(folder: Path | str, shape: TinyModel | None = None) -> Path:
     """Write config, fp32 weights and tokenizer into `folder`; equal shapes give equal bytes."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    shape = shape or TinyModel()
+    folder, shape = Path(folder), shape or TinyModel()
     tokenizer = make_tokenizer(shape.alphabet, context=shape.context, words=shape.words)
     tokens = len(tokenizer)
     vocab_size = shape.vocab_size or tokens

@@ -37,7 +37,7 @@ def test_model_has_the_requested_shape(folder, tokenizer):
 def test_equal_seeds_give_equal_weights(folder, tmp_path):
     state = torch.random.get_rng_state()
     weights = folder / "model.safetensors"
-    again = make_tiny_model(tmp_path / "again", SMALL) / "model.safetensors"
+    again = make_tiny_model(f"{tmp_path}/again", SMALL) / "model.safetensors"
     other = make_tiny_model(tmp_path / "other", TinyModel(**{**SMALL.__dict__, "seed": 2}))
     assert weights.read_bytes() == again.read_bytes()
     assert weights.read_bytes() != (other / "model.safetensors").read_bytes()
