@@ -183,7 +183,7 @@ test-models: $(VENV)/.dev
 test-peers: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl tests/docs/test_from_trl.py
 
-# Tests marked part: less than a minute of each suite that `.ci/run` does not run whole.
+# Tests marked part: a short part of each suite that `.ci/run` does not run.
 PARTS := attacks agents families clusters learning impl
 test-parts: $(VENV)/.envs
 	$(PYTEST) -m part -n 2 --dist loadscope $(PARTS:%=tests/%)

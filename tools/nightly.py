@@ -1,4 +1,4 @@
-"""`make test-nightly`: run the suites that CI runs only in part, whole, one after the other.
+"""`make test-nightly`: run the suites that CI does not run, one after the other.
 
 Each suite is a target of the Makefile. A failed suite does not stop the others. At the end a table
 has the time and the last line of each; out/nightly.json has the same.

@@ -21,6 +21,7 @@ from arealite.base.names import RunPaths
 from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S, Site, all_gone
 from tests.waiting import has_exited, spawned, until, until_exited
+from tools import soak
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -36,7 +37,9 @@ class Run:
     def pid(self, role: str) -> int | None:
         """Return the process of a role, None while there is none."""
         if role == "llm_server":
-            return next((c.pid for c in psutil.Process(self.server.pid).children()), None)
+            children = psutil.Process(self.server.pid).children()
+            servers = [c.pid for c in children if not soak.is_warm_parent(soak.arguments(c))]
+            return next(iter(servers), None)
         if self.train.poll() is not None:
             return None
         for child in psutil.Process(self.train.pid).children():

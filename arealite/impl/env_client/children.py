@@ -104,6 +104,7 @@ class Children:
             words = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name]
             child = await spawn(self.name, words, log=None, environment={}, stdout=PIPE)
             try:
+                assert isinstance(child.process, Process)
                 return child, await self._read_address(child.process)
             except BaseException:
                 await end_all([child], grace_s=TERMINATE_S)
