@@ -184,9 +184,8 @@ test-peers: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python -m pytest -m peers tests/impl tests/docs/test_from_trl.py
 
 # Tests marked part: a short part of each suite that `.ci/run` does not run.
-PARTS := attacks agents families clusters learning impl
 test-parts: $(VENV)/.envs
-	$(PYTEST) -m part -n 2 --dist loadscope $(PARTS:%=tests/%)
+	$(PYTEST) -m part -n 2 --dist loadscope tests/attacks tests/agents tests/families tests/clusters tests/learning tests/impl
 
 test-nightly: $(VENV)/.dev
 	$(PY) tools/nightly.py

@@ -18,6 +18,7 @@ from arealite.api.reward import FunctionRewardConfig, RewardConfig, make_reward
 from arealite.api.task import Task
 from arealite.base.errors import EpisodeError, UserError, failure_class
 from arealite.base.outputs import ProtectedOutput
+from arealite.impl.reward import process_pool
 from tests.terminals import closed_pipe
 from tests.waiting import eventually, has_exited, until, until_exited
 
@@ -205,12 +206,12 @@ async def test_call_that_ends_its_process_fails_by_name_and_others_are_called_ag
 
 
 async def test_answers_before_the_end_of_a_process_are_read_despite_a_failed_write(
-    made: Any,
+    made: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(process_pool, "SHORT_S", 60.0)  # a process gets several calls at once
     reward = await made("ends")
     (path,) = reward.pool.paths
-    for _ in range(3):  # short calls: from now on, a process gets several at once
-        process = (await reward.pool.call(path, {"completion": ""})).value
+    process = (await reward.pool.call(path, {"completion": ""})).value
     answered = asyncio.ensure_future(reward.pool.call(path, {"completion": ""}))
     ending = asyncio.ensure_future(reward.pool.call(path, {"completion": "exit"}))
     await asyncio.sleep(0)  # both calls are sent
