@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from arealite.impl.launcher import warm_parent, warm_starts
-from arealite.impl.launcher.processes import PARENT
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "train.py", ROOT / "arealite/launch_llm_server.py", *ROOT.glob("examples/*.py")
@@ -86,7 +85,7 @@ class Forker:
         """Start a command; return its process id, or None if the warm parent cannot fork."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                self._start()
+                self.process, self.control = warm_starts.start_process([IMPORTS], FIXED)
             line, theirs = socket.socketpair()
             with line, warm_starts.subreaper():
                 body = json.dumps({"words": words, "environment": environment}).encode()
@@ -101,25 +100,11 @@ class Forker:
                     return None
                 received = b""
                 while received.count(b"\n") < 2:
-                    received += line.recv(64)
+                    if not (data := line.recv(64)):
+                        raise OSError("the forked command ended before it began")
+                    received += data
                 line.sendall(warm_parent.GO)
                 return int(received.split()[1])
-
-    def _start(self) -> None:
-        self.control, theirs = socket.socketpair()
-        words = [sys.executable, "-m", warm_parent.__name__, str(theirs.fileno())]
-        own = {warm_parent.BLAS_THREADS: "1", PARENT: str(os.getpid())}
-        with theirs:
-            self.process = subprocess.Popen(
-                [*words, json.dumps([IMPORTS])],
-                cwd=ROOT,
-                env=os.environ | FIXED | own,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
 
     def close(self) -> None:
         """Kill the warm parent; its forks have exited with their tests."""

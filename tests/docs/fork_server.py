@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from arealite.impl.launcher import warm_parent
-from arealite.impl.launcher.warm_parent import Request
+from arealite.impl.launcher.warm_parent import HEADER, Request
 from tests.forks import FIXED, IMPORTS, ROOT
 from tests.waiting import until
 
@@ -114,10 +113,10 @@ def begin(listener: socket.socket, commands: list[Command]) -> Request | None:
 
 def receive(client: socket.socket) -> Request | None:
     """Return the request of a client; None if the client was killed."""
-    header, descriptors, _, _ = socket.recv_fds(client, 4, 4)
-    if len(header) < 4:
+    header, descriptors, _, _ = socket.recv_fds(client, HEADER.size, 4)
+    if len(header) < HEADER.size:
         return None
-    body = client.recv(struct.unpack("!I", header)[0], socket.MSG_WAITALL)
+    body = client.recv(HEADER.unpack(header)[0], socket.MSG_WAITALL)
     folder, *streams = descriptors
     line = os.open(os.devnull, os.O_RDONLY)  # the fork has no supervisor
     return Request(**json.loads(body), line=line, folder=folder, streams=streams)

@@ -48,6 +48,38 @@ class ParentProcess(Protocol):
     def wait(self) -> int: ...
 
 
+def start_process(
+    stages: Sequence[Sequence[str]], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a warm parent; return its process and the connection to it.
+
+    Args:
+        stages: The modules to import, in this order.
+        environment: Variables in addition to those of this process.
+
+    Raises:
+        OSError: The system has no place for a process.
+    """
+    control, theirs = socket.socketpair()
+    words = [sys.executable, "-m", warm_parent.__name__, str(theirs.fileno()), json.dumps(stages)]
+    fixed = {warm_parent.BLAS_THREADS: "1", PARENT: str(os.getpid())}
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                words,
+                env=os.environ | environment | fixed,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+    except OSError:
+        control.close()
+        raise
+    return process, control
+
+
 class ForkedParent:
     """The process of a warm parent that this process forked."""
 
@@ -120,23 +152,9 @@ class WarmParent:
 
     def start(self) -> None:
         """Start the process, unless the system has no place for it."""
-        self._control, theirs = socket.socketpair()
-        words = [sys.executable, "-m", warm_parent.__name__, str(theirs.fileno())]
-        own = {warm_parent.BLAS_THREADS: "1", PARENT: str(os.getpid())}
         self.num_imported = 0
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    [*words, json.dumps(self.stages)],
-                    env=os.environ | self.environment | own,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-        except OSError:
-            self._control.close()
+        with suppress(OSError):
+            self.process, self._control = start_process(self.stages, self.environment)
 
     def fork_here(self) -> None:
         """Fork the process from this one, which is a role of another warm parent.
@@ -220,8 +238,8 @@ class WarmParent:
                 if self.process is None:
                     self._restart()
                 return None
-            own = os.environ | env | {PARENT: str(os.getpid())}
-            body = json.dumps({"words": [*words], "environment": own}).encode()
+            environment = os.environ | env | {PARENT: str(os.getpid())}
+            body = json.dumps({"words": [*words], "environment": environment}).encode()
             return await self._fork(body, streams)
 
     async def _fork(self, body: bytes, streams: Sequence[int]) -> ForkedRole | None:
@@ -326,9 +344,9 @@ class WarmParent:
             return
         self.num_imported += answers.count(IMPORTED)
         self._wake()
-        rest = answers.replace(IMPORTED, b"")
-        if rest and self._answer is not None and not self._answer.done():
-            self._answer.set_result(rest)
+        outcome = answers.replace(IMPORTED, b"")
+        if outcome and self._answer is not None and not self._answer.done():
+            self._answer.set_result(outcome)
 
     def _wake(self) -> None:
         self._changed.set()
