@@ -97,3 +97,4 @@ cp "$here/sglang_cpu_stubs.py" "$packages/"
 echo "import sglang_cpu_stubs" >"$packages/sglang_cpu_stubs.pth"
 starts || fail "SGLang $sglang was installed into $venv but does not start"
 finish
+echo "$SECONDS" >>"${INSTALL_SECONDS:-/dev/null}"

@@ -16,7 +16,7 @@ FILES = [
 ]
 HIDDEN = "bwrap", "chromium-headless-shell"
 BARE = ["demo", "test"]
-FULL = ["check", "test-extras", "test-docs", "test-faults", "test-sglang-short"]
+FULL = ["check", "test-extras", "test-docs", "test-faults", "test-sglang-short", "test-parts"]
 FAKE_MAKE = f"""#!/bin/sh
 found=
 for name in {" ".join(HIDDEN)}; do command -v $name >/dev/null && found="$found $name"; done
@@ -71,6 +71,15 @@ def test_commands_of_the_readme_run_first_without_extra_programs(checkout: Path)
     assert run(checkout) == 0
     everything = " ".join(HIDDEN)
     assert recorded(checkout) == [(name, "") for name in BARE] + [(n, everything) for n in FULL]
+
+
+def test_times_are_without_installations(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make = checkout.parent / "some programs/make"
+    make.write_text(FAKE_MAKE.replace("mkdir", 'echo 1000 >>"$INSTALL_SECONDS"\nmkdir', 1))
+    assert run(checkout) == 0
+    lines = capfd.readouterr().out.splitlines()[-len(BARE + FULL) :]
+    assert [line.split()[-1] for line in lines] == BARE + FULL
+    assert all(int(line.split()[0]) < -900 for line in lines)
 
 
 def test_readme_has_the_commands_that_run_first() -> None:

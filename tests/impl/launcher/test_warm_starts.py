@@ -264,6 +264,7 @@ def test_uvloop_supervises_a_forked_role(tmp_path: Path):
 async def test_death_of_the_warm_parent_kills_no_role_and_the_next_start_makes_a_new_one(
     tmp_path: Path,
 ):
+    before = own_children()  # of other tests of this process
     warm = started_parent("json")
     try:
         role = await start_script(warm, tmp_path, LIVES)
@@ -287,7 +288,7 @@ async def test_death_of_the_warm_parent_kills_no_role_and_the_next_start_makes_a
         assert await ended(role) == -signal.SIGKILL
     finally:
         warm.close()
-    assert not own_children()
+    assert own_children() <= before
 
 
 async def test_role_does_not_wait_for_the_imports_of_a_later_warm_parent(tmp_path: Path):
@@ -337,7 +338,7 @@ async def test_role_starts_alone_and_once_if_the_warm_parent_dies_during_the_req
         assert await ended(again) == 0
     finally:
         warm.close()
-    assert own_children() == before
+    assert own_children() <= before
 
 
 async def test_role_continues_if_the_warm_parent_dies_when_the_role_has_started(tmp_path: Path):
@@ -379,7 +380,7 @@ async def test_cancelled_request_leaves_no_process(tmp_path: Path):
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert own_children() == before
+    assert own_children() <= before
     assert not (tmp_path / "log").read_text()
     warm.close()
 
