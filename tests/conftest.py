@@ -16,12 +16,14 @@ new names, because they survive a reset.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
 from arealite.base import registry
+from arealite.impl.launcher import warm_modules
 from tests import forks
 from tests.sglang.shared import SharedServer, shared_server
 from tests.skip_report import pytest_terminal_summary as pytest_terminal_summary
@@ -59,6 +61,12 @@ def log_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def imported_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget modules of `imports` after each test: a process of reward functions imports them."""
     monkeypatch.setattr(registry, "imported", [])
+
+
+@pytest.fixture(autouse=True)
+def warm_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no command that a test calls in this process import torch in a process of its own."""
+    monkeypatch.setattr(warm_modules, "early", lambda config: nullcontext())
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ A start then costs milliseconds instead of ten CPU seconds of imports. The child
 process, with its own session, environment, files and command line, as after exec.
 
 A command is started by exec as before if it is no command of AReaLite, if an environment variable
-other than AREALITE_* differs from this process, because libraries read them at import, or if a
-stream is a terminal. FORKS=0 starts all by exec.
+that libraries may read at import differs from this process, or if a stream is a terminal. FORKS=0
+starts all by exec.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ IMPORTS = (
     "arealite.cli.preflight",
     "arealite.cli.role",
     "arealite.cli.serve_llm",
+    "arealite.impl.launcher.warm_caches",
     "arealite.impl.launcher.local",
     "arealite.system.datapipe.datapipe",
     "arealite.impl.rollout.worker",
@@ -44,28 +45,34 @@ IMPORTS = (
     "arealite.impl.publisher.servers",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
+    "tests.forked",
 )
 FIXED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Variables of every test process; tests.e2e.conftest.ENVIRONMENT sets them, too."""
+NOT_READ = {
+    *("PWD", "OLDPWD", "_", "PYTHONPATH", "PYTHON_COLORS", "NO_PROXY", "no_proxy"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHINDUCTOR_CACHE_DIR"),
+}
+"""Variables that no library reads at import; commands that a test calls in its process set some.
+The warm parent replaces the paths of modules."""
 _exec: Any = getattr(subprocess, "_fork_exec", None)
 
 
 class Forker:
-    """The warm parent of this process of pytest; it starts with the first command."""
+    """The warm parent of this process; that of pytest starts with the first command."""
 
-    def __init__(self) -> None:
-        self.environment = self._comparable(os.environ | FIXED)
+    def __init__(self, environment: Mapping[str, str], control: socket.socket | None = None):
+        """Start nothing yet.
+
+        Args:
+            environment: Of the commands.
+            control: Connection to a warm parent that this process has forked.
+        """
+        self.environment = comparable(environment)
+        self.control = control
         self.process: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
-
-    @staticmethod
-    def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that libraries may read at import."""
-        return {
-            name: value
-            for name, value in environment.items()
-            if not name.startswith(("AREALITE_", "PYTEST_")) and name not in ("PWD", "OLDPWD", "_")
-        }
 
     def can_fork(
         self, words: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]
@@ -77,25 +84,30 @@ class Forker:
         if not (is_module or words[1] in COMMANDS):
             return False
         is_terminal = any(os.isatty(stream) for stream in streams)
-        return not is_terminal and self._comparable(environment) == self.environment
+        return not is_terminal and comparable(environment) == self.environment
 
     def fork(
         self, words: list[str], environment: dict[str, str], folder: str, streams: list[int]
     ) -> int | None:
         """Start a command; return its process id, or None if the warm parent cannot fork."""
         with self.lock:
-            if self.process is None or self.process.poll() is not None:
+            if self.control is None:
                 self.process, self.control = warm_starts.start_process([IMPORTS], FIXED)
+                self.control.recv(1)  # the answer IMPORTED; before it, a fork would lack imports
             line, theirs = socket.socketpair()
             with line, warm_starts.subreaper():
                 body = json.dumps({"words": words, "environment": environment}).encode()
                 directory = os.open(folder, os.O_PATH | os.O_DIRECTORY)
                 header = warm_parent.HEADER.pack(len(body))
-                with theirs:
-                    socket.send_fds(self.control, [header], [theirs.fileno(), directory, *streams])
+                try:
+                    with theirs:
+                        given = [theirs.fileno(), directory, *streams]
+                        socket.send_fds(self.control, [header], given)
+                    self.control.sendall(body)
+                    answer = self.control.recv(1)
+                except OSError:
+                    answer = b""
                 os.close(directory)
-                self.control.sendall(body)
-                answer = self._answer()
                 if answer != warm_parent.FORKED:
                     return None
                 received = b""
@@ -108,23 +120,44 @@ class Forker:
 
     def close(self) -> None:
         """Kill the warm parent; its forks have exited with their tests."""
-        if self.process is not None:
+        if self.process is not None and self.control is not None:
             self.process.kill()
             self.process.wait()
             self.control.close()
 
-    def _answer(self) -> bytes:
-        while (answer := self.control.recv(1)) == warm_parent.IMPORTED:
-            pass
-        return answer
+
+def comparable(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that libraries may read at import."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(("AREALITE_", "PYTEST_")) and name not in NOT_READ
+    }
 
 
 def install() -> None:
     """Start commands of AReaLite from a warm parent from now on."""
     if os.environ.get("FORKS") == "0" or _exec is None or not warm_starts.is_possible():
         return
-    forker = Forker()
+    forker = Forker(os.environ | FIXED)
     atexit.register(forker.close)
+    replace_exec(forker)
+
+
+def fork_here(environment: Mapping[str, str]) -> None:
+    """Fork a warm parent from this fork, for the commands that its command starts.
+
+    Raises:
+        Forked: This process is a command that the new warm parent forked.
+    """
+    control, theirs = socket.socketpair()
+    warm_parent.fork_warm_parent(theirs, control)
+    theirs.close()
+    replace_exec(Forker(environment, control))
+
+
+def replace_exec(forker: Forker) -> None:
+    """Let every `subprocess.Popen` of this process ask `forker` first."""
 
     def fork_exec(*given: Any) -> int:
         """Start a process, with the arguments of `_posixsubprocess.fork_exec`."""

@@ -68,7 +68,6 @@ def main() -> None:
     while request is not None:
         try:
             warm_parent.run(request)
-            return
         except warm_parent.Forked as forked:  # a warm parent of the command has forked a role
             request = forked.request
 

@@ -8,9 +8,11 @@ id. If the supervisor gives up, or exits, the role exits before it has done anyt
 The warm parent has one thread, uses no CUDA, and imports no modules of users.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import re
@@ -19,11 +21,12 @@ import select
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from arealite.impl.launcher.processes import PARENT, die_with_parent
 
@@ -47,6 +50,8 @@ descriptor, which stay as they are."""
 THREADS = "OMP_NUM_THREADS"
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 """numpy starts threads at its import unless this variable is 1."""
+FLUSH_FAILED = 120
+"""Exit code of an interpreter that cannot write its output."""
 is_warm = False
 """Whether this process is a role that a warm parent forked."""
 
@@ -74,14 +79,10 @@ class Forked(BaseException):
         self.request = request
 
 
-_shown: list[ctypes.Array[ctypes.c_char]] = []
-"""The memory that /proc shows."""
-
-
-def main() -> None:
+def main() -> NoReturn:
     """Import the modules named on the command line, and fork roles until the supervisor exits.
 
-    In a role, run its command, and return or raise as the command does.
+    In a role, run its command, and exit or raise as the command does.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     stages: list[list[str]] = json.loads(sys.argv[2])
@@ -89,7 +90,7 @@ def main() -> None:
     request = serve(control, stages)
     while True:
         try:
-            return run(request)
+            run(request)
         except Forked as forked:
             request = forked.request
 
@@ -206,8 +207,8 @@ def _become_role(request: Request) -> None:
     os._exit(1)
 
 
-def run(request: Request) -> None:
-    """Run the command of a role in this process, as a new interpreter would."""
+def run(request: Request) -> NoReturn:
+    """Run the command of a role in this process, as a new interpreter would, and exit."""
     global is_warm
     is_warm = True
     os.fchdir(request.folder)
@@ -224,7 +225,18 @@ def run(request: Request) -> None:
     gc.enable()
     show_command(request.words, request.environment)
     sys.orig_argv[:] = request.words
-    kind, *arguments = request.words[1:]
+    try:
+        _run_command(request.words)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        _exit(end.code or 0)
+    _exit(0)
+
+
+def _run_command(words: Sequence[str]) -> None:
+    """Run the module or the file of a command line."""
+    kind, *arguments = words[1:]
     if kind == "-m":
         sys.argv[:] = arguments
         _replace_first_path(os.getcwd())
@@ -235,6 +247,28 @@ def run(request: Request) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
+def _exit(code: int) -> NoReturn:
+    """Exit as an interpreter does, but free no objects: that would copy the pages of all modules.
+
+    Threads have ended, exit handlers have run, and the buffers of open files are written.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError) as error:
+            code = FLUSH_FAILED
+            with suppress(OSError, ValueError):
+                message = f"{type(error).__name__}: {error}"
+                sys.stderr.write(f"Exception ignored in: {stream!r}\n{message}\n")
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.IOBase):
+            with suppress(OSError, ValueError):  # a closed file, and one that is read
+                thing.flush()
+    os._exit(code & 0xFF)
+
+
 def show_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Set the command line and the environment that /proc shows of this process, as for `ps`."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -243,8 +277,10 @@ def show_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     code_data_heap = [int(stat[number - 3]) for number in (26, 27, 45, 46, 47)]
     stack = int(stat[28 - 3])
     shown = ["\0".join(words), "\0".join(f"{name}={v}" for name, v in environment.items())]
-    _shown[:] = [ctypes.create_string_buffer(os.fsencode(text)) for text in shown]
-    texts = [ctypes.addressof(text) + end for text in _shown for end in (0, len(text))]
+    buffers = [ctypes.create_string_buffer(os.fsencode(text)) for text in shown]
+    for buffer in buffers:  # /proc shows this memory until the process is gone
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))
+    texts = [ctypes.addressof(buffer) + end for buffer in buffers for end in (0, len(buffer))]
     areas = MEMORY_MAP.pack(*code_data_heap, libc.sbrk(0), stack, *texts, 0, 0, -1)
     if libc.prctl(PR_SET_MM, PR_SET_MM_MAP, areas, len(areas), 0):
         raise OSError(ctypes.get_errno(), "the command line cannot be set")

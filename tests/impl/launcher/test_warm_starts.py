@@ -165,7 +165,15 @@ ENDS = {
         "import atexit, threading\nthreading._register_atexit(end.set)",
         0,
     ),
-    "fails in an exit handler": ("import atexit; atexit.register(exec, '1 / 0')", 0),
+    "fails in an exit handler": (
+        "import atexit\n"
+        "class Fails:\n"
+        "    def __call__(self): 1 / 0\n"
+        "    def __repr__(self): return 'a handler'\n"
+        "atexit.register(Fails())",
+        0,
+    ),
+    "leaves a file open": ("import os\nfile = open(os.dup(1), 'w')\nfile.write('text')", 0),
 }
 
 
@@ -185,6 +193,21 @@ async def test_forked_role_ends_like_a_new_process(tmp_path: Path, start: Start)
         assert text.startswith(head + traceback) and text.endswith(frames), end
         assert traceback or text == head, f"{end}: only a traceback has frames of the warm parent"
         log.unlink()
+
+
+async def test_role_that_cannot_write_its_output_exits_like_a_new_process(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    role = await start("import os; os.close(1); print('lost')")
+    assert isinstance(role.process, ForkedRole)
+    words = [sys.executable, str(tmp_path / "role.py")]
+    alone = await spawn("role-0", words, log=tmp_path / "alone", environment={})
+    assert await ended(role) == await ended(alone) == warm_parent.FLUSH_FAILED
+    for log in ("log", "alone"):
+        first, last = (tmp_path / log).read_text().splitlines()
+        assert first.startswith("Exception ignored in: <_io.TextIOWrapper name='<stdout>'")
+        assert last == "OSError: [Errno 9] Bad file descriptor"
 
 
 async def test_log_is_appended_and_the_report_has_only_the_last_life(tmp_path: Path, start: Start):
