@@ -63,7 +63,7 @@ help:
 	@echo "make test-models  compare every family of models with plain transformers; writes out/models.json (WRITE=1: docs/models.md)"
 	@echo "make test-peers   compare losses, gradients and options with TRL's; installs TRL into $(PEERS_VENV)"
 	@echo "make test-parts   run a part of attacks, agents, models, clusters, learning and peers"
-	@echo "make test-nightly  run these six completely, one after the other (hours); a table of results at the end"
+	@echo "make test-nightly  run these six completely, one after the other (hours)"
 	@echo "make sglang       install SGLang for the CPU into $(SGLANG_VENV)"
 	@echo "make simulate     simulate runs with crashes in virtual time; prints the seed of a failing run (SEEDS=1000)"
 	@echo "make soak         repeat the demo while every role is killed at random (KILLS=1000)"

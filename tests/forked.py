@@ -8,35 +8,37 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
 
 from arealite.impl.launcher import warm_parent
 from tests import forks
 
 STARTERS = "eval", "collect", "replay"
 """Commands that start others, without a warm parent."""
-PATHS = "PYTHONPATH"
-_run = warm_parent.run
+PYTHONPATH = "PYTHONPATH"
+_run_command = warm_parent._run_command
+_imports_pythonpath = os.environ.get(PYTHONPATH, "")
 
 
-def run(request: warm_parent.Request) -> NoReturn:
-    """Run the command of a fork; see warm_parent.run."""
-    before, present = os.environ, request.environment
-    replace_module_paths(before.get(PATHS, ""), present.get(PATHS, ""))
-    if any(word in STARTERS for word in request.words[2:4]):
-        forks.fork_here(request.environment)
-    _run(request)
+def run_command(words: Sequence[str]) -> None:
+    """Run the command of a fork; see warm_parent."""
+    replace_module_paths(_imports_pythonpath, os.environ.get(PYTHONPATH, ""))
+    if any(word in STARTERS for word in words[2:4]):
+        forks.fork_here()
+    _run_command(words)
 
 
-def replace_module_paths(before: str, present: str) -> None:
-    """Replace the module paths of one environment by those of another."""
-    earlier, added = (
-        [os.path.abspath(path) for path in paths.split(os.pathsep)] if paths else []
-        for paths in (before, present)
-    )
+def replace_module_paths(old_pythonpath: str, new_pythonpath: str) -> None:
+    """Replace the module paths of one value of PYTHONPATH by those of another."""
+    old_paths, new_paths = split_paths(old_pythonpath), split_paths(new_pythonpath)
     first = 0 if sys.flags.safe_path else 1
-    others = [path for path in sys.path[first:] if path not in earlier and path not in added]
-    sys.path[first:] = [*dict.fromkeys(added), *others]
+    kept_paths = [path for path in sys.path[first:] if path not in old_paths + new_paths]
+    sys.path[first:] = [*dict.fromkeys(new_paths), *kept_paths]
 
 
-warm_parent.run = run
+def split_paths(pythonpath: str) -> list[str]:
+    """Return the absolute paths of a value of PYTHONPATH."""
+    return [os.path.abspath(path) for path in pythonpath.split(os.pathsep)] if pythonpath else []
+
+
+warm_parent._run_command = run_command

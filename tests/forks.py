@@ -1,4 +1,4 @@
-"""Child processes of tests without imports: forks of one process that has imported everything.
+"""Start the commands of tests by forking a process that has already imported AReaLite.
 
 `install` makes every `subprocess.Popen` of this process, also that of asyncio, start commands of
 AReaLite from a warm parent (arealite/impl/launcher/warm_parent.py), one for each process of pytest.
@@ -54,8 +54,10 @@ NOT_READ = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHINDUCTOR_CACHE_DIR"),
 }
-"""Variables that no library reads at import; commands that a test calls in its process set some.
-The warm parent replaces the paths of modules."""
+"""Variables that may differ from those of this process, because no library reads them at import.
+Commands that a test calls in its process set some of them. tests.forked applies PYTHONPATH."""
+UMASK, PREEXEC_FUNCTION = 20, 21
+"""Positions of two arguments of `_posixsubprocess.fork_exec`."""
 _exec: Any = getattr(subprocess, "_fork_exec", None)
 
 
@@ -101,13 +103,15 @@ class Forker:
                 header = warm_parent.HEADER.pack(len(body))
                 try:
                     with theirs:
-                        given = [theirs.fileno(), directory, *streams]
-                        socket.send_fds(self.control, [header], given)
+                        descriptors = [theirs.fileno(), directory, *streams]
+                        socket.send_fds(self.control, [header], descriptors)
                     self.control.sendall(body)
                     answer = self.control.recv(1)
                 except OSError:
                     answer = b""
                 os.close(directory)
+                if not answer:  # the warm parent has exited; the next command starts another
+                    self.control = None
                 if answer != warm_parent.FORKED:
                     return None
                 received = b""
@@ -144,38 +148,40 @@ def install() -> None:
     replace_exec(forker)
 
 
-def fork_here(environment: Mapping[str, str]) -> None:
+def fork_here() -> None:
     """Fork a warm parent from this fork, for the commands that its command starts.
 
     Raises:
         Forked: This process is a command that the new warm parent forked.
     """
-    control, theirs = socket.socketpair()
-    warm_parent.fork_warm_parent(theirs, control)
-    theirs.close()
-    replace_exec(Forker(environment, control))
+    control, parent_end = socket.socketpair()
+    warm_parent.fork_warm_parent(parent_end, control)
+    parent_end.close()
+    replace_exec(Forker(os.environ, control))
 
 
 def replace_exec(forker: Forker) -> None:
     """Let every `subprocess.Popen` of this process ask `forker` first."""
 
-    def fork_exec(*given: Any) -> int:
+    def fork_exec(*arguments: Any) -> int:
         """Start a process, with the arguments of `_posixsubprocess.fork_exec`."""
-        words, programs, _, kept, folder, variables, *files = given[:12]
+        words, programs, _, inherited, folder, variables, *files = arguments[:12]
         reads_stdin, _, _, writes_stdout, _, writes_stderr = files
-        takes_more = len(kept) > 1 or given[20] >= 0 or given[21] is not None  # umask, preexec_fn
+        has_options = arguments[UMASK] >= 0 or arguments[PREEXEC_FUNCTION] is not None
         streams = [
-            number if inherited == -1 else inherited
-            for number, inherited in enumerate((reads_stdin, writes_stdout, writes_stderr))
+            number if descriptor == -1 else descriptor
+            for number, descriptor in enumerate((reads_stdin, writes_stdout, writes_stderr))
         ]
         pairs = os.environb.items() if variables is None else (v.split(b"=", 1) for v in variables)
         environment = {os.fsdecode(name): os.fsdecode(value) for name, value in pairs}
         texts = [os.fsdecode(word) for word in words]
         is_same_program = len(programs) == 1 and os.fsdecode(programs[0]) == texts[0]
-        if is_same_program and not takes_more and forker.can_fork(texts, environment, streams):
-            where = os.fsdecode(folder) if folder is not None else "."
-            if (pid := forker.fork(texts, environment, where, streams)) is not None:
+        is_plain = is_same_program and len(inherited) == 1 and not has_options
+        if is_plain and forker.can_fork(texts, environment, streams):
+            working_directory = os.fsdecode(folder) if folder is not None else "."
+            pid = forker.fork(texts, environment, working_directory, streams)
+            if pid is not None:
                 return pid
-        return _exec(*given)
+        return _exec(*arguments)
 
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]

@@ -56,7 +56,8 @@ def main() -> None:
                 f"{mode}_{key}": value
                 for key, value in run_figures(Path(name), mode, options.kills).items()
             }
-    keys = [key.removeprefix("warm_") for key in found if key.startswith("warm_")]
+    mode = options.modes[0]
+    keys = [key.removeprefix(f"{mode}_") for key in found if key.startswith(f"{mode}_")]
     print(f"{'':<28}" + "".join(f"{mode:>10}" for mode in options.modes) + "   goal")
     for key in keys:
         values = "".join(f"{found[f'{mode}_{key}']:>10.2f}" for mode in options.modes)

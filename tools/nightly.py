@@ -1,12 +1,13 @@
-"""`make test-nightly`: run the suites that CI does not run, one after the other.
+"""`make test-nightly`: run the suites of which CI runs only a part, one after the other.
 
-Each suite is a target of the Makefile. A failed suite does not stop the others. At the end a table
-has the time and the last line of each; out/nightly.json has the same.
+Each suite is a target of the Makefile. A failed suite does not stop the others. After each suite, a
+line shows its time and pytest's last line; out/nightly.json has the same of all.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "out" / "nightly.json"
+CLOSING = re.compile(r"\d+ (passed|failed|errors?|skipped)\b.* in [\d.]+s")
 SUITES = ("attacks", "agents", "models", "clusters", "learning", "peers")
 
 
@@ -25,7 +27,7 @@ def run(suite: str) -> dict[str, object]:
         code = subprocess.run(
             ["make", f"test-{suite}"], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         ).returncode
-    lines = [line for line in log.read_text().splitlines() if " in " in line and "=====" in line]
+    lines = [line for line in log.read_text().splitlines() if CLOSING.search(line)]
     closing = lines[-1].strip("= ") if lines else f"no tests were run: see {log}"
     return {
         "suite": suite,
@@ -47,7 +49,7 @@ def main() -> int:
         result = run(suite)
         print(f"test-{suite:10} {result['seconds']:>5} s  {result['closing']}", flush=True)
         results.append(result)
-    OUT.write_text(json.dumps(results, indent=1) + "\n")
+        OUT.write_text(json.dumps(results, indent=1) + "\n")
     return int(any(result["code"] for result in results))
 
 

@@ -119,7 +119,7 @@ def render_chat(source: str, messages: Sequence[Any], variables: Mapping[str, An
 
 
 def _prepare(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without its None values, and with its thought under each key."""
+    """Return a message without its None values; its thought has both keys that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
     thoughts = [message[key] for key in REASONING_KEYS if key in message]
     if thoughts:

@@ -15,6 +15,7 @@ from arealite.impl.launcher import warm_modules
 
 def main(argv: Sequence[str]) -> int:
     """Make model and data and train; return the exit code of the training."""
+    warm_modules.fork_early()
     parser = argparse.ArgumentParser(prog="arealite quickstart", description=str(__doc__))
     parser.add_argument("--seed", type=int, default=1, help="seed of model, data and training")
     parser.add_argument("--kit", type=Path, help="only write model and data to this folder")

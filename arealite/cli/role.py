@@ -17,6 +17,7 @@ from arealite.base import log, outputs
 from arealite.base.names import RunPaths
 from arealite.base.signals import STOP
 from arealite.cli import configs
+from arealite.impl.launcher import warm_parent
 from arealite.impl.launcher.processes import die_with_parent
 from arealite.system.health import vitals
 from arealite.system.locks import lock_file
@@ -54,7 +55,7 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
     train, held_out = load_split(config, "train"), load_split(config, "eval")
     names, address = NameRegistry.of(config), f"tcp://{config.cluster.host}:0"
     pipe = Datapipe(config, train=train, eval=held_out, registry=names, address=address)
-    gc.freeze()
+    warm_parent.freeze()
     with lock_file(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
         asyncio.run(until_terminated(with_externals(config, pipe.run())))
 
@@ -104,7 +105,7 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     client = clients.get(collector.client.type)(config, collector.client)
     tokenizer = load_tokenizer(config.model.path)
     worker = RolloutWorker(config, link=link, client=client, tokenizer=tokenizer)
-    gc.freeze()
+    warm_parent.freeze()
     gc.set_threshold(50_000)  # reference counting frees nearly all objects of an episode
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         vitals.watch(runner.get_loop())

@@ -2,10 +2,11 @@
 
     python -I -S fork_client.py SOCKET WORDS…
 
-Signals are forwarded to the fork, and its exit code or signal ends this process, too. If this
+The signals FORWARDED are sent to the fork. Its exit code or signal ends this process, too. If this
 process is killed, the server kills the fork.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,12 @@ import struct
 import sys
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+def forward(pid: int, number: int) -> None:
+    """Send a signal to the fork, which may have exited."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def main() -> None:
@@ -28,10 +35,11 @@ def main() -> None:
     answers = server.makefile("r")
     pid = int(answers.readline())
     for number in FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+        signal.signal(number, lambda number, _: forward(pid, number))
     code = int(answers.readline())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

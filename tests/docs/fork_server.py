@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,8 +54,8 @@ class Command:
 
     client: socket.socket
     pid: int
-    ended: int
-    """A pidfd, readable after the end of the process."""
+    pidfd: int
+    """Readable after the end of the process."""
 
 
 def main() -> None:
@@ -76,16 +77,16 @@ def serve(listener: socket.socket) -> Request | None:
     """Fork commands, and report their ends. Return None at the end, a request in a fork."""
     commands: list[Command] = []
     while True:
-        sources = [0, listener, *(c.client for c in commands), *(c.ended for c in commands)]
+        sources = [0, listener, *(c.client for c in commands), *(c.pidfd for c in commands)]
         ready = select.select(sources, [], [])[0]
         if 0 in ready:
             for command in commands:
                 os.kill(command.pid, signal.SIGKILL)
             return None
-        for command in [c for c in commands if c.client in ready or c.ended in ready]:
+        for command in [c for c in commands if c.client in ready or c.pidfd in ready]:
             if command.client in ready:  # the client was killed
                 os.kill(command.pid, signal.SIGKILL)
-            finish(command)
+            reap_and_report(command)
             commands.remove(command)
         if listener in ready and (request := begin(listener, commands)) is not None:
             return request
@@ -99,13 +100,14 @@ def begin(listener: socket.socket, commands: list[Command]) -> Request | None:
     if pid := os.fork():
         for descriptor in (request.line, request.folder, *request.streams):
             os.close(descriptor)
-        client.sendall(b"%d\n" % pid)
+        with suppress(OSError):  # the client was killed; the server then kills the fork
+            client.sendall(b"%d\n" % pid)
         commands.append(Command(client, pid, os.pidfd_open(pid)))
         return None
     for connection in (listener, client, *(c.client for c in commands)):
         connection.close()
     for command in commands:
-        os.close(command.ended)
+        os.close(command.pidfd)
     os.setsid()
     return request
 
@@ -115,16 +117,21 @@ def receive(client: socket.socket) -> Request | None:
     header, descriptors, _, _ = socket.recv_fds(client, HEADER.size, 4)
     if len(header) < HEADER.size:
         return None
-    body = client.recv(HEADER.unpack(header)[0], socket.MSG_WAITALL)
+    size = HEADER.unpack(header)[0]
+    body = client.recv(size, socket.MSG_WAITALL)
     folder, *streams = descriptors
+    if len(body) < size:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
     line = os.open(os.devnull, os.O_RDONLY)  # the fork has no supervisor
     return Request(**json.loads(body), line=line, folder=folder, streams=streams)
 
 
-def finish(command: Command) -> None:
+def reap_and_report(command: Command) -> None:
     """Report the end of a command to its client."""
     code = os.waitstatus_to_exitcode(os.waitpid(command.pid, 0)[1])
-    os.close(command.ended)
+    os.close(command.pidfd)
     with command.client:
         try:
             command.client.sendall(b"%d\n" % code)

@@ -166,7 +166,8 @@ class LocalLauncher(Launcher, Supervisor):
             self.warm = warm_modules.of_run(self.config, has_torch=has_torch)
         if self.warm is None:
             return await processes.spawn(name, words, log=log, environment=env)
-        return await self.warm.start_role(name, words, log, env, warm_modules.stage_of(role))
+        stage = warm_modules.STAGE_OF_ROLE.get(role, warm_modules.LAST_STAGE)
+        return await self.warm.start_role(name, words, log, env, stage)
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         """Return `address` and `local` of `rank_environments`."""

@@ -13,7 +13,7 @@ from arealite.impl.launcher.processes import threads
 from arealite.impl.launcher.warm_starts import WarmParent
 
 STAGE_OF_ROLE = {"datapipe": 0, "rollout": 1}
-"""Number of the last stage that a role needs."""
+"""Number of the last stage that a role needs; the others need LAST_STAGE."""
 LAST_STAGE = 2
 ALL_ROLES = ("arealite.cli.role", "arealite.impl.launcher.warm_caches")
 DATAPIPE = (*ALL_ROLES, "arealite.system.data.tasks", "arealite.system.datapipe.datapipe")
@@ -23,13 +23,8 @@ _early: list[WarmParent] = []
 """The warm parent that `early` started."""
 
 
-def stage_of(role: str) -> int:
-    """Return the number of the last stage whose modules a role needs, for example "rollout-0"."""
-    return STAGE_OF_ROLE.get(role.partition("-")[0], LAST_STAGE)
-
-
 def of_run(config: ExperimentConfig, *, has_torch: bool = True) -> WarmParent:
-    """Return the warm parent of a run's supervisor: the one of `early`, or a new one.
+    """Return the warm parent that `early` started, or start the one of a run's supervisor.
 
     Args:
         config: The experiment.
@@ -55,7 +50,7 @@ def fork_early() -> None:
     Raises:
         Forked: See warm_parent.fork_warm_parent.
     """
-    if (warm := warm_starts.fork_here()) is not None:
+    if not _early and (warm := warm_starts.fork_here()) is not None:
         _early.append(warm)
 
 

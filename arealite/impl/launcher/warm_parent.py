@@ -1,9 +1,10 @@
 """The warm parent: a process that has imported modules, and forks roles that need no imports.
 
-Its supervisor (`warm_starts`) sends requests over a socket, `control`. A role is forked twice: the
-process in between exits at once, so that the role becomes a child of the supervisor, which is the
-subreaper meanwhile. The role waits on another socket, `line`, until the supervisor has its process
-id. If the supervisor gives up, or exits, the role exits before it has done anything.
+Its supervisor (`warm_starts`) sends requests over a socket, `control`. The warm parent forks an
+intermediate process, which forks the role and exits. The kernel then makes the role a child of the
+supervisor, because the supervisor is a subreaper during the request. The role waits on another
+socket, `line`, until the supervisor has its process id. If the supervisor gives up, or exits, the
+role exits before it has done anything.
 
 The warm parent has one thread, uses no CUDA, and imports no modules of users.
 """
@@ -27,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from arealite.impl.launcher.processes import PARENT, die_with_parent
 
@@ -52,6 +54,7 @@ BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 """numpy starts threads at its import unless this variable is 1."""
 FLUSH_FAILED = 120
 """Exit code of an interpreter that cannot write its output."""
+_frozen_files = WeakSet[io.IOBase]()
 is_warm = False
 """Whether this process is a role that a warm parent forked."""
 
@@ -64,7 +67,7 @@ class Request:
     """Command line."""
     environment: dict[str, str]
     line: int
-    """File descriptor of the role's connection to the supervisor."""
+    """File descriptor of the socket on which the role reports its process id, and receives GO."""
     folder: int
     """File descriptor of the working directory."""
     streams: Sequence[int]
@@ -116,12 +119,14 @@ def fork_warm_parent(control: socket.socket, supervisor_end: socket.socket) -> i
     try:
         supervisor_end.close()
         os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
-            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+            os.dup2(null, stream)
+        os.close(null)
         os.environ[PARENT] = str(supervisor)
         die_with_parent()
         request = serve(control, [])
-    except BaseException:  # noqa: BLE001  (the caller's code is not for this process)
+    except BaseException:  # noqa: BLE001  (this process must not return to the caller's code)
         os._exit(1)
     raise Forked(request)
 
@@ -136,7 +141,7 @@ def serve(control: socket.socket, stages: Sequence[Sequence[str]]) -> Request:
     gc.disable()
     for stage in stages:
         for module in stage:
-            with suppress(ImportError):  # the role that needs the module reports the error
+            with suppress(Exception):  # the role that needs the module reports the error
                 importlib.import_module(module)
             while select.select([control], [], [], 0)[0]:
                 if request := _answer(control):
@@ -162,15 +167,15 @@ def _answer(control: socket.socket) -> Request | None:
     if answer == FORKED:
         gc.freeze()  # else the first collection in a role copies all pages
         try:
-            between = os.fork()
+            intermediate = os.fork()
         except OSError:
             answer = REFUSED
         else:
-            if not between:
+            if not intermediate:
                 control.close()  # else its supervisor would not see the death of this process
                 _become_role(request)
                 return request
-            os.waitpid(between, 0)  # then its child has the supervisor as its parent
+            os.waitpid(intermediate, 0)  # after this, the role is a child of the supervisor
     for descriptor in descriptors:
         os.close(descriptor)
     control.sendall(answer)
@@ -190,7 +195,7 @@ def can_fork() -> bool:
 
 
 def _become_role(request: Request) -> None:
-    """Fork the role, in the process in between, which exits. Returns only in the role.
+    """Fork the role, in the intermediate process, which exits. Returns only in the role.
 
     Waits for: the supervisor. Unblocks: the supervisor.
     """
@@ -202,7 +207,7 @@ def _become_role(request: Request) -> None:
         os.write(request.line, b"%d\n" % os.getpid())
         if os.read(request.line, 1) == GO:
             return
-    except BaseException:  # noqa: BLE001  (the serving loop is not for this process)
+    except BaseException:  # noqa: BLE001  (this process must not return to the serving loop)
         pass
     os._exit(1)
 
@@ -216,8 +221,7 @@ def run(request: Request) -> NoReturn:
         os.dup2(descriptor, number)
     for descriptor in (request.line, request.folder, *request.streams):
         os.close(descriptor)
-    stdout: Any = sys.stdout
-    stdout.reconfigure(line_buffering=os.isatty(1) and not stdout.write_through)
+    _open_streams()
     threads = os.environ.get(THREADS)
     os.environ.clear()
     os.environ.update(request.environment)
@@ -262,11 +266,22 @@ def _exit(code: int) -> NoReturn:
             with suppress(OSError, ValueError):
                 message = f"{type(error).__name__}: {error}"
                 sys.stderr.write(f"Exception ignored in: {stream!r}\n{message}\n")
-    for thing in gc.get_objects():
-        if issubclass(type(thing), io.IOBase):
-            with suppress(OSError, ValueError):  # a closed file, and one that is read
-                thing.flush()
+    for file in [*_frozen_files, *_files()]:
+        with suppress(OSError, ValueError):  # closed files raise
+            file.flush()
     os._exit(code & 0xFF)
+
+
+def _files() -> list[io.IOBase]:
+    """Return the file objects that the garbage collector knows: not those that are frozen."""
+    return [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
+
+
+def freeze() -> None:
+    """Keep all objects out of garbage collections, but remember the files among them."""
+    if is_warm:  # else the interpreter closes them
+        _frozen_files.update(_files())
+    gc.freeze()
 
 
 def show_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -286,6 +301,28 @@ def show_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
         raise OSError(ctypes.get_errno(), "the command line cannot be set")
 
 
+def _open_streams() -> None:
+    """Open the standard streams again: those of the warm parent took /dev/null for seekable."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        before: Any = getattr(sys, name)
+        buffering = 0 if number and before.write_through else -1
+        mode = "wb" if number else "rb"
+        buffer: Any = open(number, mode, buffering, closefd=False)  # noqa: SIM115
+        getattr(buffer, "raw", buffer).name = f"<{name}>"
+        is_line_buffered = number == 2 or (number == 1 and os.isatty(1))
+        stream: Any = io.TextIOWrapper(
+            buffer,
+            encoding=before.encoding,
+            errors=before.errors,
+            newline="\n" if number else None,
+            line_buffering=is_line_buffered and not before.write_through,
+            write_through=before.write_through,
+        )
+        stream.mode = before.mode
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def _replace_first_path(folder: str) -> None:
     """Set the folder that an interpreter puts before the paths of its modules."""
     if not sys.flags.safe_path:
@@ -293,7 +330,7 @@ def _replace_first_path(folder: str) -> None:
 
 
 def _reset_libraries(threads: str | None) -> None:
-    """Set what libraries read when they are imported: their threads and random numbers.
+    """Apply the role's numbers of threads, and seed numpy again.
 
     Args:
         threads: The value of THREADS during the imports.

@@ -123,14 +123,14 @@ class ForkedRole:
 
 
 class WarmParent:
-    """The warm parent of this process: one process after the other."""
+    """Starts, uses and restarts the warm parent of this supervisor."""
 
     def __init__(self, stages: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
         """Start nothing yet.
 
         Args:
             stages: The modules to import, in this order.
-            environment: Variables of the roles in addition to those of this process.
+            environment: Variables during the imports, in addition to those of this process.
         """
         self.stages = stages
         self.environment = environment
@@ -140,7 +140,7 @@ class WarmParent:
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop that reads the answers of the process; None: nothing reads them yet."""
         self.num_imported = 0
-        """Number of stages that the process has imported; at least that."""
+        """Lower bound of the number of imported stages."""
         self._changed = asyncio.Event()
         """Set for a moment when a stage is imported, and when the process has exited."""
         self._answer: asyncio.Future[bytes] | None = None
@@ -151,7 +151,7 @@ class WarmParent:
         """Whether an earlier process died. Then no role waits until its modules are imported."""
 
     def start(self) -> None:
-        """Start the process, unless the system has no place for it."""
+        """Start the process. If the system cannot, `process` stays None."""
         self.num_imported = 0
         with suppress(OSError):
             self.process, self._control = start_process(self.stages, self.environment)
@@ -164,8 +164,7 @@ class WarmParent:
         """
         self._control, theirs = socket.socketpair()
         with theirs:
-            pid = warm_parent.fork_warm_parent(theirs, self._control)
-        self.process = ForkedParent(pid)
+            self.process = ForkedParent(warm_parent.fork_warm_parent(theirs, self._control))
         self.num_imported = sys.maxsize
 
     def close(self) -> None:
@@ -255,11 +254,11 @@ class WarmParent:
                     role = await self._adopt(line, received)
                 if role is None:
                     self._is_refused = True
-                    logger.warning("the warm parent cannot fork: it has threads, or uses a GPU")
+                    logger.warning("the warm parent cannot fork, or has threads, or uses a GPU")
                     self.close()
                 return role
             except OSError as error:
-                logger.warning("no warm start", error=str(error))
+                logger.warning("no warm start", error=str(error) or "no answer in time")
                 self._give_up(line, received)
                 self._restart()
                 return None
@@ -306,7 +305,7 @@ class WarmParent:
             received += data
         pid = int(received.split()[1])
         role = ForkedRole(pid)
-        with suppress(OSError):  # it is dead, as `role` will report
+        with suppress(OSError):  # the role has exited; role.wait returns its code
             line.send(GO)
         return role
 
@@ -392,8 +391,10 @@ def fork_here() -> WarmParent | None:
     Raises:
         Forked: See warm_parent.fork_warm_parent.
     """
-    if not (warm_parent.is_warm and "torch" in sys.modules and warm_parent.can_fork()):
+    is_ready = warm_parent.is_warm and "torch" in sys.modules
+    if not (is_ready and warm_parent.can_fork() and is_possible()):
         return None
     warm = WarmParent([], {})
-    warm.fork_here()
-    return warm
+    with suppress(OSError):
+        warm.fork_here()
+    return warm if warm.process else None

@@ -53,6 +53,7 @@ def dump() -> dict[str, Any]:
         "faulthandler": faulthandler.is_enabled(),
         "flags": repr(sys.flags),
         "streams": [(s.encoding, s.errors, s.line_buffering, s.write_through) for s in streams],
+        "seekable": [stream.seekable() for stream in streams],
         "hooks": [sys.excepthook is sys.__excepthook__, sys.gettrace(), sys.getprofile()],
         "loop": loop,
     }

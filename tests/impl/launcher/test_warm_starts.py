@@ -174,6 +174,14 @@ ENDS = {
         0,
     ),
     "leaves a file open": ("import os\nfile = open(os.dup(1), 'w')\nfile.write('text')", 0),
+    "leaves a frozen file open": (
+        "import os\n"
+        "from arealite.impl.launcher import warm_parent\n"
+        "file = open(os.dup(1), 'w')\n"
+        "file.write('text')\n"
+        "warm_parent.freeze()",
+        0,
+    ),
 }
 
 
