@@ -9,10 +9,13 @@ import ast
 import asyncio
 import inspect
 import json
+import os
 import sys
 import traceback
 import types
 from pathlib import Path
+
+import guarded  # beside this file
 
 MARK = "\x1e"
 WRITE_FILE = "%%writefile "
@@ -63,5 +66,7 @@ async def run_all(cells: list[tuple[int, str, bool]]) -> int:
 
 
 if __name__ == "__main__":
+    if server := os.environ.pop(guarded.SERVER, ""):
+        guarded.install(server)
     sys.path[0] = ""
     sys.exit(asyncio.run(run_all(json.loads(Path(sys.argv[1]).read_text()))))

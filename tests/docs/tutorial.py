@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.docs import fork_server
+from tests.docs import fork_server, guarded
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
@@ -211,6 +211,7 @@ def prepare(folder: Path, kit: Path, forks: str) -> dict[str, str]:
         "HOME": str(folder / ".home"),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        guarded.SERVER: forks,
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 import arealite
 from arealite.base.errors import ArealiteError, UserError
 from arealite.python.run import Facts
+from tests.docs import fork_server, guarded
 from tests.models import tiny_model
 from tests.python import things
 from tests.waiting import until
@@ -28,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("OMP_NUM_THREADS", "1")
+        guarded.install(fork_server.start())
         yield folder
+    guarded.uninstall()
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
