@@ -50,7 +50,7 @@ IMPORTS = (
 FIXED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Variables of every test process; tests.e2e.conftest.ENVIRONMENT sets them, too."""
 NOT_READ = {
-    *("PWD", "OLDPWD", "_", "PYTHONPATH", "PYTHON_COLORS", "NO_PROXY", "no_proxy"),
+    *("PWD", "OLDPWD", "_", "PYTHONPATH", "PYTHON_COLORS", "NO_PROXY", "no_proxy", "HOME"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHINDUCTOR_CACHE_DIR"),
 }
