@@ -76,14 +76,10 @@ def test_default_type_is_registered(_table: Any, _base: type, config: type | Non
         assert config().type in _table.names()
 
 
-def is_right(completion: str, ground_truth: str) -> bool:
-    return completion == ground_truth
-
-
 @pytest.mark.parametrize("name", built_in(rewards))
 async def test_reward_scores_a_right_answer_above_a_wrong_one(name: str):
     patient = MathVerifyConfig(timeout_s=60.0)
-    function = FunctionRewardConfig(paths=[f"{__name__}:is_right"])
+    function = FunctionRewardConfig(paths=["tests.fakes.rewards:is_right"])
     reward = make_reward(RewardConfig(type=name, math_verify=patient, function=function))
     await reward.setup()
     try:
