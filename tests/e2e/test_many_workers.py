@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.impl.launcher import warm_starts
+from arealite.impl.launcher import warm_modules
 from arealite.system.ledger.audit import audit
 from tests.e2e.conftest import ROOT
 from tests.e2e.many_workers import EACH, WORKERS
@@ -37,7 +37,9 @@ def test_32_worker_processes_are_started_for_idle_servers_and_stopped_for_busy_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv(warm_starts.SWITCH, "0")  # workers check that they import no torch
+    of_run = warm_modules.of_run
+    without_torch = lambda config, has_torch: of_run(config, has_torch=False)  # noqa: E731
+    monkeypatch.setattr(warm_modules, "of_run", without_torch)  # workers check it
     code, shown, launcher = launched(Launcher(tmp_path))
     logs = "\n".join(file.read_text() for file in launcher.paths.logs.glob("*.log"))
     assert code == 0, shown + logs
