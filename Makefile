@@ -107,7 +107,7 @@ test-extras: $(VENV)/.envs
 
 # Tutorials and examples as written.
 test-docs: $(VENV)/.envs
-	$(PYTEST) -m "docs or examples" -n $(WORKERS) --dist worksteal tests/docs tests/examples
+	$(PYTEST) -m "docs or examples" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder tests/docs tests/examples
 
 test-faults: $(VENV)/.dev
 	$(PYTEST) -m faults -n 2 --dist loadfile --no-loadscope-reorder tests/e2e

@@ -40,11 +40,43 @@ stop_ignoring_signals_in_children()
 forks.install()
 
 
+LONGEST = (
+    *(
+        "[unmodified_agent]",
+        "test_python.py",
+        "written[tool_use]",
+        "[AReaLite]",
+        "[MRLM]",
+        "async_loop",
+    ),
+    *(
+        "[notebook]",
+        "tool[openai_agent]",
+        "[sft_to_rl]",
+        "[GyLLM]",
+        "[stuck_run]",
+        "[your_environment]",
+    ),
+)
+"""Parts of the names of the longest tests of `make test-docs`, the longest first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Increase the timeout of a test for the start of two servers on a loaded machine."""
+    """Increase the timeout of a test for the start of two servers on a loaded machine.
+
+    The longest pages and examples come first: else one of them runs alone at the end.
+    """
+    items.sort(key=rank_by_length)
     for item in items:
         if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1000))
+
+
+def rank_by_length(item: pytest.Item) -> int:
+    """Return a smaller number for a page or an example that takes longer."""
+    is_page = item.get_closest_marker("docs") or item.get_closest_marker("examples")
+    ranks = [rank for rank, part in enumerate(LONGEST) if is_page and part in item.nodeid]
+    return min(ranks, default=len(LONGEST))
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,11 @@ from tests.e2e.conftest import ENVIRONMENT, ROOT, SLOW_S
 from tests.waiting import until
 
 README = (ROOT / "README.md").read_text()
-pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("readme"),  # its fixtures are expensive
+]
 
 
 def block(after: str, language: str) -> str:

@@ -13,7 +13,11 @@ import pytest
 
 from tests.docs.tutorial import ROOT
 
-pytestmark = [pytest.mark.docs, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("wheel"),  # its fixtures are expensive
+]
 RUN = "runs/demo/quickstart"
 
 

@@ -17,7 +17,7 @@ A tutorial is plain Markdown. Only the last point below exists for this harness.
 
 All files of a run are below the folder, HOME included, so tutorials can run concurrently.
 `python3 tools/demo_task.py kit` and `arealite quickstart --kit kit` copy a kit that the session
-creates once.
+creates once; LESSON_KITS share one, too.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ from tests.docs import fork_server, guarded
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
 KIT, QUICK_KIT = "tools/demo_task.py kit", "quickstart --kit kit"
+LESSON_KITS = [
+    f"tools/learn.py {lesson} --kit calculator" for lesson in ("calculator", "foreign_agent")
+]
+"""Commands that make the same kit; the first one that runs makes it for all."""
 CONSOLE_SCRIPT = """import sys
 
 from arealite.cli.main import main
@@ -198,7 +202,7 @@ def prepare(folder: Path, kit: Path, forks: str) -> dict[str, str]:
         client = f"{sys.executable} -I -S {CLIENT} {forks} {sys.executable}"
         program = f"{client} {commands}/program.py"
         scripts = f'case "$1" in {"|".join(FORKED)}) exec {client} "$@" ;; esac\n'
-    copies = f'[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\n'
+    copies = f'[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\n' + lesson_kits(kit.parent / "lesson")
     python = f'#!/bin/sh\n{copies}{scripts}exec {sys.executable} "$@"\n'
     (commands / "python3").write_text(python)
     copies = f'[ "$*" = "{QUICK_KIT}" ] && exec cp -r {kit} kit\n'
@@ -213,6 +217,19 @@ def prepare(folder: Path, kit: Path, forks: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         guarded.SERVER: forks,
     }
+
+
+def lesson_kits(shared: Path) -> str:
+    """Return lines of a shell script for LESSON_KITS: make the kit and its output, or copy them."""
+    commands = "|".join(f'"{command}"' for command in LESSON_KITS)
+    make = f'{sys.executable} "$@" >{shared}/output && cp -r calculator {shared}'
+    return (
+        f'case "$*" in {commands})\n'
+        f"    mkdir -p {shared} && exec 9>{shared}/lock && flock 9 || exit\n"
+        f"    if [ -d {shared}/calculator ]; then cp -r {shared}/calculator .; else {make}; fi\n"
+        f"    exec cat {shared}/output ;;\n"
+        "esac\n"
+    )
 
 
 def kill_remaining(folder: Path) -> None:
