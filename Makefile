@@ -185,7 +185,7 @@ test-peers: $(PEERS_VENV)/.dev
 
 # Tests marked part: a short part of each suite that `.ci/run` does not run.
 test-parts: $(VENV)/.envs
-	$(PYTEST) -m part -n 2 --dist loadscope tests/attacks tests/agents tests/families tests/clusters tests/learning tests/impl
+	$(PYTEST) -m part -n 2 --dist loadscope --no-loadscope-reorder tests/agents tests/families tests/clusters tests/learning tests/impl tests/attacks
 
 test-nightly: $(VENV)/.dev
 	$(PY) tools/nightly.py
