@@ -94,6 +94,8 @@ class Sampler(WeightPublisher):
 class Task:
     """A link with batches of sampled and scored answers, in place of the datapipe."""
 
+    ticket = 0
+
     def __init__(self, kit: Path, config: ExperimentConfig, sampler: Sampler) -> None:
         lines = (kit / "train.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]

@@ -120,7 +120,6 @@ def test_sft_lowers_the_loss_and_raises_the_accuracy(
     assert accuracy(run_paths(taught).export) > 0.5
 
 
-@pytest.mark.part
 def test_dpo_raises_the_margin(taught: ExperimentConfig, tmp_path: Path) -> None:
     before, after = evals(run(tmp_path, run_paths(taught).export, "dpo", steps=30, lr=2e-4))
     assert before["eval/margin"] == pytest.approx(0.0, abs=1e-5)
