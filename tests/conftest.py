@@ -40,24 +40,20 @@ stop_ignoring_signals_in_children()
 forks.install()
 
 
-LONGEST = (
-    *(
-        "[unmodified_agent]",
-        "test_python.py",
-        "written[tool_use]",
-        "[AReaLite]",
-        "[MRLM]",
-        "async_loop",
-    ),
-    *(
-        "[notebook]",
-        "tool[openai_agent]",
-        "[sft_to_rl]",
-        "[GyLLM]",
-        "[stuck_run]",
-        "[your_environment]",
-    ),
-)
+LONGEST = [
+    "[unmodified_agent]",
+    "test_python.py",
+    "written[tool_use]",
+    "[AReaLite]",
+    "[MRLM]",
+    "async_loop",
+    "[notebook]",
+    "tool[openai_agent]",
+    "[sft_to_rl]",
+    "[GyLLM]",
+    "[stuck_run]",
+    "[your_environment]",
+]
 """Parts of the names of the longest tests of `make test-docs`, the longest first."""
 
 

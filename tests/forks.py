@@ -111,7 +111,7 @@ class Forker:
                     answer = b""
                 os.close(directory)
                 if not answer:  # the warm parent has exited; the next command starts another
-                    self.control = None
+                    self.close()
                 if answer != warm_parent.FORKED:
                     return None
                 received = b""
@@ -124,10 +124,12 @@ class Forker:
 
     def close(self) -> None:
         """Kill the warm parent; its forks have exited with their tests."""
-        if self.process is not None and self.control is not None:
+        if self.process is not None:
             self.process.kill()
             self.process.wait()
+        if self.control is not None:
             self.control.close()
+        self.process = self.control = None
 
 
 def comparable(environment: Mapping[str, str]) -> dict[str, str]:

@@ -51,7 +51,6 @@ sys.argv[0] = "arealite"
 sys.exit(main())
 """
 """The installed program `arealite`, which does not import from the current folder."""
-CLIENT = Path(__file__).with_name("fork_client.py")
 FORKED = ("train.py", "arealite/launch_llm_server.py")
 """Scripts that run in a fork, like the program `arealite`."""
 CELLS = Path(__file__).with_name("cells.py")
@@ -199,7 +198,7 @@ def prepare(folder: Path, kit: Path, forks: str) -> dict[str, str]:
     program = f"{sys.executable} -P {commands}/program.py"
     scripts = ""
     if forks:
-        client = f"{sys.executable} -I -S {CLIENT} {forks} {sys.executable}"
+        client = f"{sys.executable} -I -S {guarded.CLIENT} {forks} {sys.executable}"
         program = f"{client} {commands}/program.py"
         scripts = f'case "$1" in {"|".join(FORKED)}) exec {client} "$@" ;; esac\n'
     copies = f'[ "$*" = "{KIT}" ] && exec cp -r {kit} kit\n' + lesson_kits(kit.parent / "lesson")
