@@ -45,6 +45,7 @@ IMPORTS = (
     "arealite.impl.publisher.servers",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
+    "torch.utils.tensorboard",
     "tests.forked",
 )
 FIXED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

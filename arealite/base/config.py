@@ -7,22 +7,26 @@ registered third-party parts as typed fields.
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import inf
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from arealite.base.copies import Copier
 from arealite.base.errors import UserError, one_line
 from arealite.base.files import replacing
 from arealite.base.registry import UNNAMED, module_named
 
 C = TypeVar("C")
+M = TypeVar("M")
+Tree = dict[str, Any]
+"""Options as plain values."""
 Parts = Mapping[type, Mapping[str, type]]
 """For each kind of part (AgentConfig, …): the config class of each registered third-party part, by
 name."""
@@ -33,9 +37,14 @@ COMPARE = {"at least": ge, "above": gt, "at most": le, "below": lt}
 LIMIT = 10**9
 """Largest absolute value of a number whose option sets no bound. A product of a few such numbers
 does not overflow float32, and every timer accepts this many seconds."""
+SAVED_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _hints = lru_cache(maxsize=512)(get_type_hints)
-_defaults = lru_cache(maxsize=8)(OmegaConf.structured)
-"""Return a schema as an OmegaConf node. Cached: this takes two thirds of the time of a load."""
+
+
+@lru_cache(maxsize=8)
+def _defaults(schema: type) -> Copier[DictConfig]:
+    """Return a maker of the schema's OmegaConf node. Making the first node takes the longest."""
+    return Copier(OmegaConf.structured(schema))
 
 
 @lru_cache(maxsize=8)
@@ -69,14 +78,14 @@ def load(
             or is out of range.
     """
     grown = _extended(schema, tuple((kind, tuple(parts[kind].items())) for kind in parts))
-    node = OmegaConf.merge(_defaults(grown))  # a copy
+    node = _defaults(grown).copy()
     contents = [read(file) for file in files] if read_files is None else read_files
     layers = [(str(file), content) for file, content in zip(files, contents, strict=True)]
     for _, layer in layers if is_saved else []:
         convert_saved(layer, grown)
     for source, layer in [*layers, ("command line", dotlist(overrides))]:
         try:
-            node = OmegaConf.unsafe_merge(node, layer)
+            node = OmegaConf.unsafe_merge(node, layer) if layer else node
         except OmegaConfBaseException as error:
             raise UserError(f"{source}: {explain(error, grown)}") from error
     try:
@@ -85,6 +94,23 @@ def load(
         raise UserError(explain(error, grown)) from error
     check_ranges(config)
     return config
+
+
+def without_defaults(layer: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, Any]:
+    """Return the options of a config file that differ from the defaults, as plain values."""
+    changed = dict[str, Any]()
+    for name, value in layer.items():
+        default = defaults.get(name)
+        if value and default and _is_tree(value) and _is_tree(default):
+            if inner := without_defaults(value, default):
+                changed[name] = inner
+        elif name not in defaults or repr(value) != repr(default):  # 1, 1.0 and True are equal
+            changed[name] = value
+    return changed
+
+
+def _is_tree(value: object) -> TypeGuard[Tree]:
+    return isinstance(value, dict)
 
 
 def convert_saved(layer: object, schema: object) -> None:
@@ -171,17 +197,32 @@ def read(file: Path) -> DictConfig:
     Raises:
         UserError: The file is missing or unreadable, or is not a mapping.
     """
+    return _read(file, OmegaConf.load, DictConfig)
+
+
+def read_saved(file: Path) -> dict[str, Any]:
+    """Read the file of `save` as plain values: it is complete, and has no interpolations.
+
+    Ten times as fast as `read`.
+
+    Raises:
+        UserError: See read.
+    """
+    return _read(file, lambda path: yaml.load(path.read_bytes(), SAVED_LOADER), dict[str, Any])
+
+
+def _read(file: Path, read: Callable[[Path], object], mapping: type[M]) -> M:
     if not os.path.isfile(file):  # reading a FIFO would block, a device may have no end
         what = "does not exist or is not a regular file"
         raise UserError(f"config file {file} {what}. Name another with --config.")
     try:
-        loaded = OmegaConf.load(file)
+        content = read(file)
     except READ_ERRORS as error:
         what = f"config file {file} is not readable YAML"
         raise UserError(f"{what}: {one_line(error)}") from error
-    if not isinstance(loaded, DictConfig):
+    if not isinstance(content, get_origin(mapping) or mapping):
         raise UserError(f"config file {file} must hold `key: value` pairs.")
-    return loaded
+    return cast(M, content)
 
 
 def dotlist(overrides: Sequence[str]) -> DictConfig:
@@ -200,10 +241,12 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
         raise UserError(f"an override cannot be parsed: {one_line(error)}") from error
 
 
-def save(config: Any, file: Path) -> None:
-    """Write the whole resolved config as YAML, atomically."""
-    with replacing(file) as temporary:
-        temporary.write_text(_as_yaml(dataclasses.asdict(config)))
+def save(config: Any, *files: Path) -> None:
+    """Write the whole resolved config as YAML, each file atomically."""
+    text = _as_yaml(dataclasses.asdict(config))
+    for file in files:
+        with replacing(file) as temporary:
+            temporary.write_text(text)
 
 
 def save_changes(config: Any, file: Path) -> None:
@@ -241,8 +284,8 @@ def values(key: str, value: object) -> Iterator[tuple[str, str]]:
 
 def changes(file: Path, config: Any) -> Iterator[str]:
     """Yield each option that has another value in a saved config, as `key=value (was value)`."""
-    before = dict(values("", yaml.safe_load(file.read_text())))
-    for key, value in values("", yaml.safe_load(_as_yaml(dataclasses.asdict(config)))):
+    before = dict(values("", read_saved(file)))
+    for key, value in values("", yaml.load(_as_yaml(dataclasses.asdict(config)), SAVED_LOADER)):
         if before.get(key, value) != value:
             yield f"{key}={value} (was {before[key]})"
 

@@ -6,9 +6,11 @@ Built-in entries are strings, so that listing the names imports nothing.
 import difflib
 import importlib
 import importlib.metadata
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from inspect import iscoroutinefunction, isfunction, unwrap
 from pathlib import Path
 from traceback import extract_tb
@@ -159,11 +161,27 @@ def import_plugins(modules: Sequence[str]) -> None:
     Raises:
         UserError: A module cannot be found, or its import fails.
     """
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+    for entry in _entry_points(tuple(sys.path), tuple(map(_changed_at, sys.path))):
         entry.load()
     for module in modules:
         import_user_module(module, f"imports=[{module}]")
         imported.append(module)
+
+
+@lru_cache(maxsize=1)
+def _entry_points(
+    folders: Sequence[str], changed_at: Sequence[int]
+) -> importlib.metadata.EntryPoints:
+    """Return our entry points in `folders`. To search them takes a tenth of the time of a load."""
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _changed_at(folder: str) -> int:
+    """Return when an entry of a folder was added or removed, in ns; 0 for no folder."""
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def import_user_module(module: str, option: str) -> ModuleType:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,17 +65,35 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
     Raises:
         UserError: See base.config.load; or a plugin cannot be imported.
     """
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     files = [files] if isinstance(files, Path) else files
     layers = _layers(options.Layers([*files], [*overrides]))
-    import_plugins(_imports(layers))
-    check_derived()
-    parts = {config: table.configs for config, table in TABLES.items()}
+    parts = _import_parts(_imports(layers))
     read_files = layers[:0:-1]
     return base_config.load(
         schema, files, overrides, parts, is_saved=is_saved, read_files=read_files
     )
+
+
+def load_run(file: Path) -> ExperimentConfig:
+    """Load the config that the supervisor of a run saved for its roles.
+
+    Raises:
+        UserError: See load.
+    """
+    saved = base_config.read_saved(file)
+    parts = _import_parts(saved.get("imports") or [])
+    changed = base_config.without_defaults(saved, asdict(ExperimentConfig()))
+    read_file = base_config.DictConfig(changed)
+    return base_config.load(ExperimentConfig, [file], [], parts, read_files=[read_file])
+
+
+def _import_parts(modules: Sequence[str]) -> base_config.Parts:
+    """Import plugins and `modules`; return the config classes of all parts."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    import_plugins(modules)
+    check_derived()
+    return {config: table.configs for config, table in TABLES.items()}
 
 
 def parse(schema: type[Root], argv: Sequence[str], *, command: str, description: str) -> Root:

@@ -126,8 +126,7 @@ def prepare_folder(config: ExperimentConfig) -> ExperimentConfig:
         if step > begin:
             file.unlink()
     paths.configs.mkdir(exist_ok=True)
-    for file in (paths.config, paths.configs / f"{begin:06d}.yaml"):
-        base_config.save(config, file)
+    base_config.save(config, paths.config, paths.configs / f"{begin:06d}.yaml")
     return config
 
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path)
     options = parser.parse_args(argv)
     die_with_parent()
-    config = configs.load(ExperimentConfig, RunPaths(options.run).config, [])
+    config = configs.load_run(RunPaths(options.run).config)
     return run(options.role, options.index, config)
 
 

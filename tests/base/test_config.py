@@ -19,6 +19,7 @@ from arealite.api.sampling import CollectConfig
 from arealite.api.trainer import TrainerConfig
 from arealite.base import config as base_config
 from arealite.base.errors import UserError
+from arealite.cli import configs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +186,34 @@ def test_save_then_load_gives_the_same_tree(tmp_path: Path):
     config = base_config.load(ExperimentConfig, [], overrides, {})
     base_config.save(config, file)
     assert base_config.load(ExperimentConfig, [file], [], {}) == config
+
+
+def test_role_loads_the_config_that_its_supervisor_saved(tmp_path: Path):
+    overrides = [
+        "seed=5",
+        "trainer.ppo.lr=1e-5",
+        "trainer.ppo.loss.behav_weight_cap=null",
+        "imports=[json]",
+        "model.path='007'",
+        "trainer.ppo.collector.seats.a.type=math_code_single_step",
+        "trainer.ppo.collector.env.gymnasium.kwargs={a: [1, 1.0, true], b: null, c: 1e-3}",
+    ]
+    file, whole = tmp_path / "config.yaml", tmp_path / "whole.yaml"
+    config = configs.load(ExperimentConfig, [], overrides)
+    base_config.save(config, file, whole)
+    assert configs.load_run(file) == config
+    base_config.save(configs.load_run(file), file)
+    assert file.read_text() == whole.read_text()
+    file.write_text(f"{file.read_text()}gone: 1\n")
+    with pytest.raises(UserError, match="unknown key 'gone'"):
+        configs.load_run(file)
+
+
+def test_options_that_equal_their_defaults_in_value_but_not_in_type_are_kept():
+    defaults = {"a": 1, "b": {"c": 1.0, "d": []}, "e": {}}
+    layer = {"a": True, "b": {"c": 1.0, "d": [1]}, "e": {}, "f": None}
+    assert base_config.without_defaults(layer, defaults) == {"a": True, "b": {"d": [1]}, "f": None}
+    assert base_config.without_defaults(defaults, defaults) == {}
 
 
 def test_former_value_is_read_in_a_saved_config_only(tmp_path: Path):

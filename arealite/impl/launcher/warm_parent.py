@@ -23,6 +23,7 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -222,6 +223,7 @@ def run(request: Request) -> NoReturn:
     for descriptor in (request.line, request.folder, *request.streams):
         os.close(descriptor)
     _open_streams()
+    vars(weakref.finalize)["_registry"].clear()  # those of the warm parent: it is not ending
     threads = os.environ.get(THREADS)
     os.environ.clear()
     os.environ.update(request.environment)

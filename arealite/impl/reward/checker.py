@@ -1,7 +1,8 @@
-"""The process that checks answers: a parent with math-verify loaded forks a child for the checks.
+"""The process that checks answers: a parent forks a child for the checks.
 
 Some answers make a check run forever, and only killing the child ends it. Forking a new child takes
-milliseconds; a new process would need a second to load math-verify. `pool.py` runs this file as a
+milliseconds; a new process would need a second to load math-verify. The parent loads it for the
+first check that needs it: numbers without a box do not. `math_verify.py` runs this file as a
 script; it imports no module of the package.
 
 A request is one line of JSON on stdin: [completion, truth, CPU seconds, seconds to wait]. The
@@ -33,10 +34,13 @@ import sys
 from contextlib import suppress
 from fractions import Fraction
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 MEMORY_BYTES = 2 << 30
 PR_SET_PDEATHSIG = 1
+NOT_LOADED = "not loaded"
+"""Answer of a child whose check raised NotLoaded."""
 ENDS = {-signal.SIGPROF: "cpu", -signal.SIGKILL: "killed"}
 """The failure for each exit code of a child; any other code is "crashed"."""
 
@@ -82,6 +86,10 @@ PLAIN = (
 """(pattern, replacement) pairs that remove formatting and keep the value of each number."""
 
 
+class NotLoaded(Exception):
+    """A check in a child needs math-verify, which the parent has not loaded."""
+
+
 def is_equal(completion: str, truth: str) -> bool | None:
     """Return whether the answer in `completion` equals `truth`; None if `truth` cannot be parsed.
 
@@ -89,12 +97,11 @@ def is_equal(completion: str, truth: str) -> bool | None:
         completion: The text of the model.
         truth: An answer, LaTeX or plain, or a solution with a mark.
     """
-    import math_verify
-
     answer, due = marked(completion), marked(truth)
     truth = truth if due is None else due
     if (gold := number(truth)) is not None:
         return same(in_prose(completion) if answer is None else number(answer), gold)
+    math_verify = library()
     parse: Any = math_verify.parse  # None, no limit, is allowed and documented, but not typed
     verify: Any = math_verify.verify
     golds = parse(f"\\boxed{{{truth}}}", fallback_mode="no_fallback", parsing_timeout=None)
@@ -109,13 +116,29 @@ def is_equal(completion: str, truth: str) -> bool | None:
 
 def marked(text: str) -> str | None:
     """Return the text in the last mark (a box or a `####` line); None without a mark."""
-    from latex2sympy2_extended.math_normalization import extract_boxed_content
-
     box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     for line in reversed([*HASHES.finditer(text, box + 1)]):
         if not text[line.end() :].strip() or not re.search("[A-Za-z]", line[1]):
             return line[1]
-    return extract_boxed_content(text) if box >= 0 else None
+    if box < 0:
+        return None
+    library()
+    from latex2sympy2_extended.math_normalization import extract_boxed_content
+
+    return extract_boxed_content(text)
+
+
+def library() -> Any:
+    """Return math-verify.
+
+    Raises:
+        NotLoaded: This is a child: loading would count as CPU time of its check.
+    """
+    if multiprocessing.parent_process() and "math_verify" not in sys.modules:
+        raise NotLoaded
+    import math_verify
+
+    return math_verify
 
 
 def in_prose(text: str) -> tuple[Fraction, bool, bool] | None:
@@ -173,27 +196,43 @@ def main() -> None:
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
     sys.set_int_max_str_digits(0)
-    is_equal("$\\frac{x}{2}$", "x/2")
-    context = multiprocessing.get_context("fork")
-    child = pipe = None
+    child = Child()
     for line in sys.stdin.buffer:
-        if child is None or pipe is None:
-            pipe, theirs = context.Pipe()
-            child = context.Process(target=serve, args=(theirs, pipe, os.getpid()), daemon=True)
-            child.start()
-            theirs.close()
         *question, wait_s = json.loads(line)
-        try:
-            pipe.send(question)
-            answer = pipe.recv() if pipe.poll(wait_s) else "waited"
-        except (EOFError, OSError):
-            child.join()
-            answer = ENDS.get(child.exitcode or 0, "crashed")
-        if isinstance(answer, str):
-            child.kill()
-            child.join()
-            child = None
+        answer = child.ask(question, wait_s)
+        if answer == NOT_LOADED:
+            is_equal("$\\frac{x}{2}$", "x/2")  # loads all that a comparison needs
+            answer = child.ask(question, wait_s)
         answers.write(json.dumps(answer).encode() + b"\n")
+
+
+class Child:
+    """The child of the checker; after a failure, the next check has a new one."""
+
+    def __init__(self) -> None:
+        self._process: ForkProcess | None = None
+        self._pipe: Connection | None = None
+
+    def ask(self, question: list[Any], wait_s: float) -> bool | str | None:
+        """Return the answer of a check, or its failure."""
+        if self._process is None or self._pipe is None:
+            context = multiprocessing.get_context("fork")
+            self._pipe, theirs = context.Pipe()
+            arguments = (theirs, self._pipe, os.getpid())
+            self._process = context.Process(target=serve, args=arguments, daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._pipe.send(question)
+            answer = self._pipe.recv() if self._pipe.poll(wait_s) else "waited"
+        except (EOFError, OSError):
+            self._process.join()
+            answer = ENDS.get(self._process.exitcode or 0, "crashed")
+        if isinstance(answer, str):
+            self._process.kill()
+            self._process.join()
+            self._process = None
+        return answer
 
 
 def serve(pipe: Connection, parents: Connection, parent: int) -> None:
@@ -205,7 +244,10 @@ def serve(pipe: Connection, parents: Connection, parent: int) -> None:
         while True:
             completion, truth, cpu_s = pipe.recv()
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
-            verdict = is_equal(completion, truth)
+            try:
+                verdict = is_equal(completion, truth)
+            except NotLoaded:
+                verdict = NOT_LOADED
             signal.setitimer(signal.ITIMER_PROF, 0)
             pipe.send(verdict)
 

@@ -108,6 +108,6 @@ def block(name: str, data: bytes | dict[str, object]) -> str:
 
 def model_folders(paths: RunPaths) -> list[Path]:
     """List the folders where the run's tokenizer may be: the first model's, the exported one's."""
-    config = base_config.read(paths.config) if paths.config.exists() else {}
+    config = base_config.read_saved(paths.config) if paths.config.exists() else {}
     model = (config.get("model") or {}).get("path")
     return [*([Path(model)] if model else []), paths.export]

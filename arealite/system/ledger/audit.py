@@ -125,11 +125,12 @@ class Guarantees:
     def of(cls, paths: RunPaths) -> "Guarantees":
         """Read the configs of a run; without any, return the guarantees of every run."""
         files = [file for file in (paths.config, *paths.starts.values()) if file.exists()]
-        if not (found := [base_config.read(file).trainer.ppo for file in files]):
+        starts = [base_config.read_saved(file)["trainer"]["ppo"] for file in files]
+        if not starts:
             return cls()
-        is_masked = any(ppo.staleness_policy == "mask" for ppo in found)
-        partial = [ppo.max_attempts for ppo in found if ppo.get("partial_group") == "min_size"]
-        oldest = math.inf if is_masked else max(ppo.max_staleness for ppo in found)
+        is_masked = any(ppo["staleness_policy"] == "mask" for ppo in starts)
+        partial = [ppo["max_attempts"] for ppo in starts if ppo.get("partial_group") == "min_size"]
+        oldest = math.inf if is_masked else max(ppo["max_staleness"] for ppo in starts)
         return cls(oldest, min(partial, default=0))
 
 

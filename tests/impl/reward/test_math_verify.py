@@ -240,7 +240,7 @@ async def test_answer_that_crashes_the_checker_twice_scores_0_and_is_counted(
         "memory": "bytearray(MEMORY_BYTES)",
         "exit": "os._exit(0)",
     }[kind]
-    head = "    import math_verify\n"
+    head = "    answer, due = marked(completion), marked(truth)\n"
     assert SOURCE.count(head) == 1
     planted = tmp_path / "checker.py"
     planted.write_text(SOURCE.replace(head, f"{head}    if 'crash' in completion: {crash}\n"))
@@ -252,6 +252,33 @@ async def test_answer_that_crashes_the_checker_twice_scores_0_and_is_counted(
         assert isinstance(score, Score)
         assert (score, score.parts) == (0.0, {"unchecked": 1.0})
         assert await reward.score("1/2", "0.5") == 1.0
+    finally:
+        await reward.close()
+
+
+async def test_checker_loads_math_verify_for_the_first_answer_that_is_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    loads = tmp_path / "loads"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "def note(event, found):\n"
+        "    if event == 'import' and found[0] == 'math_verify':\n"
+        f"        print(os.getpid(), file=open({str(loads)!r}, 'a'))\n"
+        "sys.addaudithook(note)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reward = MathVerifyReward(MathVerifyConfig(timeout_s=600.0))
+    await reward.setup()
+    try:
+        assert await reward.score("#### 0.5", "1/2") == 1.0
+        assert await reward.score("2.5 or 3", "2.5") == 0.0
+        assert not loads.exists()
+        assert await reward.score("\\boxed{2x}", "x + x") == 1.0
+        assert await reward.score("\\boxed{0.5}", "1/2") == 1.0
+        checker = reward.checkers[0]._process
+        assert checker is not None
+        assert loads.read_text().split() == [str(checker.pid)]
     finally:
         await reward.close()
 
