@@ -22,7 +22,8 @@ COV ?=
 COVERAGE = $(if $(COV),--cov --cov-report=term:skip-covered --cov-report=html:out/coverage)
 # Share of CPU time that is taken from the tests, like a busy host (0.45).
 STEAL ?=
-PYTEST = $(if $(STEAL),$(PY) tools/steal.py $(STEAL)) $(PY) -m pytest
+STEALING = $(if $(STEAL),$(PY) tools/steal.py $(STEAL))
+PYTEST = $(STEALING) $(PY) -m pytest
 # Number of simulated runs.
 SEEDS ?= 1000
 # embedded; sglang: a real SGLang server on the CPU, in its own virtual environment; shared: no
@@ -50,7 +51,7 @@ help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang)"
 	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
-	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for test-extras, test-docs, test-faults"
+	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for demo, check, and the tests of .ci/run"
 	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap, Chromium and SmolLM2"
 	@echo "make test-docs    run every tutorial and every example as written"
 	@echo "make test-faults  kill, stop, block and starve processes of runs; replay runs"
@@ -86,7 +87,7 @@ sglang:
 	PYTHON=$(PYTHON) tools/setup_sglang_cpu.sh $(SGLANG_VENV)
 
 demo: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
-	$(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
+	$(STEALING) $(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
 
 # Train a tiny model in one of tools/lessons.
 learn: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
@@ -165,7 +166,7 @@ test-sglang: $(VENV)/.dev sglang
 
 # Tests marked sglang_short: core of the contract, client and every publisher, on one server.
 test-sglang-short: $(VENV)/.dev sglang
-	$(PY) -m pytest -m "sglang and sglang_short" tests/contracts tests/sglang
+	$(PYTEST) -m "sglang and sglang_short" tests/contracts tests/sglang
 
 $(PEERS_VENV)/.dev: pyproject.toml
 	@$(call venv,$(PEERS_VENV))
@@ -198,7 +199,7 @@ soak: $(VENV)/.dev
 
 # Types are checked beside everything else.
 check: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j2 --output-sync=target check-types check-text
+	@$(STEALING) $(MAKE) --no-print-directory -j2 --output-sync=target check-types check-text
 
 .PHONY: check-types check-text
 check-types:

@@ -39,7 +39,8 @@ def test_each_cpu_has_a_stealing_process_and_the_exit_code_is_kept(
 
     monkeypatch.setattr(os, "sched_setscheduler", lambda *_: None)
     monkeypatch.setattr(steal, "steal", note)
-    assert steal.main(["0.25", "sh", "-c", "exit 7"]) == 7
+    monkeypatch.setenv("STEAL", "0.25")
+    assert steal.main(["0.25", "sh", "-c", 'exit "${STEAL-7}"']) == 7
     cpus = {f"{cpu} 0.25 True" for cpu in os.sched_getaffinity(0)}
     until(lambda: {file.name for file in tmp_path.iterdir()} == cpus, what="a thief a CPU")
 
