@@ -24,7 +24,7 @@ from arealite.impl.rollout.collector import Collector
 from tests.fakes import docker_program
 from tests.fakes.env_servers import collecting, failed, played
 from tests.impl.env_client.test_children import pid_of
-from tests.waiting import eventually, has_exited
+from tests.waiting import eventually, has_exited, until_exited
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[3]
@@ -70,7 +70,7 @@ async def test_episode_runs_in_a_container_that_close_removes(state: Path) -> No
         (published,) = [word for word in one["words"] if word.startswith("--publish=")]
         assert published.startswith("--publish=127.0.0.1:")
         assert published.endswith(":8123")
-    assert has_exited(pid)
+    until_exited(pid)
     assert not containers(state)
 
 
@@ -118,7 +118,7 @@ async def test_containers_of_a_killed_worker_are_removed(
     if is_guard_killed:
         assert not has_exited(one["pid"])
         async with contained() as collector:
-            assert has_exited(one["pid"])
+            until_exited(one["pid"])
             assert await pid_of(collector) != one["pid"]
     await eventually(lambda: has_exited(one["pid"]))
     await eventually(lambda: not containers(state))

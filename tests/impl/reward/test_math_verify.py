@@ -47,7 +47,7 @@ SOURCE = Path(rewards.COMMAND[-1]).read_text()
 @pytest.fixture
 async def reward():
     made = MathVerifyReward(MathVerifyConfig(workers=1, timeout_s=600.0))
-    await made.setup()
+    await made.check("x/2", "x/2")  # loads math-verify
     yield made
     await made.close()
 
@@ -375,7 +375,7 @@ from arealite.api.reward import MathVerifyConfig
 from arealite.impl.reward.math_verify import MathVerifyReward
 async def main():
     reward = MathVerifyReward(MathVerifyConfig(workers=1, timeout_s=600.0))
-    await reward.setup()
+    await reward.check("x/2", "x/2")  # loads math-verify
     busy = asyncio.ensure_future(reward.check("$9^{9^{9^{9}}}$", "x/2"))
     await asyncio.wait([busy], timeout=0.1)
     parent = psutil.Process(reward.checkers[0]._process.pid)
