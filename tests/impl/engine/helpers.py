@@ -149,8 +149,19 @@ def gradients(
     engine: FSDPEngine,
     rows: list[Sequence],
     loss: LossFn | None = None,
+    *,
+    updates: bool = False,
+    record_outputs: dict[str, str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Run train_batch up to the optimizer; return full gradients and summed stats."""
+    """Run train_batch, up to the optimizer or with its step; return full gradients and the stats.
+
+    Args:
+        engine: The engine.
+        rows: Of this rank.
+        loss: None: see loss_of.
+        updates: Whether the optimizer updates the weights.
+        record_outputs: See train_batch.
+    """
     found: dict[str, torch.Tensor] = {}
     step = engine.optimizer.step
 
@@ -162,12 +173,15 @@ def gradients(
             assert param.grad is not None
             grad = param.grad
             found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+        if updates:
+            return step()
+        for param in engine.module.parameters():
             param.grad = None
         return {"skipped_update": 0.0}
 
     engine.optimizer.step = take  # type: ignore[method-assign]
     try:
-        stats = engine.train_batch(rows, loss or loss_of(engine))
+        stats = engine.train_batch(rows, loss or loss_of(engine), record_outputs=record_outputs)
     finally:
         engine.optimizer.step = step  # type: ignore[method-assign]
     return found, stats

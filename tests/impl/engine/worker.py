@@ -87,10 +87,10 @@ def variants(folder: Path, model: str) -> None:
     for name, options in VARIANTS.items():
         engine, other = (make_engine(model, **options) for _ in range(2))
         reference = engine.without_adapter()
-        found = out[name] = {"gradients": gradients(engine, parts[rank])[0]}
-        for path in (folder / f"{name}-1", folder / f"{name}-2"):
-            found["stats"] = engine.train_batch(parts[rank], loss_of(engine))
-            save(engine, path, {"step": 1})
+        found = out[name] = {"gradients": gradients(engine, parts[rank], updates=True)[0]}
+        save(engine, folder / f"{name}-1", {"step": 1})
+        found["stats"] = engine.train_batch(parts[rank], loss_of(engine))
+        save(engine, folder / f"{name}-2", {"step": 1})
         found["forward"] = engine.forward(parts[rank])
         found["base"] = reference.forward(parts[rank])
         found["weights"] = weights(engine)
@@ -115,12 +115,11 @@ def contexts(folder: Path, model: str) -> None:
             parts = [rows[:9], rows[9:], [], []][:size]
             options = options | {"context_parallel": group, "max_tokens_per_microbatch": 32}
             engine = make_engine(Path(model) / family, **options)
-            found = out[f"{name} of {group}"] = {
-                "forward": engine.forward(parts[rank]),
-                "gradients": gradients(engine, parts[rank])[0],
-            }
+            found = out[f"{name} of {group}"] = {"forward": engine.forward(parts[rank])}
             record = None if engine.head == "value" else {"logprobs": "prox_logprobs"}
-            found["stats"] = engine.train_batch(parts[rank], loss_of(engine), record_outputs=record)
+            found["gradients"], found["stats"] = gradients(
+                engine, parts[rank], updates=True, record_outputs=record
+            )
             found["recorded"] = [row.fields["prox_logprobs"] for row in parts[rank]]
             found["weights"] = weights(engine)
     torch.save(out, folder / f"out-{rank}.pt")
@@ -136,8 +135,7 @@ def experts(folder: Path, model: str) -> None:
         rows = random_record(make_rows(), Path(model))
         parts = [[rows[i] for i in indices] for indices in UNEVEN]
         engine = make_engine(model, optimizer={"type": "sgd"}, **options)
-        found, stats = gradients(engine, parts[rank])
-        engine.train_batch(parts[rank], LOSS)
+        found, stats = gradients(engine, parts[rank], LOSS, updates=True)
         out[name] = {"gradients": found, "stats": stats, "weights": weights(engine)}
     torch.save(out, folder / f"out-{rank}.pt")
 
