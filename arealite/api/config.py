@@ -22,7 +22,7 @@ from arealite.base.places import check_name
 class ServedModelConfig:
     """The model of a server."""
 
-    path: str = opt("", "Hugging Face folder with config, tokenizer and safetensors; required")
+    path: str = opt("", "Hugging Face folder, id on its hub, or GGUF file; required")
     dtype: str = opt("float32", "data type of a server's weights")
 
 

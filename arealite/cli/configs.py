@@ -28,8 +28,10 @@ from arealite.base.model_folder import local_folder
 from arealite.base.proxies import bypass_proxies
 from arealite.base.registry import Registry, import_plugins
 from arealite.cli import options
+from arealite.cli.fold import fold
 from arealite.cli.presets import CONFIG_DIR
 from arealite.impl.launcher.processes import own_address, server_overrides
+from arealite.impl.weights import gguf_file
 
 Files = Path | Sequence[Path]
 C = TypeVar("C")
@@ -104,8 +106,18 @@ def parse(schema: type[Root], argv: Sequence[str], *, command: str, description:
 
 
 def with_model(config: Root) -> Root:
-    """Return a config whose `model.path` is a folder; see model_folder.local_folder."""
-    return replace(config, model=replace(config.model, path=local_folder(config.model.path)))
+    """Return a config whose `model.path` is a folder: a hub id is downloaded, GGUF is converted.
+
+    Raises:
+        UserError: See model_folder.local_folder and gguf_file.model_folder.
+    """
+    path = local_folder(config.model.path)
+    if path and gguf_file.is_gguf(path):
+        folder, line = gguf_file.model_folder(path)
+        path = str(folder)
+        if line:
+            print(fold(line), flush=True)
+    return replace(config, model=replace(config.model, path=path))
 
 
 def check_derived() -> None:
