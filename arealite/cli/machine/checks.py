@@ -142,7 +142,7 @@ def all_reduce(bench: Bench) -> None:
 def step(bench: Bench, *, dtype: str) -> None:
     """Train a larger model with AdamW: tokens/s, share of the peak, memory against the estimate."""
     on_gpu, path = bench.device.type == "cuda", bench.folder / "large"
-    hidden, layers, tokens = (256, 4, 256) if bench.plan["quick"] else (512, 8, 2048)
+    hidden, layers, tokens = (256, 2, 128) if bench.plan["quick"] else (512, 8, 2048)
     if on_gpu and not bench.plan["quick"]:  # 1.1 B parameters and 44 GB, or 0.3 B and 11 GB
         is_large = torch.cuda.get_device_properties(bench.device).total_memory > 60 << 30
         hidden, layers, tokens = (2048, 16, 8192) if is_large else (1024, 16, 4096)
