@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = [
     *(".ci/run", "tools/setup_envs.sh", "tools/without.sh", "tools/skips.py"),
 ]
-NEEDED = """awk bash cat chmod command cp dirname env find git ln ls mkdir mktemp printf python3 readlink
-rm sh tar touch tr"""
+NEEDED = """awk bash cat chmod command cp dirname env find git ln ls mkdir mktemp printf python3
+readlink rm sh tar touch tr"""
 """Programs of the scripts. A PATH with all of this machine's would make each run link thousands."""
 HIDDEN = "bwrap", "chromium-headless-shell"
 BARE = ["demo", "test"]
