@@ -15,7 +15,7 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.system.ledger.audit import audit
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
-from tests.system.datapipe.test_datapipe import train
+from tests.system.live import train
 from tests.system.scenes import FakeWorker, episode, experiment, failed, in_thread
 from tests.waiting import until
 

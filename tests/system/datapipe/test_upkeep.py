@@ -23,10 +23,10 @@ from arealite.system.ledger.audit import audit
 from arealite.system.ledger.audit_report import AuditReport
 from arealite.system.ledger.ledger import connect, read_payloads
 from arealite.system.ledger.writer import LedgerWriter
-from arealite.system.links.trainer_link import TrainerLink
-from tests.system.datapipe.test_datapipe import train
 from tests.system.ledger.small_run import Shape, SmallRun
-from tests.system.scenes import FakeWorker, experiment, in_thread, piped, saved
+from tests.system.live import StartPipe
+from tests.system.scenes import saved
+from tests.waiting import eventually
 
 
 def read(ledger: Path, sql: str) -> list[tuple]:
@@ -311,25 +311,16 @@ async def test_datapipe_killed_while_it_drops_payloads_loses_nothing(tmp_path: P
     assert len(dropped) >= 3, "killed between two steps that go"
 
 
-async def test_datapipe_audits_and_drops_after_each_checkpoint(tmp_path: Path) -> None:
-    config = experiment(tmp_path, num_groups=2, pipe={"keep_payloads": "1"})
-    path = run_paths(config).ledger
-    async with piped(config) as pipe:
-        worker = FakeWorker(lambda: pipe.address)
-        running = asyncio.create_task(worker.run())
-        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-
-        def body() -> None:
-            train(link, config, steps=4, finish=False)
-            link.report(Checkpointed(*saved(config, 4)))
-
-        await in_thread(body)
-        async with asyncio.timeout(60):
-            while read(path, "SELECT 1 FROM meta WHERE key = 'dropped' AND value = '4'") == []:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        await in_thread(lambda: link.report(Finish("over")))
-        await running
-        link.close()
+async def test_datapipe_audits_and_drops_after_each_checkpoint(start_pipe: StartPipe) -> None:
+    live = await start_pipe(num_groups=2, pipe={"keep_payloads": "1"})
+    path = run_paths(live.config).ledger
+    live.work()
+    await live.train(steps=4, finishes=False)
+    await live.trainer(lambda link: link.report(Checkpointed(*saved(live.config, 4))))
+    is_dropped = "SELECT 1 FROM meta WHERE key = 'dropped' AND value = '4'"
+    await eventually(lambda: read(path, is_dropped), "the drop of four steps")
+    await live.trainer(lambda link: link.report(Finish("over")))
+    await live.end()
     assert mark(path)["step"] == 4
     assert not set(steps_with_payloads(path)) & {0, 1, 2, 3}
     report = audit(path)
