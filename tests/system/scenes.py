@@ -7,8 +7,7 @@ import random
 import threading
 import zlib
 from array import array
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from arealite.api.payloads import encode_segments
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
 from arealite.api.trajectory import Segment, TrajectoryHeader
-from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.links.worker_link import WorkerLink
 from tests.waiting import settle
 
@@ -150,27 +148,6 @@ class FakeWorker:
                         self.link.submit(done, frames)
                     await asyncio.sleep(0)
             self.link.drain()
-
-
-@asynccontextmanager
-async def piped(
-    config: ExperimentConfig, *, rows: int = 5, eval_rows: int = 0, **kwargs: Any
-) -> AsyncGenerator[Datapipe, None]:
-    """Run a datapipe in the current event loop."""
-    pipe = Datapipe(
-        config, train=tasks(rows), eval=tasks(eval_rows, "eval"), registry=None, **kwargs
-    )
-    task = asyncio.create_task(pipe.run())
-    ready = asyncio.create_task(pipe.ready.wait())
-    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
-    try:
-        yield pipe
-        async with asyncio.timeout(60):
-            await task
-    finally:
-        ready.cancel()
-        task.cancel()
-        await asyncio.gather(task, ready, return_exceptions=True)
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from pprint import pformat
@@ -19,6 +16,7 @@ from arealite.system.datapipe.group_store import GroupStore
 from arealite.system.ledger import group as open_group
 from arealite.system.ledger.audit import audit
 from arealite.system.ledger.ledger import Ledger, Statement
+from tests.system.datapipe.killed import KILLED, kill_before
 from tests.system.ledger.test_ledger import open_store, picture
 from tests.system.scenes import episode, experiment, failed, payload
 
@@ -152,39 +150,19 @@ def test_kill_between_any_two_statements_keeps_exactly_the_commits(
     assert spilled > 0, "no unfinished transaction had reached the file"
 
 
-KILLED = """
-import itertools, os, sys
-from pathlib import Path
-from arealite.system.ledger.ledger import Ledger
-from tests.system.datapipe import test_crash
-test_crash.open_group.BACK_OFF_S = 0.0
-count, last, execute = itertools.count(), int(sys.argv[2]), Ledger.execute
-
-def deadly(ledger, statements):
-    def until():
-        for statement in statements:
-            if next(count) == last:
-                os._exit(9)
-            yield statement
-    execute(ledger, until())
-
-Ledger.execute = deadly
-file = open(sys.argv[1] + ".heard", "w")
-history = test_crash.History(
-    Path(sys.argv[1]), lambda store: print(test_crash.plain(store), file=file, flush=True)
-)
-history.play()
-"""
+def play_and_record(folder: Path, arm: Callable[[], None]) -> None:
+    """Play the history, and write the state after each commit to a file."""
+    open_group.BACK_OFF_S = 0.0
+    arm()
+    with Path(f"{folder}.heard").open("w") as file:
+        History(folder, lambda store: print(plain(store), file=file, flush=True)).play()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("last", [3, 15, 25, 35, 50])
-def test_killed_process_keeps_exactly_its_commits(tmp_path: Path, last: int) -> None:
-    folder = tmp_path / "live"
-    command = [sys.executable, "-c", KILLED, str(folder), str(last)]
-    root = Path(__file__).parents[3]
-    process = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)},
-                             check=False)  # fmt: skip
-    assert process.returncode == 9, "it did not die there"
-    heard = (tmp_path / "live.heard").read_text().splitlines()
-    check(folder, heard[-1])
+def test_killed_process_keeps_exactly_its_commits(tmp_path: Path) -> None:
+    folders = {number: tmp_path / str(number) for number in (3, 15, 25, 35, 50)}
+    codes = kill_before(play_and_record, folders)
+    assert codes == dict.fromkeys(folders, KILLED), "a process did not die there"
+    for folder in folders.values():
+        heard = Path(f"{folder}.heard").read_text().splitlines()
+        check(folder, heard[-1])

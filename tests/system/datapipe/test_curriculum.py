@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from arealite.api.config import ExperimentConfig
 from arealite.api.datapipe import CurriculumConfig
 from arealite.api.task import Task
 from arealite.base.errors import UserError
 from arealite.system.data.dataset import permutation
 from arealite.system.datapipe.curriculum import Curriculum
 from arealite.system.datapipe.group_store import GroupStore
-from arealite.system.ledger.ledger import Ledger
-from tests.system.scenes import episode, experiment, failed
+from tests.system.datapipe.stores import OpenStore
+from tests.system.scenes import episode, failed
 
 LEVELS = {"easy": 6, "fair": 6, "hard": 3}
 Chance = Callable[[str, int], float]
@@ -28,33 +26,25 @@ def rows() -> list[Task]:
     return [Task(f"train-{n}", "?", None, {"level": name}) for n, name in enumerate(names)]
 
 
-def configured(root: Path, **options: object) -> ExperimentConfig:
-    config = experiment(root, num_groups=4, group_size=4, max_staleness=400, max_attempts=1)
-    own = CurriculumConfig(**{"by": "level", "window": 8, **options})  # type: ignore[arg-type]
-    return replace(config, datapipe=replace(config.datapipe, curriculum=own))
-
-
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., GroupStore]]:
-    stores: list[GroupStore] = []
+def opened(open_store: OpenStore) -> Callable[..., GroupStore]:
+    """Return a function that opens a store with a curriculum; later calls resume the run."""
+    stores: list[GroupStore | None] = [None]
 
-    def build(**options: object) -> GroupStore:
-        if stores:
-            stores[-1].ledger.commit()
-            stores[-1].ledger.close()
-        config = configured(tmp_path, **options)
-        store = GroupStore(
-            Ledger(tmp_path / "ledger.sqlite", fingerprint={}), rows(), ppo=config.trainer.ppo,
-            seed=1, shuffle=True, curriculum=config.datapipe.curriculum,
-        )  # fmt: skip
-        store.version = 0
-        store.ledger.set_meta("version", "0")
+    def build(*, by: str = "level") -> GroupStore:
+        store = open_store(
+            again=stores[-1],
+            rows=rows(),
+            curriculum=CurriculumConfig(by=by, window=8),
+            num_groups=4,
+            group_size=4,
+            max_staleness=400,
+            max_attempts=1,
+        )
         stores.append(store)
         return store
 
-    yield build
-    for store in stores:
-        store.ledger.close()
+    return build
 
 
 def play(store: GroupStore, groups: int, chance: Chance) -> Counter[str]:

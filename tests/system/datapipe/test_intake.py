@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,17 +43,8 @@ from arealite.system.ledger.ledger import connect
 from arealite.system.ledger.payloads import find_mismatch, payload_sum
 from arealite.system.links import wire
 from arealite.system.links.trainer_link import TrainerLink
-from tests.system.scenes import (
-    FakeWorker,
-    episode,
-    experiment,
-    header,
-    in_thread,
-    payload,
-    piped,
-    saved,
-    tasks,
-)
+from tests.system.live import StartPipe, finish, next_ids
+from tests.system.scenes import FakeWorker, episode, header, payload, tasks
 from tests.waiting import eventually
 
 replace = msgspec.structs.replace
@@ -181,33 +171,28 @@ class Peer:
 
 
 @pytest.fixture
-async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Peer, None]:
+async def peer(
+    start_pipe: StartPipe, monkeypatch: pytest.MonkeyPatch
+) -> AsyncGenerator[Peer, None]:
     """A peer of a datapipe whose trainer has published version 0; the run must still complete."""
     monkeypatch.setattr(open_group, "BACK_OFF_S", 0.0)
-    config = experiment(tmp_path, max_staleness=0)
-    async with piped(config) as pipe:
-        link, one = TrainerLink(lambda: pipe.address, rank=0, world_size=1), Peer(pipe)
-        await in_thread(lambda: (link.start(0), link.report(Published(0))))
-        yield one
-        one.say(WorkerState("bad", 0, [], {}, "2"))
-        one.channel.close()
+    live = await start_pipe(max_staleness=0)
+    await live.begin()
+    peer = Peer(live.pipe)
+    yield peer
+    peer.say(WorkerState("bad", 0, [], {}, "2"))
+    peer.channel.close()
 
-        def train() -> None:
-            for step in range(2):
-                answer = link.next_batch(step)
-                assert answer
-                batch, payloads = answer
-                assert [payload(batch.headers[i]) for i in batch.mine] == payloads
-                link.report(StepReport(step, [h.trajectory_id for h in batch.headers], {}))
-                link.report(Published(step + 1))
-            link.report(Checkpointed(*saved(config, 2)))
-            link.report(Finish("over"))
-            link.close()
+    def body(link: TrainerLink) -> None:
+        for step in range(2):
+            link.report(StepReport(step, next_ids(link, step), {}))
+            link.report(Published(step + 1))
+        finish(link, live.config, 2)
 
-        worker = asyncio.create_task(FakeWorker(lambda: pipe.address, worker_id="good").run())
-        await in_thread(train)
-        await worker
-    report = audit(run_paths(config).ledger)
+    live.work(worker_id="good")
+    await live.trainer(body)
+    await live.end()
+    report = audit(run_paths(live.config).ledger)
     assert report.ok, report.table()
     assert report.steps == 2
 
@@ -237,19 +222,6 @@ async def test_trainer_requests_without_a_ticket_change_nothing(peer: Peer) -> N
     await peer.rejected(6)
     assert peer.pipe.requests.finish is None
     assert not peer.pipe.evals.runs
-
-
-async def test_result_for_a_lease_of_another_worker_is_ignored(peer: Peer) -> None:
-    (lease, *_) = await peer.leased("bad")
-    forged = episode(lease, 0, reward=1e6)
-    strange = replace(forged, lease_id=f"{lease.lease_id}9")
-    unknown = Episode("g99.1.1", "g99", 0, [header("g99", 0)], None)
-    for name, made in (("w", forged), ("bad", strange), ("bad", unknown)):
-        peer.say(Result(name, [made]), payload(made.headers[0]))
-    await peer.rejected(3)
-    await eventually(lambda: peer.acknowledged() == 3)
-    group = peer.pipe.store.groups[lease.group_id]
-    assert (group.finished, group.failures) == ({}, [])
 
 
 async def test_result_with_the_lease_of_another_group_leaves_the_lease(peer: Peer) -> None:
@@ -337,42 +309,38 @@ async def test_invalid_turns_are_not_stored(peer: Peer) -> None:
     assert peer.pipe.store.groups[lease.group_id].turns == {}
 
 
-async def test_too_many_rejected_results_stop_the_run(tmp_path: Path) -> None:
+async def test_too_many_rejected_results_stop_the_run(start_pipe: StartPipe) -> None:
     """A worker that sends only invalid results stops the run with an error."""
-    config = experiment(tmp_path, max_attempts=9, pipe={"max_failed_share": 0.01})
-    pipe = Datapipe(config, train=tasks(5), eval=[], registry=None)
-    running = asyncio.create_task(pipe.run())
-    await pipe.ready.wait()
-    peer, link = Peer(pipe), TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-    await in_thread(lambda: (link.start(0), link.report(Published(0))))
+    live = await start_pipe(max_attempts=9, pipe={"max_failed_share": 0.01})
+    await live.begin()
+    peer = Peer(live.pipe)
     for lease in await peer.leased("bad"):
         made = [episode(lease, member) for member in lease.members]
         peer.say(Result("bad", made))
-    await eventually(lambda: pipe._fatal is not None)
-    assert "max_failed_share" in str(pipe._fatal) and "rejected" in str(pipe._fatal)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await eventually(lambda: live.pipe._fatal is not None)
+    assert "max_failed_share" in str(live.pipe._fatal) and "rejected" in str(live.pipe._fatal)
     peer.channel.close()
-    link.close()
 
 
-async def test_frame_above_the_limit_disconnects_its_sender(tmp_path: Path) -> None:
-    """A trajectory above the limit is a failed episode at its worker, and no disconnect."""
-    config = experiment(tmp_path, pipe={"max_frame_mb": 1})
-    async with piped(config) as pipe:
-        peer = Peer(pipe)
-        peer.say(Result("w", []), bytes(2 << 20))
-        peer.say(WorkerState("w", 0, [], {}, "1"))
-        await eventually(lambda: peer.messages(Ack))  # over the next connection
-        assert pipe.requests.rejections.total() == 0
-        peer.channel.close()
-        worker = FakeWorker(lambda: pipe.address)
-        worker.link.max_frame_mb = 0
-        made = episode(Lease("l", "g0", "train", tasks(1)[0], [0], 0), 0)
-        worker.link.submit(made, [payload(made.headers[0])])
-        (((sent, payloads),)) = worker.link._outbox
-        assert sent.failure and sent.failure.failure_class == "too_large"
-        assert (sent.headers, payloads) == ([], [])
-        link = TrainerLink(lambda: pipe.address, rank=0, world_size=1)
-        await in_thread(lambda: (link.start(0), link.report(Finish("over"))))
-        link.close()
+async def test_frame_above_the_limit_disconnects_its_sender(start_pipe: StartPipe) -> None:
+    live = await start_pipe(pipe={"max_frame_mb": 1})
+    peer = Peer(live.pipe)
+    peer.say(Result("w", []), bytes(2 << 20))
+    peer.say(WorkerState("w", 0, [], {}, "1"))
+    await eventually(lambda: peer.messages(Ack))  # over the next connection
+    assert live.pipe.requests.rejections.total() == 0
+    peer.channel.close()
+    await live.begin()
+    await live.trainer(lambda link: link.report(Finish("over")))
+    await live.end()
+
+
+async def test_trajectory_above_the_limit_is_a_failed_episode_at_its_worker() -> None:
+    """The worker does not send it, so it is not disconnected."""
+    worker = FakeWorker(lambda: None)
+    worker.link.max_frame_mb = 0
+    made = episode(Lease("l", "g0", "train", tasks(1)[0], [0], 0), 0)
+    worker.link.submit(made, [payload(made.headers[0])])
+    (((sent, payloads),)) = worker.link._outbox
+    assert sent.failure and sent.failure.failure_class == "too_large"
+    assert (sent.headers, payloads) == ([], [])

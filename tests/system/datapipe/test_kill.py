@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import random
 import signal
@@ -15,31 +16,75 @@ from arealite.api.config import ExperimentConfig, name_dir, run_paths
 from arealite.system.ledger.audit import audit
 from arealite.system.links.trainer_link import TrainerLink
 from arealite.system.names.registry import NameRegistry
-from tests.system.datapipe.test_datapipe import train
+from tests.system.live import train
 from tests.system.scenes import FakeWorker, episode, experiment, failed, in_thread
 from tests.waiting import until
 
 SERVE = """
-import asyncio, pickle, sys
+import asyncio, os, pickle, sys
 from pathlib import Path
 from arealite.api.config import name_dir
 from arealite.system.ledger import group as open_group
 from arealite.system.datapipe.datapipe import Datapipe
 from arealite.system.names.registry import NameRegistry
 from tests.system.scenes import tasks
-open_group.BACK_OFF_S = 0.0
-config = pickle.loads(Path(sys.argv[1]).read_bytes())
-names = NameRegistry(name_dir(config))
-asyncio.run(Datapipe(config, train=tasks(7), eval=[], registry=names).run())
-assert not {"torch", "transformers", "aiohttp"} & sys.modules.keys()
+
+def serve():
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    open_group.BACK_OFF_S = 0.0
+    config = pickle.loads(Path(sys.argv[1]).read_bytes())
+    names = NameRegistry(name_dir(config))
+    asyncio.run(Datapipe(config, train=tasks(7), eval=[], registry=names).run())
+    assert not {"torch", "transformers", "aiohttp"} & sys.modules.keys()
+
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            serve()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+"""Each line of its input starts a datapipe; it writes the process id, and later the exit code. The
+datapipes are forks, because the imports take a second."""
 
 
-async def start(config: ExperimentConfig, root: Path) -> asyncio.subprocess.Process:
-    (root / "config").write_bytes(pickle.dumps(config))
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVE, str(root / "config"), stderr=asyncio.subprocess.DEVNULL
-    )
+class DatapipeProcess:
+    """A datapipe in a process of its own, which can be killed and started again."""
+
+    @classmethod
+    async def start(cls, config: ExperimentConfig, root: Path) -> DatapipeProcess:
+        (root / "config").write_bytes(pickle.dumps(config))
+        datapipe = cls()
+        datapipe.parent = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SERVE, str(root / "config"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        await datapipe.fork()
+        return datapipe
+
+    async def fork(self) -> None:
+        assert self.parent.stdin
+        self.parent.stdin.write(b"\n")
+        self.pid = await self.read_number()
+
+    async def read_number(self) -> int:
+        assert self.parent.stdout
+        return int(await self.parent.stdout.readline())
+
+    async def exit_code(self) -> int:
+        """Wait until the datapipe has exited."""
+        return await self.read_number()
+
+    async def kill_and_restart(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        assert await self.exit_code() == -signal.SIGKILL
+        await self.fork()
 
 
 @pytest.mark.processes
@@ -72,7 +117,7 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
         link = worker.link
         return link._address == resolve() and link._received_at > link._connected_at
 
-    process = await start(config, tmp_path)
+    datapipe = await DatapipeProcess.start(config, tmp_path)
     link = TrainerLink(resolve, rank=0, world_size=1, silence_s=60.0)
     workers = [FakeWorker(resolve, worker_id=f"w{n}", capacity=7, script=script) for n in range(2)]
     training = asyncio.create_task(
@@ -83,12 +128,12 @@ async def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
         waiting = asyncio.create_task(event.wait())
         await asyncio.wait([training, waiting], return_when=asyncio.FIRST_COMPLETED)
         assert not training.done(), training
-        process.send_signal(signal.SIGKILL)
-        await process.wait()
-        process = await start(config, tmp_path)
+        await datapipe.kill_and_restart()
     seen = await training
     await asyncio.gather(*working)
-    assert await process.wait() == 0
+    assert await datapipe.exit_code() == 0
+    datapipe.parent.kill()
+    await datapipe.parent.wait()
 
     report = audit(run_paths(config).ledger)
     assert report.ok, report.table()

@@ -1,4 +1,4 @@
-"""Late, resent and stale requests of trainers."""
+"""Special requests of trainers; `test_histories` has late, resent and stale requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 
 from arealite.api.config import run_paths
 from arealite.api.trainer_messages import (
-    BatchRequest,
     Checkpointed,
     Done,
-    EvalRequest,
     Finish,
     FromTrainer,
     Published,
@@ -105,20 +103,6 @@ def train(handler: TrainerRequestHandler, step: int) -> None:
     tell(handler, Published(step + 1))
 
 
-def test_resent_start_rolls_nothing_back(handler: TrainerRequestHandler) -> None:
-    handler.take(ROUTE, TrainerStart(0, 1, 1))
-    assert handler.store.num_trained_steps() == 2
-    assert sent(handler)[-1] == TrainerReady(0, 0)
-    begin(handler, 0, ticket=2)
-    assert handler.store.num_trained_steps() == 0
-    (again,) = handler.store.compose() or ()
-    tell(handler, StepReport(0, [h.trajectory_id for h in again.headers], {}))
-    before = len(sent(handler))
-    handler.take(ROUTE, TrainerStart(0, 1, 1))
-    assert handler.store.num_trained_steps() == 1, "of a trainer that is no more"
-    assert len(sent(handler)) == before
-
-
 def test_tickets_grow_and_change_no_state(handler: TrainerRequestHandler) -> None:
     """Tickets after a restart of the datapipe are larger than all earlier tickets."""
     for _ in range(2):
@@ -128,79 +112,7 @@ def test_tickets_grow_and_change_no_state(handler: TrainerRequestHandler) -> Non
     assert handler.store.num_trained_steps() == 2
 
 
-def test_steps_are_reported_in_order(handler: TrainerRequestHandler) -> None:
-    """A report of a later step must not skip the step between."""
-    begin(handler, 0, ticket=2)
-    batches = [handler.store.compose() or [] for _ in range(2)]
-    ids = [[h.trajectory_id for group in groups for h in group.headers] for groups in batches]
-    with pytest.raises(OutOfStep):
-        tell(handler, StepReport(1, ids[1], {}))
-    for step in (0, 1):
-        tell(handler, StepReport(step, ids[step], {}))
-    assert handler.store.num_trained_steps() == 2
-    assert handler.store.ledger.connection.execute("SELECT step FROM steps").fetchall() == [
-        (0,),
-        (1,),
-    ]
-
-
-@pytest.mark.parametrize("late", [0, 1, 3])
-def test_late_version_is_ignored(handler: TrainerRequestHandler, late: int) -> None:
-    """An older version would block all leases at η = 0; a later version was rolled back."""
-    tell(handler, Published(late))
-    assert handler.store.version == 2
-    held = "SELECT value FROM meta WHERE key = 'version'"
-    assert handler.store.ledger.connection.execute(held).fetchone() == ("2",)
-
-
-def test_request_of_a_dead_trainer_after_a_roll_back_stops_only_its_sender(
-    handler: TrainerRequestHandler,
-) -> None:
-    begin(handler, 1, ticket=2)
-    tell(handler, Published(2))
-    assert handler.store.version is None, "of steps rolled back"
-    for late in (BatchRequest(2, 0, 1), StepReport(1, ["g1/0/agent"], {})):
-        with pytest.raises(OutOfStep):
-            tell(handler, late)
-    tell(handler, Published(1))
-    assert handler.store.version == 1
-
-
 # ---------------------------------------------------------------- tickets and starts
-
-
-def test_requests_of_other_tickets_change_nothing(handler: TrainerRequestHandler) -> None:
-    begin(handler, 2, ticket=2)
-    before = sent(handler)[:]
-    for request in (Published(2), BatchRequest(2, 0, 1), EvalRequest(7), Checkpointed(2, "/x")):
-        assert not handler.take(ROUTE, request), "of nobody"
-        assert not handler.take(ROUTE, msgspec.structs.replace(request, ticket=9)), "never given"
-        with pytest.raises(OutOfStep, match="replaced"):
-            handler.take(ROUTE, msgspec.structs.replace(request, ticket=1))
-    assert sent(handler) == before
-    assert not handler.evals.runs
-    assert handler.rejections.total() == 8
-    assert not handler.is_waiting
-
-
-def test_ticket_of_the_current_trainer_survives_a_restart(
-    handler: TrainerRequestHandler, tmp_path: Path
-) -> None:
-    handler.store.ledger.close()
-    ledger = Ledger(tmp_path / "ledger.sqlite", fingerprint={})
-    store = GroupStore(ledger, tasks(4), ppo=handler.store.ppo, seed=1, shuffle=True)
-    handler.store = store
-    writer: Any = AtOnce(ledger)
-    again = TrainerRequestHandler(
-        store,
-        handler.evals,
-        config=handler.config,
-        send=handler.send,
-        workers=handler.workers,
-        writer=writer,
-    )
-    assert again.take(ROUTE, Published(2, ticket=1))
-    ledger.close()
 
 
 def test_tickets_grow_after_a_restart_however_many_were_given(
@@ -269,13 +181,6 @@ def test_start_that_contradicts_the_ledger_is_refused_and_stops_no_other(
     assert tell(handler, Published(2)), "the trainer goes on"
 
 
-def test_start_with_a_ticket_that_was_not_given_is_ignored(handler: TrainerRequestHandler) -> None:
-    begin(handler, 0, ticket=1 << 39)
-    assert handler.store.num_trained_steps() == 2
-    begin(handler, 2, ticket=2)
-    assert sent(handler)[-1] == TrainerReady(2, 0)
-
-
 def save(handler: TrainerRequestHandler, step: int, path: str = "") -> None:
     folder = run_paths(handler.config).checkpoints
     tell(handler, Checkpointed(step, path or str(folder / f"step-{step:06d}")))
@@ -315,26 +220,6 @@ def test_unusable_batch_is_set_aside_and_composed_of_others(
     assert report.ok, report.table()
     assert report.filtered_by_reason == {"unusable:mask": 1}
     assert f"set aside, because no rank could train them: {bad.group_id} (mask)" in report.table()
-
-
-def test_resent_unusable_keeps_the_recomposed_batch(
-    handler: TrainerRequestHandler,
-) -> None:
-    """Some ranks may have the recomposed batch already."""
-    collect(handler)
-    collect(handler, reward=0.0)
-    (bad,) = handler.store.compose() or ()
-    tell(handler, Unusable(2, {bad.group_id: "mask"}))
-    (other,) = handler.store.compose() or ()
-    tell(handler, Unusable(2, {bad.group_id: "mask"}))
-    assert handler.store.batches[2] == [other]
-    assert handler.store.next_step == 3
-
-
-def test_group_of_an_older_batch_is_not_set_aside(handler: TrainerRequestHandler) -> None:
-    tell(handler, Unusable(1, {"g0": "mask", "g1": "mask"}))
-    assert handler.store.num_trained_steps() == 2
-    assert handler.store.counts["filtered"] == 0
 
 
 def test_group_with_a_garbled_payload_can_be_set_aside_and_audited(

@@ -1,0 +1,64 @@
+"""Fixtures of the datapipe's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.datapipe import CurriculumConfig
+from arealite.api.task import Task
+from arealite.system.datapipe.group_store import OFF, GroupStore
+from arealite.system.ledger import group as open_group
+from arealite.system.ledger.ledger import Ledger
+from tests.system.datapipe.stores import OpenStore, publish
+from tests.system.scenes import experiment, tasks
+
+
+@pytest.fixture
+def open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenStore]:
+    """Return a function that opens a store; failed episodes are leased again at once."""
+    monkeypatch.setattr(open_group, "BACK_OFF_S", 0.0)
+    ledgers: list[Ledger] = []
+
+    def build(
+        *,
+        again: GroupStore | None = None,
+        commits: bool = True,
+        rows: Sequence[Task] = (),
+        curriculum: CurriculumConfig = OFF,
+        **options: Any,
+    ) -> GroupStore:
+        """Open a new ledger at version 0, or that of `again`, as after a kill.
+
+        Args:
+            again: The store whose process was killed.
+            commits: Commit the state of `again` before.
+            rows: The tasks; by default four.
+            curriculum: Config of the curriculum.
+            **options: Of `experiment`.
+        """
+        file = tmp_path / f"{len(ledgers)}.sqlite"
+        if again is not None:
+            if commits:
+                again.ledger.commit()
+            again.ledger.close()
+            file = again.ledger.path
+        ledgers.append(Ledger(file, fingerprint={}))
+        store = GroupStore(
+            ledgers[-1],
+            rows or tasks(4),
+            ppo=experiment(tmp_path, **options).trainer.ppo,
+            seed=1,
+            shuffle=True,
+            curriculum=curriculum,
+        )
+        if again is None:
+            publish(store, 0)
+        return store
+
+    yield build
+    for ledger in ledgers:
+        ledger.close()
