@@ -7,6 +7,7 @@ One tensor can then be loaded without the others, and exports have the tensors o
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,10 +113,10 @@ class TensorNames:
             UserError: config.json ties tensors whose values differ.
         """
         if name not in self._rest:  # a group has one read for all its tensors
-            self._rest = self._convert(self._of_model[name], self.read)
+            self._rest = self._load_group(self._of_model[name])
         tensor = self._rest.pop(name)
         twin = self._twins.get(name)
-        if twin is not None and not torch.equal(tensor, self._convert(twin, self.read)[name]):
+        if twin is not None and not torch.equal(tensor, self._load_group(twin)[name]):
             raise self._untied(name, twin.key)
         return tensor
 
@@ -211,6 +212,22 @@ class TensorNames:
                 self._twins[name] = group
         if any(again[name].shape != tensor.shape for name, tensor in given.items()):
             raise UserError(f"{what} cannot be converted back to their shapes. {FIX}")
+
+    def _load_group(self, group: Group) -> Tensors:
+        """Return the tensors of the model that are made of the group's tensors in the folder.
+
+        A group may have a tensor for each expert, so its files are opened once.
+        """
+        files = dict[Path, Any]()
+        with ExitStack() as stack:
+
+            def read(name: str) -> torch.Tensor:
+                file = self._files[name]
+                if file not in files:
+                    files[file] = stack.enter_context(safe_open(file, framework="pt"))
+                return files[file].get_tensor(name)
+
+            return self._convert(group, read)
 
     def _convert(self, group: Group, read: Read) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors."""
