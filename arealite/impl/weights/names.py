@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,18 +217,12 @@ class TensorNames:
     def _load_group(self, group: Group) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors in the folder.
 
-        A group may have a tensor for each expert, so its files are opened once.
+        A group may have a tensor for each expert, so its files are opened once. They do not stay
+        open: pages of an open file count as this process's memory.
         """
-        files = dict[Path, Any]()
         with ExitStack() as stack:
-
-            def read(name: str) -> torch.Tensor:
-                file = self._files[name]
-                if file not in files:
-                    files[file] = stack.enter_context(safe_open(file, framework="pt"))
-                return files[file].get_tensor(name)
-
-            return self._convert(group, read)
+            opened = cache(lambda file: stack.enter_context(safe_open(file, framework="pt")))
+            return self._convert(group, lambda name: opened(self._files[name]).get_tensor(name))
 
     def _convert(self, group: Group, read: Read) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors."""
