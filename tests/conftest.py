@@ -21,6 +21,7 @@ from contextlib import nullcontext
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from structlog.dev import ConsoleRenderer, plain_traceback
 
 from arealite.base import registry
 from arealite.impl.launcher import warm_modules
@@ -38,6 +39,11 @@ settings.load_profile("same")
 
 stop_ignoring_signals_in_children()
 forks.install()
+
+# Tests that do not call log.setup: structlog's own default lets rich print every local variable of
+# a traceback, which takes seconds.
+PLAIN_CONSOLE = ConsoleRenderer(colors=False, exception_formatter=plain_traceback)
+structlog.configure(processors=[*structlog.get_config()["processors"][:-1], PLAIN_CONSOLE])
 
 
 LONGEST = [

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,10 @@ def tiny_tokenizer(vocab: int = 64) -> Any:
     return tokenizer
 
 
+_written: dict[str, dict[str, bytes]] = {}
+"""The files of each model that this process has written, by name, by arguments of `tiny_model`."""
+
+
 def tiny_model(path: Path | str, *, seed: int = 0, vocab: int = 64, **overrides: Any) -> Path:
     """Write a random model to `path` and return it.
 
@@ -95,6 +100,18 @@ def tiny_model(path: Path | str, *, seed: int = 0, vocab: int = 64, **overrides:
     config, and `family` is another model type, as in `family="llama"`. Persistent buffers are
     drawn, too. The same seed gives the same weights.
     """
+    folder, arguments = Path(path), repr((seed, vocab, sorted(overrides.items())))
+    if arguments not in _written:
+        with tempfile.TemporaryDirectory() as made:
+            _write_model(Path(made), seed=seed, vocab=vocab, **overrides)
+            _written[arguments] = {file.name: file.read_bytes() for file in Path(made).iterdir()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _written[arguments].items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def _write_model(folder: Path, *, seed: int, vocab: int, **overrides: Any) -> None:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.utils import logging
@@ -124,7 +141,5 @@ def tiny_model(path: Path | str, *, seed: int = 0, vocab: int = 64, **overrides:
         for name, tensor in model.state_dict().items():
             if name not in parameters:
                 tensor.normal_()
-    path = Path(path)
-    model.save_pretrained(path)
-    tiny_tokenizer(settings["vocab_size"]).save_pretrained(path)
-    return path
+    model.save_pretrained(folder)
+    tiny_tokenizer(settings["vocab_size"]).save_pretrained(folder)

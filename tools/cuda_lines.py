@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "arealite"
@@ -70,14 +71,16 @@ def conditions(file: Path) -> Iterator[tuple[int, str, list[int]]]:
     Conditions that hold without a GPU only are left out: tests evaluate them.
     """
     source = file.read_text()
-    tree = ast.parse(source)
+    if not WORDS.search(source):
+        return
+    tree, lines = ast.parse(source), source.encode().split(b"\n")
     functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
     listed = set[int]()
     for node in ast.walk(tree):
         below, test = list[ast.stmt](), getattr(node, "test", node)
         if not isinstance(node, ast.If | ast.IfExp | ast.Compare) or node.lineno in listed:
             continue
-        text = " ".join((ast.get_source_segment(source, test) or "").split())
+        text = " ".join(source_of(test, lines).split())
         if not WORDS.search(text) or "not torch.cuda" in text:
             continue
         if isinstance(node, ast.If):
@@ -93,6 +96,14 @@ def unlisted() -> list[str]:
     """Return the files that have conditions about GPUs, but no row in ROWS."""
     files = {str(file.relative_to(PACKAGE)): file for file in PACKAGE.rglob("*.py")}
     return [name for name, file in files.items() if name not in ROWS and [*conditions(file)]]
+
+
+def source_of(node: Any, lines: list[bytes]) -> str:
+    """Return the source of a node; `ast.get_source_segment` splits the whole file for each."""
+    part = lines[node.lineno - 1 : end(node)]
+    part[-1] = part[-1][: node.end_col_offset]
+    part[0] = part[0][node.col_offset :]
+    return b"\n".join(part).decode()
 
 
 def end(node: ast.stmt) -> int:

@@ -41,7 +41,9 @@ class CommandLine:
 
     def parse(self, argv: Sequence[str]) -> Layers:
         """Parse the arguments. `--help` prints every key of `schema` with its default."""
-        about, keys = fold(self.description), fold(self.more + _keys(self.schema))
+        is_help = not {"-h", "--help"}.isdisjoint(argv)
+        about = fold(self.description)
+        keys = fold(self.more + _keys(self.schema)) if is_help else ""
         form = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(
             self.command, description=about, epilog=keys, formatter_class=form, allow_abbrev=False
@@ -72,8 +74,10 @@ class CommandLine:
 def check_flags(argv: Sequence[str], schema: type) -> None:
     """Raise UserError for the first `--key value`, with the override to write instead."""
     for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        if not word.startswith("--"):
+            continue
         name, _, value = word.removeprefix("--").replace("-", "_").partition("=")
-        keys = [key for key, *_ in base_config.keys(schema) if word.startswith("--")]
+        keys = [key for key, *_ in base_config.keys(schema)]
         found = [key for key in keys if f".{key}".endswith(f".{SHORT.get(name, name)}")]
         depth = min((key.count(".") for key in found), default=0)
         if near := [key for key in found if key.count(".") == depth][:2]:

@@ -9,6 +9,7 @@ import runpy
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,7 @@ def check_script(script: str, words: list[str]) -> None:
             assert f'"{word.partition("=")[0]}"' in text, f"{script} has no {word}"
 
 
+@cache
 def example_options(script: str) -> list[str]:
     """Return the overrides of an example after its parts are registered; [] without options."""
     with pytest.MonkeyPatch.context() as patch:

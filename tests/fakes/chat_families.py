@@ -161,17 +161,25 @@ def end_ids(name: str) -> list[int]:
     return tokenizer_of(name).convert_tokens_to_ids(list(FAMILIES[name].ends))
 
 
+@lru_cache(maxsize=16)
+def vocabulary_of(name: str) -> tuple[dict[str, int], dict[int, str], frozenset[int]]:
+    """Return the tokens of a family's tokenizer, their inverse, and the ids of added tokens."""
+    tokenizer = tokenizer_of(name)
+    vocabulary = tokenizer.get_vocab()
+    written_as = {token: piece for piece, token in vocabulary.items()}
+    return vocabulary, written_as, frozenset(tokenizer.added_tokens_decoder)
+
+
 def scattered(name: str, text: str, rng: random.Random) -> list[int]:
     """Return a random, usually non-canonical, token sequence of a text.
 
     Tokens are split between any two bytes, also within a character. Some special tokens and words
     are spelled out.
     """
-    tokenizer = tokenizer_of(name)
-    vocabulary, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
+    vocabulary, written_as, added = vocabulary_of(name)
     ids: list[int] = []
-    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
-        written = tokenizer.convert_ids_to_tokens(token)
+    for token in tokenizer_of(name)(text, add_special_tokens=False)["input_ids"]:
+        written = written_as[token]
         if (token in added and rng.random() < 0.9) or rng.random() < 0.5:
             ids.append(token)
             continue

@@ -125,9 +125,10 @@ class SelfCheck:
             self.plain.update(weights) if self.plain else deque(weights, maxlen=0)
             prompts, new = self.prompts()
             rows = made[0].rows if made else [self.row(p, p[:1] * new) for p in prompts]
-            theirs = [self.plain.score(row) for row in rows] if self.plain else []
+            ours = made[0].ours if made else self.score(rows)
+            theirs = [self.plain.exact(row) for row in rows] if self.plain else []
             unmeasured = self.bound(self.dtype, None)
-            made.insert(0, Comparison(PLAIN, rows, self.score(rows), theirs, unmeasured))
+            made.insert(0, Comparison(PLAIN, rows, ours, theirs, unmeasured))
         made = self.world.broadcast(self.with_measured_bounds(made) if self.plain else made)
         self.found |= {each.other: each.text for each in made}
         return made
@@ -269,7 +270,9 @@ class SelfCheck:
         elif is_plain and self.plain and self.is_initial:
             tensors = sums(self.plain.stored(), self.plain.model), tensors[0]
         alike = self.bound(self.dtype, None) if self.dtype == "float32" else wrong.bound
-        (low,) = self.with_measured_bounds([replace(wrong, bound=self.bound("bfloat16", None))])
+        low = wrong  # in 16 bits, no reason depends on it
+        if wrong.bound.dtype == "float32":
+            (low,) = self.with_measured_bounds([replace(wrong, bound=self.bound("bfloat16", None))])
         buffers = set[str](dict(self.module.named_buffers()) if self.module is not None else ())
         dtype = self.dtype if is_plain else self.dtype_of(wrong.info)
         return likely_reason(

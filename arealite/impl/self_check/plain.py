@@ -47,9 +47,12 @@ class PlainModel:
         model = load(folder, dtype=torch.float32, attn_implementation=attention)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self.names = TensorNames(self.model, folder)
+        self._exact = dict[tuple[bytes, bytes, float], np.ndarray]()
+        """By tokens, loss mask and temperature: the results of `exact`."""
 
     def update(self, weights: Iterator[Named]) -> None:
         """Copy tensors that have the names of the folder into the model."""
+        self._exact.clear()
         state = self.model.state_dict()
         for name, tensor in self.names.to_model(weights, {}):
             state[name].copy_(tensor)
@@ -60,9 +63,16 @@ class PlainModel:
 
     def noise(self, rows: list[Sequence], dtype: str) -> list[np.ndarray]:
         """Return how far the logprobs of loss tokens in a dtype are from those in float32 [T]."""
-        exact = [self.score(row) for row in rows]
+        exact = [self.exact(row) for row in rows]
         with computing_in(self.model, DTYPES[dtype]):
             return [abs(self.score(row) - right) for row, right in zip(rows, exact, strict=True)]
+
+    def exact(self, row: Sequence) -> np.ndarray:
+        """Return the result of `score` in float32; a row is computed once."""
+        key = row.tokens.tobytes(), row.loss_mask.tobytes(), row.temperature
+        if key not in self._exact:
+            self._exact[key] = self.score(row)
+        return self._exact[key]
 
     @torch.no_grad()
     def score(self, row: Sequence) -> np.ndarray:

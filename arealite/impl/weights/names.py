@@ -7,8 +7,10 @@ One tensor can then be loaded without the others, and exports have the tensors o
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,10 +114,10 @@ class TensorNames:
             UserError: config.json ties tensors whose values differ.
         """
         if name not in self._rest:  # a group has one read for all its tensors
-            self._rest = self._convert(self._of_model[name], self.read)
+            self._rest = self._load_group(self._of_model[name])
         tensor = self._rest.pop(name)
         twin = self._twins.get(name)
-        if twin is not None and not torch.equal(tensor, self._convert(twin, self.read)[name]):
+        if twin is not None and not torch.equal(tensor, self._load_group(twin)[name]):
             raise self._untied(name, twin.key)
         return tensor
 
@@ -211,6 +213,16 @@ class TensorNames:
                 self._twins[name] = group
         if any(again[name].shape != tensor.shape for name, tensor in given.items()):
             raise UserError(f"{what} cannot be converted back to their shapes. {FIX}")
+
+    def _load_group(self, group: Group) -> Tensors:
+        """Return the tensors of the model that are made of the group's tensors in the folder.
+
+        A group may have a tensor for each expert, so its files are opened once. They do not stay
+        open: pages of an open file count as this process's memory.
+        """
+        with ExitStack() as stack:
+            opened = cache(lambda file: stack.enter_context(safe_open(file, framework="pt")))
+            return self._convert(group, lambda name: opened(self._files[name]).get_tensor(name))
 
     def _convert(self, group: Group, read: Read) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors."""

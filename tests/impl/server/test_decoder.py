@@ -340,7 +340,7 @@ def test_update_of_a_paused_engine_keeps_partial_outputs(folders: list[Path], mo
     """Retract recomputes the prefix under the new weights; in_place keeps the old KV cache."""
     model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
     old = copy.deepcopy(model)
-    generations = [make_generation(p, 200) for p in prompts(6, 12)]
+    generations = [make_generation(p, 60) for p in prompts(6, 12)]
     with Running(model, rows=4) as running:
         running.brake.block(free=6)
         running.call(running.engine.submit, *generations)
@@ -353,14 +353,14 @@ def test_update_of_a_paused_engine_keeps_partial_outputs(folders: list[Path], mo
         running.brake.release()
         running.until(lambda: all(g.ended for g in generations))
     for generation in generations:
-        assert generation.finish == {"type": "length", "length": 200}
+        assert generation.finish == {"type": "length", "length": 60}
         split = standing[generations.index(generation)]
-        spans = [("default", 0, split), ("1", split, 200)] if split else [("1", 0, 200)]
+        spans = [("default", 0, split), ("1", split, 60)] if split else [("1", 0, 60)]
         assert generation.spans == spans
         whole, start = generation.prompt + generation.output, len(generation.prompt) - 1
         got = torch.tensor(generation.logprobs).double()
         before, after = (reference_logprobs(m, whole)[start:] for m in (old, model))
-        index = torch.arange(200)
+        index = torch.arange(60)
         before, after = before[index, generation.output], after[index, generation.output]
         torch.testing.assert_close(got[:split], before[:split], atol=1e-5, rtol=0)
         if mode == "retract":

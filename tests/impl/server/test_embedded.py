@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import pytest_asyncio
 from aiohttp import web
 from transformers import AutoTokenizer
 
@@ -37,6 +38,16 @@ async def server(folders: list[Path]) -> AsyncIterator[EmbeddedServer]:
 async def session(server: EmbeddedServer) -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(server.address, connector=connector) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(folders: list[Path]) -> AsyncIterator[aiohttp.ClientSession]:
+    """Connect to one server of all tests whose requests leave it as it was."""
+    async with (
+        embedded(folders[0], max_running_requests=8) as instance,
+        aiohttp.ClientSession(instance.address) as opened,
+    ):
         yield opened
 
 
@@ -70,7 +81,7 @@ async def test_weight_updates_lose_none_of_32_running_requests(
 ) -> None:
     brake = Brake(server.engine)
     brake.block()
-    tasks = [asyncio.ensure_future(generate(session, [5 + i], 150)) for i in range(32)]
+    tasks = [asyncio.ensure_future(generate(session, [5 + i], 50)) for i in range(32)]
     await until_loaded(session, running=8, waiting=24)
     for version in ("1", "2"):
         assert (await post(session, "/pause_generation", mode=mode))[0] == 200
@@ -85,7 +96,7 @@ async def test_weight_updates_lose_none_of_32_running_requests(
         await post(session, "/continue_generation")
     brake.release()
     answers = await asyncio.gather(*tasks)
-    assert all(len(a["output_ids"]) == 150 for a in answers)
+    assert all(len(a["output_ids"]) == 50 for a in answers)
     assert all(a["meta_info"]["finish_reason"]["type"] == "length" for a in answers)
     seen = {s["version"] for a in answers for s in a["meta_info"]["weight_versions"]}
     assert seen == {"default", "1", "2"}
@@ -136,6 +147,7 @@ async def test_eos_stops_unless_ignored(session: aiohttp.ClientSession) -> None:
 GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
@@ -194,16 +206,17 @@ GOOD = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
     ],
 )
 async def test_invalid_generate_body_is_refused_with_the_reason(
-    session: aiohttp.ClientSession, raw: Any, text: str
+    shared: aiohttp.ClientSession, raw: Any, text: str
 ) -> None:
     body = raw if isinstance(raw, bytes) else msgspec.json.encode(GOOD | raw)
-    async with session.post("/generate", data=body) as response:
+    async with shared.post("/generate", data=body) as response:
         assert response.status == 400
         answer = msgspec.json.decode(await response.read())
     assert text in answer["error"]["message"]
-    assert (await post(session, "/generate", **GOOD))[0] == 200
+    assert (await post(shared, "/generate", **GOOD))[0] == 200
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("path", "most"),
     [
@@ -215,22 +228,23 @@ async def test_invalid_generate_body_is_refused_with_the_reason(
     ],
 )
 async def test_body_above_the_limit_of_its_route_gets_413(
-    session: aiohttp.ClientSession, path: str, most: int
+    shared: aiohttp.ClientSession, path: str, most: int
 ) -> None:
     for size, statuses in ((most, (200, 400)), (most + 1, (413,))):
-        async with session.post(path, data=b" " * size) as response:
+        async with shared.post(path, data=b" " * size) as response:
             assert response.status in statuses
             assert response.status != 413 or f"size {most} exceeded" in await response.text()
-    assert (await post(session, "/continue_generation"))[0] == 200
-    assert (await post(session, "/generate", **GOOD))[0] == 200
+    assert (await post(shared, "/continue_generation"))[0] == 200
+    assert (await post(shared, "/generate", **GOOD))[0] == 200
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_prompt_of_full_context_length_with_long_stop_strings_is_accepted(
-    session: aiohttp.ClientSession,
+    shared: aiohttp.ClientSession,
 ) -> None:
     """The body has a space after each comma, as json.dumps writes it."""
     sampling = {"max_new_tokens": 1, "stop": ["never there" * 400] * 10}
-    assert (await post(session, "/generate", input_ids=[63] * 511, sampling_params=sampling))[
+    assert (await post(shared, "/generate", input_ids=[63] * 511, sampling_params=sampling))[
         0
     ] == 200
 
@@ -287,18 +301,20 @@ async def test_long_answers_are_encoded_in_another_thread(
     assert [name == "MainThread" for name in threads] == [False, True]
 
 
-async def test_unknown_top_level_fields_are_ignored(session: aiohttp.ClientSession) -> None:
-    assert (await post(session, "/generate", **GOOD, surprise=1))[0] == 200
+@pytest.mark.asyncio(loop_scope="module")
+async def test_unknown_top_level_fields_are_ignored(shared: aiohttp.ClientSession) -> None:
+    assert (await post(shared, "/generate", **GOOD, surprise=1))[0] == 200
 
 
-async def test_bad_admin_bodies_are_refused(session: aiohttp.ClientSession) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bad_admin_bodies_are_refused(shared: aiohttp.ClientSession) -> None:
     for path, body in [
         ("/update_weights_from_disk", {}),
         ("/update_weights_from_disk", {"model_path": "x", "load_format": "dummy"}),
         ("/pause_generation", {"mode": 3}),
         ("/abort_request", {"rid": 3}),
     ]:
-        assert (await post(session, path, **body))[0] == 400
+        assert (await post(shared, path, **body))[0] == 400
 
 
 async def test_request_is_aborted_when_its_client_disconnects(
@@ -494,7 +510,7 @@ async def test_events_of_a_stream_have_the_version_of_each_token(
 ) -> None:
     brake = Brake(server.engine)
     brake.block(free=2)
-    sampling = {"max_new_tokens": 400, "ignore_eos": True}
+    sampling = {"max_new_tokens": 100, "ignore_eos": True}
     async with session.post("/generate", json=STREAM | {"sampling_params": sampling}) as response:
         events = event_reader(response)
         first = await anext(events)
@@ -516,7 +532,7 @@ async def test_events_of_a_stream_have_the_version_of_each_token(
     ]
     assert last["meta_info"]["weight_versions"] == [
         {"version": "default", "start": 0, "end": old},
-        {"version": "1", "start": old, "end": 400},
+        {"version": "1", "start": old, "end": 100},
     ]
 
 

@@ -381,7 +381,8 @@ def test_seconds_have_a_unit_that_fits(paths: RunPaths, opened: Open) -> None:
 def test_ten_thousand_trajectories_open(tmp_path: Path, opened: Open) -> None:
     root = tmp_path / "run"
     make_tokenizer(root / "model", [f" w{number}." for number in range(99)])
-    paths = make_run(root, many(10_000, tokens=8, words=99), lines=metrics(60))
+    drawn = [*many(10_000, tokens=8, words=99)]
+    paths = make_run(root, drawn, lines=metrics(60))
     assert write_report(paths, paths.report, most=10_000)["shown"] == 10_000
     with opened(paths.report) as page:
         assert "10,000 trajectories" in page.inner_text("output")
@@ -393,8 +394,7 @@ def test_ten_thousand_trajectories_open(tmp_path: Path, opened: Open) -> None:
         page.wait_for_selector("output[data-busy=false]", state="attached")
         left = (page.inner_text("output")).split()[0]
         assert int(left.replace(",", "")) == sum(
-            98 in np.frombuffer(segments[0].tokens, "<i4")
-            for _, _, segments in many(10_000, tokens=8, words=99)
+            98 in np.frombuffer(segments[0].tokens, "<i4") for _, _, segments in drawn
         )
 
 
