@@ -11,36 +11,28 @@ from typing import Any
 
 import pytest
 
+from arealite.api.algorithm import KLConfig
 from arealite.api.config import ExperimentConfig
+from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
 from arealite.api.task import Task
+from arealite.api.trainer import PPOConfig, TrainerConfig
 from arealite.base.printable import unguarded
 from arealite.cli import configs, estimates
 from arealite.cli.main import main
 from arealite.system.data.prompts import longest_request
-from tests.e2e.conftest import write_rows
+from tests.cli.small_run import small_run
 from tests.fakes.chat_families import tokenizer_of
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+AGENT = "trainer.ppo.collector.agent.type"
 TEMPLATE = "trainer.ppo.collector.agent.math_code_single_step.use_chat_template"
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
-    tiny_model(tmp_path / "model")
-    write_rows(tmp_path / "train.jsonl", 64, seed=1)
-    return [
-        "check",
-        f"model.path={tmp_path / 'model'}",
-        f"dataset.train={tmp_path / 'train.jsonl'}",
-        f"cluster.run_root={tmp_path}",
-        f"cluster.name_root={tmp_path / 'names'}",
-        "trainer.ppo.batch_size=16",
-        "trainer.ppo.collector.group_size=4",
-        "trainer.ppo.collector.concurrency=8",
-        "trainer.ppo.collector.sampling.max_new_tokens=6",
-        "trainer.ppo.max_staleness=1",
-    ]
+def words(tmp_path: Path, model: Path) -> list[str]:
+    """Return the command that checks a small run of a copy of the tiny model."""
+    return ["check", *small_run(tmp_path, model), "trainer.ppo.max_staleness=1"]
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -84,19 +76,24 @@ def test_check_output_wraps_between_words_on_a_terminal(
 
 
 @pytest.mark.parametrize(
-    ("more", "what", "text"),
+    ("option", "heading", "text"),
     [
-        (["trainer.ppo.collector.concurrency=64"], "staleness", "32 slots stay empty"),
-        (["trainer.ppo.publisher.type=shared"], "servers", "the trainer itself"),
-        (["launcher.llm_servers=2"], "servers", "started with the run"),
-        (["cluster.host=auto"], "servers", " cluster.host=auto llm_server.host=0.0.0.0 "),
+        ("trainer.ppo.collector.concurrency=64", "staleness", "32 slots stay empty"),
+        ("trainer.ppo.publisher.type=shared", "servers", "the trainer itself"),
+        ("launcher.llm_servers=2", "servers", "started with the run"),
+        ("cluster.host=auto", "servers", " cluster.host=auto llm_server.host=0.0.0.0 "),
+        (
+            f"{AGENT}=tool_use",
+            "template",
+            "has no known format of tool calls, so Hermes calls are read",
+        ),
     ],
 )
 def test_check_describes_options_that_change_the_run(
-    words: list[str], capsys: Any, more: list[str], what: str, text: str
-):
-    assert main([*words, *more]) == 0
-    assert text in said(capsys)[what]
+    words: list[str], capsys: Any, option: str, heading: str, text: str
+) -> None:
+    assert main([*words, option]) == 0
+    assert text in said(capsys)[heading]
 
 
 @pytest.mark.parametrize(
@@ -123,32 +120,29 @@ def test_warm_up_that_is_longer_than_the_run_is_printed(
     assert all(text in line for text in says)
 
 
-def test_memory_estimate_matches_sums_by_hand() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kl_coef", "bytes_per_parameter"),
+    [
+        ("float32", 0.0, 16),
+        ("bfloat16", 0.0, 18),
+        ("bfloat16", 0.1, 20),
+    ],
+)
+def test_memory_estimate_matches_sums_by_hand(
+    dtype: Any, kl_coef: float, bytes_per_parameter: int
+) -> None:
     """16 bytes per trained parameter in float32, 2 bytes per frozen parameter in bfloat16."""
-    from arealite.api.algorithm import KLConfig
-    from arealite.api.config import ExperimentConfig
-    from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
-    from arealite.api.trainer import PPOConfig, TrainerConfig
-
     model = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 10}
-    numel = 10**9
-
-    def held(dtype: Any = "float32", **ppo: Any) -> float:
-        fsdp = FSDPConfig(dtype=dtype, max_tokens_per_microbatch=1, logits_chunk=1)
-        engine = TrainEngineConfig(fsdp=fsdp)
-        config = ExperimentConfig(trainer=TrainerConfig(ppo=PPOConfig(engine=engine, **ppo)))
-        (trainer,) = estimates.memory(config, model, {"weight": [numel]})
-        assert trainer.role == "trainer, each of 1"
-        return trainer.size
-
-    assert held() == pytest.approx(16 * numel, rel=1e-3)
-    assert held("bfloat16") == pytest.approx(18 * numel, rel=1e-3)
-    assert held("bfloat16", kl=KLConfig(coef=0.1)) == pytest.approx(20 * numel, rel=1e-3)
+    num_parameters = 10**9
+    fsdp = FSDPConfig(dtype=dtype, max_tokens_per_microbatch=1, logits_chunk=1)
+    ppo = PPOConfig(engine=TrainEngineConfig(fsdp=fsdp), kl=KLConfig(coef=kl_coef))
+    config = ExperimentConfig(trainer=TrainerConfig(ppo=ppo))
+    (trainer,) = estimates.memory(config, model, {"weight": [num_parameters]})
+    assert trainer.role == "trainer, each of 1"
+    assert trainer.size == pytest.approx(bytes_per_parameter * num_parameters, rel=1e-3)
 
 
 def test_ranks_that_share_rows_divide_the_longest_row() -> None:
-    from arealite.api.config import ExperimentConfig
-
     model = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
     model |= {"max_position_embeddings": 10**6}
 
@@ -161,34 +155,44 @@ def test_ranks_that_share_rows_divide_the_longest_row() -> None:
     assert held(1) - held(4) == pytest.approx(row * 3 / 4)
 
 
-def test_sizes_that_cannot_share_rows_are_refused(words: list[str], capsys: Any) -> None:
-    key = "trainer.ppo.engine.fsdp.context_parallel=2"
-    assert main([*words, key]) == 2
-    assert "context_parallel=2 does not divide the 1 trainer ranks" in capsys.readouterr().err
-    assert main([*words, key, "launcher.trainer_ranks=2"]) == 0
+def test_ranks_that_can_share_rows_are_accepted(words: list[str]) -> None:
+    options = ["trainer.ppo.engine.fsdp.context_parallel=2", "launcher.trainer_ranks=2"]
+    assert main([*words, *options]) == 0
 
 
-def test_server_memory_uses_the_servers_dtype() -> None:
+SHARED = "trainer.ppo.publisher.type=shared"
+CACHED_NUMBERS = 2 * 2 * 8 * 256 * 100
+"""Keys and values of 256 rows of 100 tokens, in 2 layers with 8 numbers for each token."""
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ([SHARED], 4 * CACHED_NUMBERS),
+        (
+            [
+                SHARED,
+                "trainer.ppo.engine.fsdp.dtype=bfloat16",
+                "trainer.ppo.engine.fsdp.lora.rank=1",
+            ],
+            2 * CACHED_NUMBERS,
+        ),
+        (["launcher.llm_servers=1"], 4 * (CACHED_NUMBERS + 1000)),
+        (
+            ["launcher.llm_servers=1", "launcher.server_args=[model.dtype=bfloat16]"],
+            2 * (CACHED_NUMBERS + 1000),
+        ),
+    ],
+    ids=["shared", "shared, of low precision", "of its own", "of its own, of low precision"],
+)
+def test_server_memory_uses_the_servers_dtype(options: list[str], size: int) -> None:
     """The trainer's model has its compute dtype; a server's dtype may be set separately."""
-    from arealite.api.config import ExperimentConfig
-    from arealite.cli import configs
-
     model = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4}
     model |= {"max_position_embeddings": 100}
     file = configs.CONFIG_DIR / "async_ppo.yaml"
-
-    def held(*words: str) -> float:
-        config = configs.load(ExperimentConfig, file, [*words, "model.path=m"])
-        return [*estimates.memory(config, model, {"weight": [1000]})][-1].size
-
-    keys = 2 * 2 * 8 * 256 * 100
-    shared = "trainer.ppo.publisher.type=shared"
-    assert held(shared) == 4 * keys
-    low = ["trainer.ppo.engine.fsdp.dtype=bfloat16", "trainer.ppo.engine.fsdp.lora.rank=1"]
-    assert held(shared, *low) == 2 * keys
-    own = "launcher.llm_servers=1"
-    assert held(own) == 4 * (keys + 1000)
-    assert held(own, "launcher.server_args=[model.dtype=bfloat16]") == 2 * (keys + 1000)
+    config = configs.load(ExperimentConfig, file, [*options, "model.path=m"])
+    *_, server = estimates.memory(config, model, {"weight": [1000]})
+    assert server.size == size
 
 
 ONE_GPU = re.search(
@@ -219,43 +223,36 @@ def test_conversations_of_several_turns_may_fill_the_context() -> None:
 
 
 def test_longest_request_is_bounded_by_the_context(words: list[str], capsys: Any) -> None:
-    shared = "trainer.ppo.publisher.type=shared"
-    assert main([*words, shared]) == 0
+    assert main([*words, SHARED]) == 0
     small = said(capsys)["memory"]
-    long = [*words, shared, "trainer.ppo.eval.sampling.max_new_tokens=100000"]
+    long = [*words, SHARED, "trainer.ppo.eval.sampling.max_new_tokens=100000"]
     assert main(long) == 0
     assert "shared server" in small and small != said(capsys)["memory"]
 
 
 @pytest.mark.parametrize(
-    ("option", "line"),
+    ("options", "line"),
     [
-        ("", "texts go into the model's chat template; for plain text: trainer.ppo.collector."),
-        ("false", None),
-        ("true", None),
+        ([], f"texts go into the model's chat template; for plain text: {TEMPLATE}=false"),
+        ([f"{TEMPLATE}=false"], None),
+        ([f"{TEMPLATE}=true"], None),
     ],
+    ids=["automatic", "plain text", "chat template"],
 )
 def test_use_of_the_chat_template_is_printed_if_it_is_automatic(
-    words: list[str], option: str, line: str | None, capsys: Any
+    words: list[str], options: list[str], line: str | None, capsys: Any
 ) -> None:
-    more = [f"{TEMPLATE}={option}"] if option else []
-    assert main([*words, *more]) == 0
-    told = said(capsys).get("prompts")
-    assert told == line if line is None else told and told.startswith(line)
-    assert line is None or told == f"{line}agent.math_code_single_step.use_chat_template=false"
+    assert main([*words, *options]) == 0
+    assert said(capsys).get("prompts") == line
 
 
-AGENT = "trainer.ppo.collector.agent.type"
-
-
-@pytest.mark.parametrize("agent", ["chat", "tool_use", "reasoning"])
 def test_template_of_an_agent_with_texts_is_checked(
-    agent: str, words: list[str], tmp_path: Path, capsys: Any
+    words: list[str], model: Path, capsys: Any
 ) -> None:
-    refusal = "{{ raise_exception('no') }}"
-    (tmp_path / "model/chat_template.jinja").write_text(refusal)
-    assert main([*words, f"{AGENT}={agent}"]) == 2
-    assert "no prompt can be rendered" in capsys.readouterr().err
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    for agent in ("chat", "tool_use", "reasoning"):
+        assert main([*words, f"{AGENT}={agent}"]) == 2, agent
+        assert "no prompt can be rendered" in capsys.readouterr().err, agent
     assert main([*words, f"{TEMPLATE}=false"]) == 0
 
 
@@ -265,26 +262,35 @@ def ask(*messages: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, _, content in parts]
 
 
-def write_prompts(words: list[str], family: str, *prompts: Any) -> None:
+def write_prompts(model: Path, family: str, *prompts: Any) -> None:
     """Give the model the tokenizer of a family, and let the first rows have these prompts."""
-    folder = Path(next(word for word in words if word.startswith("model.path="))[11:])
-    shutil.rmtree(folder)
-    tiny_model(folder, vocab_size=len(tokenizer_of(family)))
-    tokenizer_of(family).save_pretrained(folder)
-    file = folder.parent / "train.jsonl"
+    shutil.rmtree(model)
+    tiny_model(model, vocab_size=len(tokenizer_of(family)))
+    tokenizer_of(family).save_pretrained(model)
+    file = model.parent / "train.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row, prompt in zip(rows, prompts, strict=False):
         row["prompt"] = prompt
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def remove_chat_template(model: Path) -> None:
+    """Remove the chat template from a model's folder."""
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    file = model / "tokenizer_config.json"
+    options = json.loads(file.read_text())
+    options.pop("chat_template", None)
+    file.write_text(json.dumps(options))
+
+
 LATE = ask("user: a", "assistant: b", "system: c", "user: d")
+RENDERED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_prompt_that_the_template_does_not_render_as_written_is_refused(
-    words: list[str], capsys: Any
+    words: list[str], model: Path, capsys: Any
 ) -> None:
-    write_prompts(words, "deepseek_v3", "a", ask("user: a"), LATE)
+    write_prompts(model, "deepseek_v3", "a", ask("user: a"), LATE)
     assert main(words) == 2
     line = capsys.readouterr().err
     assert line == (
@@ -293,31 +299,30 @@ def test_prompt_that_the_template_does_not_render_as_written_is_refused(
     )
 
 
-def test_rendered_text_is_accepted_if_it_is_sent_as_it_is(words: list[str], capsys: Any) -> None:
-    write_prompts(words, "qwen3", "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+def test_rendered_text_is_accepted_if_it_is_sent_as_it_is(
+    words: list[str], model: Path, capsys: Any
+) -> None:
+    write_prompts(model, "qwen3", RENDERED)
     assert main(words) == 2
     assert "row train-0: message 1 (user) of its prompt contains <|im_" in capsys.readouterr().err
     assert main([*words, f"{TEMPLATE}=false"]) == 0
 
 
-def test_messages_without_a_chat_template_are_refused(words: list[str], capsys: Any) -> None:
-    write_prompts(words, "qwen3", "a", ask("user: b"))
-    folder = Path(next(word for word in words if word.startswith("model.path="))[11:])
-    (folder / "chat_template.jinja").unlink()
-    file = folder / "tokenizer_config.json"
-    values = json.loads(file.read_text())
-    values.pop("chat_template", None)
-    file.write_text(json.dumps(values))
+def test_messages_without_a_chat_template_are_refused(
+    words: list[str], model: Path, capsys: Any
+) -> None:
+    write_prompts(model, "qwen3", "a", ask("user: b"))
+    remove_chat_template(model)
     assert main(words) == 2
     line = capsys.readouterr().err
     assert "row train-1: The prompt is a list of messages, but the model's tokenizer has no" in line
 
 
 def test_key_of_messages_that_the_template_does_not_render_is_printed(
-    words: list[str], capsys: Any
+    words: list[str], model: Path, capsys: Any
 ) -> None:
     (message,) = ask("user: b")
-    write_prompts(words, "qwen3", "a", [message | {"name": "Ann"}], [message | {"name": "Bob"}])
+    write_prompts(model, "qwen3", "a", [message | {"name": "Ann"}], [message | {"name": "Bob"}])
     assert main(words) == 0
     line = said(capsys)["template"]
     assert (
@@ -325,42 +330,35 @@ def test_key_of_messages_that_the_template_does_not_render_is_printed(
     )
 
 
-def test_tools_that_the_template_does_not_render_are_printed(words: list[str], capsys: Any) -> None:
+def test_tools_that_the_template_does_not_render_are_printed(
+    words: list[str], model: Path, capsys: Any
+) -> None:
     assert main([*words, f"{AGENT}=tool_use"]) == 0
     assert "the chat template renders no tools" in capsys.readouterr().out
-    write_prompts(words, "qwen3")
+    write_prompts(model, "qwen3")
     assert main([*words, f"{AGENT}=tool_use"]) == 0
     assert "renders no tools" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["eval", "collect"])
 def test_samples_of_a_prompt_that_the_template_drops_are_refused(
-    command: str, words: list[str], tmp_path: Path, capsys: Any
+    words: list[str], model: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    write_prompts(words, "deepseek_v3", "a", LATE)
-    split = "eval" if command == "eval" else "train"
-    data = next(word for word in words if word.startswith("dataset.train="))
-    folders = [word for word in words if word.startswith(("model.", "cluster."))]
-    given = [f"dataset.{split}={data[14:]}", "name=s", "launcher.llm_servers=1"]
-    given += [f"out={tmp_path / 'samples.jsonl'}"] * (command == "collect")
-    assert main([command, *folders, *given]) == 2
-    assert f"row {split}-1: the model's chat template leaves out message 3 (sy" in (
-        capsys.readouterr().err
-    )
+    write_prompts(model, "deepseek_v3", "a", LATE)
+    rows = tmp_path / "train.jsonl"
+    options = [word for word in words if word.startswith(("model.", "cluster."))]
+    options += ["name=s", "launcher.llm_servers=1"]
+    fault = "the model's chat template leaves out message 3 (sy"
+
+    assert main(["eval", *options, f"dataset.eval={rows}"]) == 2
+    assert f"row eval-1: {fault}" in capsys.readouterr().err
+
+    samples = f"out={tmp_path / 'samples.jsonl'}"
+    assert main(["collect", *options, f"dataset.train={rows}", samples]) == 2
+    assert f"row train-1: {fault}" in capsys.readouterr().err
 
 
-def test_unknown_format_of_tool_calls_is_printed(words: list[str], capsys: Any) -> None:
-    assert main([*words, f"{AGENT}=tool_use"]) == 0
-    assert "has no known format of tool calls, so Hermes calls are read" in said(capsys)["template"]
-
-
-def test_required_chat_template_must_exist(words: list[str], tmp_path: Path, capsys: Any) -> None:
-    folder = tmp_path / "model"
-    for file in folder.glob("chat_template*"):
-        file.unlink()
-    saved = json.loads((folder / "tokenizer_config.json").read_text())
-    saved.pop("chat_template", None)
-    (folder / "tokenizer_config.json").write_text(json.dumps(saved))
+def test_required_chat_template_must_exist(words: list[str], model: Path, capsys: Any) -> None:
+    remove_chat_template(model)
     assert main(words) == 0
     assert "prompts" not in said(capsys)
     assert main([*words, f"{TEMPLATE}=true"]) == 2
@@ -375,28 +373,34 @@ def test_too_little_memory_is_a_warning(words: list[str], capsys: Any, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("more", "fix"),
+    ("options", "text"),
     [
         (["model.path=/nowhere"], "is no Hugging Face model folder"),
         ([f"trial_name={'x' * 300}"], "up to 200"),
         (["launcher.llm_servers=1", "launcher.server_args=[llm_server.nope=1]"], "unknown key"),
-        (["trainer.ppo.publisher.type=shared", "launcher.trainer_ranks=2"], "trainer_ranks=1"),
+        ([SHARED, "launcher.trainer_ranks=2"], "trainer_ranks=1"),
+        ([SHARED, "launcher.llm_servers=1"], "uses no LLM servers"),
         (
-            ["trainer.ppo.publisher.type=shared", "launcher.llm_servers=1"],
-            "uses no LLM servers",
-        ),
-        (
-            ["trainer.ppo.publisher.type=shared", "trainer.ppo.engine.fsdp.dtype=bfloat16"],
+            [SHARED, "trainer.ppo.engine.fsdp.dtype=bfloat16"],
             "use engine.fsdp.dtype=float32",
         ),
+        (
+            ["trainer.ppo.engine.fsdp.context_parallel=2"],
+            "context_parallel=2 does not divide the 1 trainer ranks",
+        ),
+        (["cluster.run_root={folder}/file"], "cannot be written: No"),
+        (["cluster.run_root={folder}/link"], "cannot be written: No"),
     ],
 )
 def test_run_that_cannot_start_is_a_one_line_error(
-    words: list[str], capsys: Any, more: list[str], fix: str
-):
-    assert main([*words, *more]) == 2
+    words: list[str], tmp_path: Path, capsys: Any, options: list[str], text: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    filled = [option.replace("{folder}", str(tmp_path)) for option in options]
+    assert main([*words, *filled]) == 2
     error = capsys.readouterr().err
-    assert fix in error
+    assert text in error
     assert len(error.splitlines()) == 1
 
 
@@ -408,16 +412,6 @@ def test_check_and_dry_run_write_no_file(
     more = [f"cluster.run_root={tmp_path / 'runs' / 'of mine'}", "launcher.llm_servers=1"]
     assert main([*command, *words[1:], *more]) == 0
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_run_folder_that_cannot_be_created_is_refused(
-    words: list[str], tmp_path: Path, capsys: Any, kind: str
-) -> None:
-    place = tmp_path / "place"
-    place.touch() if kind == "file" else place.symlink_to(tmp_path / "nowhere")
-    assert main([*words, f"cluster.run_root={place}"]) == 2
-    assert "cannot be written: No" in capsys.readouterr().err
 
 
 def test_config_file_may_be_a_positional_argument(

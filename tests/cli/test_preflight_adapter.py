@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from arealite.cli.main import main
 from tests.cli.test_preflight_model import refused, words
-from tests.models import tiny_model
 
 RANK = "trainer.ppo.engine.fsdp.lora.rank"
 TARGETS = "trainer.ppo.engine.fsdp.lora.targets"
@@ -32,11 +31,6 @@ def tiny_adapter(folder: Path, *, width: int = 32, **fields: object) -> Path:
     }
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return tiny_model(tmp_path / "model")
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -101,11 +95,36 @@ def test_unusable_adapter_is_refused(
     assert says in line
 
 
-def test_targets_that_match_no_layer_are_refused_with_the_names_there_are(
-    model: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "targets", "says"),
+    [
+        (
+            "check",
+            "[c_attn]",
+            "model.path has no such layer. Use some of down_proj, gate_proj, k_proj",
+        ),
+        (
+            "check",
+            "[q_proj,foo_proj]",
+            "Target modules ['foo_proj'] not found in the base model. Name other layers",
+        ),
+        (
+            "check",
+            "[all-linear,q_proj]",
+            "all-linear means all layers. Remove the other names.",
+        ),
+        (
+            "train",
+            "[all-linear,q_proj]",
+            "all-linear means all layers. Remove the other names.",
+        ),
+    ],
+)
+def test_target_without_a_layer_is_refused(
+    command: str, targets: str, says: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = refused(capsys, "check", *words(model), f"{RANK}=2", f"{TARGETS}=[c_attn]")
-    assert "model.path has no such layer. Use some of down_proj, gate_proj, k_proj" in line
+    line = refused(capsys, command, *words(model), f"{RANK}=2", f"{TARGETS}={targets}")
+    assert says in line
 
 
 def test_adapter_of_another_rank_is_refused_by_check(
@@ -115,17 +134,6 @@ def test_adapter_of_another_rank_is_refused_by_check(
     line = refused(capsys, "check", *words(model), f"model.adapter={adapter}")
     assert line.count("layers.0.self_attn.q_proj.lora_A.weight") == 1
     assert "(4 in all). Use another." in line
-
-
-def test_each_target_without_a_layer_is_refused(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [*words(model), f"{RANK}=2"]
-    line = refused(capsys, "check", *given, f"{TARGETS}=[q_proj,foo_proj]")
-    assert "Target modules ['foo_proj'] not found in the base model. Name other layers" in line
-    for command in "check", "train":
-        line = refused(capsys, command, *given, f"{TARGETS}=[all-linear,q_proj]")
-        assert "all-linear means all layers. Remove the other names." in line
 
 
 def test_adapter_of_the_head_is_refused_with_the_fix(

@@ -22,16 +22,30 @@ from arealite.base.model_folder import read_model, weight_files
 from arealite.cli import configs
 from arealite.cli.main import main
 from arealite.system.data.prompts import check_prompts, check_tokens
-from tests.e2e.conftest import ENVIRONMENT, ROOT, write_rows
+from tests.cli.small_run import small_run
+from tests.e2e.conftest import ENVIRONMENT, ROOT
 from tests.models import tiny_mixture, tiny_model
 
-TORCHLESS = """
-import sys
+RUN_COMMANDS = """
+import json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from arealite.cli.main import main
-code = main(sys.argv[1:])
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-sys.exit(code)
+
+results = {}
+for name, argv in json.loads(sys.argv[1]).items():
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
+        code = main(argv)
+    results[name] = {
+        "code": code,
+        "output": output.getvalue(),
+        "errors": errors.getvalue().splitlines(),
+        "imported": sorted({"torch", "transformers"} & sys.modules.keys()),
+    }
+print(json.dumps(results))
 """
+"""A program that runs commands one after the other, and prints what each of them did."""
+COMMANDS = ("train", "check", "check --model", "serve-llm")
 
 
 def change_config(folder: Path, **values: Any) -> None:
@@ -101,25 +115,9 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
 """Damages of a model folder, with their error messages."""
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return tiny_model(tmp_path / "model")
-
-
-def words(model: Path, *more: str) -> list[str]:
-    write_rows(model.parent / "train.jsonl", 64, seed=1)
-    return [
-        f"model.path={model}",
-        f"dataset.train={model.parent / 'train.jsonl'}",
-        f"cluster.run_root={model.parent}",
-        f"cluster.name_root={model.parent / 'names'}",
-        "trainer.ppo.batch_size=16",
-        "trainer.ppo.collector.group_size=4",
-        "trainer.ppo.collector.concurrency=8",
-        "trainer.ppo.collector.sampling.max_new_tokens=6",
-        "launcher.llm_servers=1",
-        *more,
-    ]
+def words(model: Path) -> list[str]:
+    """Return the options of a small run of a model; its files are beside the model."""
+    return [*small_run(model.parent, model), "launcher.llm_servers=1"]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -144,21 +142,33 @@ def test_invalid_model_folder_is_refused_by_all_commands(
     assert not (model.parent / "names").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "check", "check --model", "serve-llm"])
-def test_model_check_imports_no_torch(command: str, model: Path) -> None:
+@pytest.fixture(scope="module")
+def results(unchanged_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what each command does with a truncated model; all run in one new process."""
+    model = shutil.copytree(unchanged_model, tmp_path_factory.mktemp("truncated") / "model")
     cut(model)
-    given = words(model)
-    if command == "serve-llm":
-        given = [word for word in given if word.startswith(("model.", "cluster."))]
+    options = words(model)
+    server_options = [word for word in options if word.startswith(("model.", "cluster."))]
+    commands = {
+        name: [*name.split(), *(server_options if name == "serve-llm" else options)]
+        for name in COMMANDS
+    }
     done = subprocess.run(
-        [sys.executable, "-c", TORCHLESS, *command.split(), *given],
+        [sys.executable, "-c", RUN_COMMANDS, json.dumps(commands)],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env=ENVIRONMENT,
     )
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_model_check_imports_no_torch(command: str, results: dict[str, Any]) -> None:
+    result = results[command]
+    assert (result["code"], result["output"], result["imported"]) == (2, "", [])
+    assert len(result["errors"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,19 @@ def test_invalid_environment_and_seat_options_are_refused(
     assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_valid_environment_and_seat_options_are_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        f"{TWO} collector.envs.b.seats.second.type=judge",
+        "collector.env.type=math",
+        "collector.env.type=tools collector.env.tools.mcp.x.command=[true] "
+        "collector.env.tools.mcp.x.env.A=b",
+        "collector.autoscale.enabled=true launcher.max_workers=4",
+    ],
+)
+def test_valid_environment_and_seat_options_are_accepted(tmp_path: Path, options: str) -> None:
     assert worlds is not None
-    check_options(configured(tmp_path, f"{TWO} collector.envs.b.seats.second.type=judge"))
-    check_options(configured(tmp_path, "collector.env.type=math"))
-    own = "collector.env.tools.mcp.x.command=[true] collector.env.tools.mcp.x.env.A=b"
-    check_options(configured(tmp_path, f"collector.env.type=tools {own}"))
-    check_options(configured(tmp_path, "collector.autoscale.enabled=true launcher.max_workers=4"))
+    check_options(configured(tmp_path, options))
 
 
 def test_dataset_train_is_refused_with_several_environments(tmp_path: Path) -> None:

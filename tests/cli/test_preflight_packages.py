@@ -15,8 +15,7 @@ from arealite.base.extras import check_installed
 from arealite.cli import configs
 from arealite.cli.main import main
 from arealite.cli.packages import check_training_packages
-from tests.e2e.conftest import write_rows
-from tests.models import tiny_model
+from tests.cli.small_run import small_run
 
 ENV = "trainer.ppo.collector.env"
 MISSING = {
@@ -53,28 +52,18 @@ CASES = [(module, options) for module, cases in MISSING.items() for options in c
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    tiny_model(tmp_path / "model")
-    write_rows(tmp_path / "train.jsonl", 64, seed=1)
+def words(tmp_path: Path, unchanged_model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the options of a small run; refuse to start a process."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process is started")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     monkeypatch.setattr("arealite.impl.launcher.processes.spawn", refuse)
-    return [
-        f"model.path={tmp_path / 'model'}",
-        f"dataset.train={tmp_path / 'train.jsonl'}",
-        f"cluster.run_root={tmp_path}",
-        f"cluster.name_root={tmp_path / 'names'}",
-        "trainer.ppo.batch_size=16",
-        "trainer.ppo.collector.group_size=4",
-        "trainer.ppo.collector.sampling.max_new_tokens=6",
-        "server_wait_s=0",
-    ]
+    return [*small_run(tmp_path, unchanged_model), "server_wait_s=0"]
 
 
-@pytest.mark.parametrize(("module", "options"), CASES)
+@pytest.mark.parametrize(("module", "options"), CASES, ids=[" ".join(o) for _, o in CASES])
 @pytest.mark.parametrize("command", ["train", "check"])
 def test_missing_package_of_an_option_is_refused(
     words: list[str],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +23,10 @@ from tests.system.data.test_dataset import jsonl
 GOOD = rows(6)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def model(unchanged_model: Path) -> Path:
+    """Return a model that no test of this file changes."""
+    return unchanged_model
 
 
 def with_rows(config: ExperimentConfig, folder: Path, found: list[Any]) -> ExperimentConfig:
@@ -54,50 +54,66 @@ def test_error_names_the_invalid_row(tmp_path, model, kind, row, says):
         preflight(config)
 
 
-def test_invalid_held_out_rows_and_files_are_refused(tmp_path, model):
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("", "no dataset"),
+        ("x.jsonl", "does not exist"),
+        ("x.tsv", "suffix"),
+    ],
+)
+def test_unusable_dataset_is_refused(tmp_path, model, path, says):
     config = settings(tmp_path, model)
-    bad = replace(config.dataset, eval=jsonl(tmp_path, [{"question": "x"}]))
-    with pytest.raises(UserError, match="line 1: a row needs"):
-        preflight(replace(config, dataset=bad))
-    for path, says in (("", "no dataset"), ("x.jsonl", "does not exist"), ("x.tsv", "suffix")):
-        with pytest.raises(UserError, match=says):
-            preflight(replace(config, dataset=replace(config.dataset, train=path)))
+    with pytest.raises(UserError, match=says):
+        preflight(replace(config, dataset=replace(config.dataset, train=path)))
+
+
+def test_folder_without_a_model_is_refused(tmp_path, model):
+    config = settings(tmp_path, model)
     with pytest.raises(UserError, match="is no Hugging Face model folder"):
         preflight(replace(config, model=replace(config.model, path=str(tmp_path))))
 
 
-def test_rows_without_trained_tokens_are_counted_and_refused_if_no_others_exist(
-    tmp_path, model, capsys
-):
-    long = {"prompt": "1" * 40, "completion": "2"}
-    config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, [*GOOD, long, long])
-    preflight(config)
+LONG = {"prompt": "1" * 40, "completion": "2"}
+"""A row that has no token to train within its first 20 tokens."""
+UNUSABLE_ROWS: dict[str, tuple[list[Any], list[Any], str]] = {
+    "no row to train": (
+        [LONG],
+        [],
+        r"no row has a token to learn within .*max_tokens=20",
+    ),
+    # Otherwise each update of the run is skipped, and the run ends as if it had trained.
+    "no row to train, and one held out": (
+        [LONG, LONG],
+        [GOOD[0]],
+        r"no row has a token to learn within .*max_tokens=20",
+    ),
+    # Otherwise the launcher says at the end of the run that every sample failed.
+    "rows to train, and none held out": (
+        GOOD,
+        [LONG],
+        r"dataset.eval: no row has a token to learn within",
+    ),
+    "held-out row of another form": (GOOD, [{"question": "x"}], "line 1: a row needs"),
+}
+"""Rows to train, held-out rows, and a part of the error message."""
+
+
+@pytest.mark.parametrize(("trained", "held_out", "says"), UNUSABLE_ROWS.values(), ids=UNUSABLE_ROWS)
+def test_unusable_rows_are_refused(tmp_path, model, trained, held_out, says):
+    config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, trained)
+    if held_out:
+        folder = tmp_path / "held-out"
+        folder.mkdir()
+        config = replace(config, dataset=replace(config.dataset, eval=jsonl(folder, held_out)))
+    with pytest.raises(UserError, match=says):
+        preflight(config)
+
+
+def test_rows_without_trained_tokens_are_counted(tmp_path, model, capsys):
+    config = settings(tmp_path, model, max_tokens=20)
+    preflight(with_rows(config, tmp_path, [*GOOD, LONG, LONG]))
     assert "2 rows have no tokens to train and are skipped; the first: " in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
-        preflight(with_rows(config, tmp_path, [long]))
-
-
-def test_training_rows_without_trained_tokens_are_refused_despite_held_out_rows(
-    tmp_path, model
-) -> None:
-    """Otherwise each update of the run is skipped, and the run ends as if it had trained."""
-    long = {"prompt": "1" * 40, "completion": "2"}
-    config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, [long, long])
-    held_out = tmp_path / "held-out.jsonl"
-    held_out.write_text(json.dumps(GOOD[0]) + "\n")
-    config = replace(config, dataset=replace(config.dataset, eval=str(held_out)))
-    with pytest.raises(UserError, match=r"no row has a token to learn within .*max_tokens=20"):
-        preflight(config)
-
-
-def test_held_out_rows_without_trained_tokens_are_refused(tmp_path, model) -> None:
-    """Otherwise the launcher says at the end of the run that every sample failed."""
-    config = with_rows(settings(tmp_path, model, max_tokens=20), tmp_path, GOOD)
-    held_out = tmp_path / "held-out.jsonl"
-    held_out.write_text(json.dumps({"prompt": "1" * 40, "completion": "2"}) + "\n")
-    config = replace(config, dataset=replace(config.dataset, eval=str(held_out)))
-    with pytest.raises(UserError, match=r"dataset.eval: no row has a token to learn within"):
-        preflight(config)
 
 
 @pytest.mark.parametrize(("size", "steps"), [(2, 10), (3, 12), (2, 9)])
@@ -187,8 +203,15 @@ def test_resume_option_of_an_offline_run_is_checked(tmp_path, model):
     assert len(trainer.engine.batches) == 2, "steps 4 and 5 again"  # type: ignore[attr-defined]
 
 
-def checked(folder: Path, model: Path, found: list[Any], *words: str) -> int:
-    """Run `arealite check` on rows for the environment math."""
+def checked(folder: Path, model: Path, found: list[Any], words: list[str]) -> int:
+    """Run `arealite check` on rows for the environment math.
+
+    Args:
+        folder: Gets the rows.
+        model: The model's folder.
+        found: The rows.
+        words: More options.
+    """
     options = {
         "model.path": model,
         "dataset.train": jsonl(folder, found),
@@ -216,96 +239,116 @@ REWARD = "trainer.ppo.collector.env.math.reward."
 
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of FUNCTIONS, which stands for FILE in the options of a table."""
     file = tmp_path_factory.mktemp("functions") / "check_functions.py"
     file.write_text(FUNCTIONS)
     return file
 
 
-@pytest.mark.parametrize(
-    ("row", "columns", "says"),
-    [
-        (
-            {"question": "1+1?", "answer": "We add.\n#### 2", "difficulty": 1},
-            "",
-            [
-                "data       GSM8K rows: question/answer, `####` answers",
-                "example    prompt '1+1?', ground_truth '2'\n",
-            ],
-        ),
-        (
-            {"q": [{"role": "user", "content": "1" * 9}], "a": 2, "answer": 5},
-            "dataset.columns={prompt: q, ground_truth: a}",
-            [
-                "data       dataset.columns: prompt=q, ground_truth=a",
-                "example    prompt '111111111', ground_truth '2'\n",
-            ],
-        ),
-    ],
-)
+def function(name: str) -> list[str]:
+    """Return the options of a reward function of FUNCTIONS, in the file FILE."""
+    return [f"{REWARD}type=function", f"{REWARD}function.paths=[FILE:{name}]"]
+
+
+def in_file(words: list[str], file: Path) -> list[str]:
+    """Return options with the path of FUNCTIONS instead of FILE."""
+    return [word.replace("FILE:", f"{file}:") for word in words]
+
+
+SHOWN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "a known form": (
+        {"question": "1+1?", "answer": "We add.\n#### 2", "difficulty": 1},
+        [],
+        [
+            "data       GSM8K rows: question/answer, `####` answers",
+            "example    prompt '1+1?', ground_truth '2'\n",
+        ],
+    ),
+    "named columns": (
+        {"q": [{"role": "user", "content": "1" * 9}], "a": 2, "answer": 5},
+        ["dataset.columns={prompt: q, ground_truth: a}"],
+        [
+            "data       dataset.columns: prompt=q, ground_truth=a",
+            "example    prompt '111111111', ground_truth '2'\n",
+        ],
+    ),
+    "columns of a function": (
+        {"prompt": "1+1?", "difficulty": 3},
+        function("rated"),
+        ["example    prompt '1+1?', ground_truth None, columns difficulty"],
+    ),
+}
+"""A row, options, and lines of the output."""
+
+
+@pytest.mark.parametrize(("row", "words", "lines"), SHOWN.values(), ids=SHOWN)
 def test_check_shows_the_form_and_the_first_row(
-    tmp_path, model, capsys, row, columns, says
+    tmp_path, model, capsys, functions, row, words, lines
 ) -> None:
-    assert checked(tmp_path, model, [row, row], *filter(None, [columns])) == 0
+    assert checked(tmp_path, model, [row, row], in_file(words, functions)) == 0
     out = capsys.readouterr().out
-    for line in ["data       2 tasks to train, 0 held out", *says]:
+    for line in ["data       2 tasks to train, 0 held out", *lines]:
         assert line in out
 
 
-def test_check_shows_the_columns_that_reach_a_function(tmp_path, model, capsys, functions) -> None:
-    row = {"prompt": "1+1?", "difficulty": 3}
-    words = [f"{REWARD}type=function", f"{REWARD}function.paths=[{functions}:rated]"]
-    assert checked(tmp_path, model, [row], *words) == 0
-    says = "example    prompt '1+1?', ground_truth None, columns difficulty"
-    assert says in capsys.readouterr().out
+UNSCORED: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "no truth": (
+        {"prompt": "1"},
+        [],
+        "line 2: environment math cannot read it: EpisodeError: train-1 has",
+    ),
+    "unreadable truth": (
+        {"prompt": "1", "ground_truth": "???"},
+        [],
+        "line 2: environment math cannot read it: Bad",
+    ),
+    "empty truth": (
+        {"prompt": "1", "ground_truth": ""},
+        [],
+        "can be compared with ground_truth=''",
+    ),
+    "truth of spaces": (
+        {"prompt": "1", "ground_truth": " "},
+        [f"{REWARD}type=exact_match"],
+        "truth is empty",
+    ),
+    "function without its truth": (
+        {"prompt": "1"},
+        function("reward"),
+        "line 2: environment math cannot read it: EpisodeError: reward function .*:reward: "
+        "missing a required argument: 'ground_truth'. The row has the columns none",
+    ),
+    "function without its column": (
+        {"prompt": "1", "ground_truth": "1"},
+        function("rated"),
+        "line 1: .*'difficulty'. The row has the columns ground_truth",
+    ),
+    "function that needs a trainer": (
+        {"prompt": "1", "ground_truth": "1"},
+        function("stateful"),
+        "line 1: .*missing a required argument: 'trainer_state'",
+    ),
+    "misspelled function": (
+        {"prompt": "1"},
+        function("rewards"),
+        "Unknown function 'rewards'. Did you mean 'reward'",
+    ),
+    "generated rows": (
+        {"prompt": "1", "ground_truth": "1"},
+        [*function("rated"), "dataset.train=generated", "dataset.rows=4"],
+        "the first row that math generates: environment math cannot read it",
+    ),
+}
+"""A row after a valid one, options, and a pattern of the error message."""
 
 
-@pytest.mark.parametrize(
-    ("row", "words", "says"),
-    [
-        ({"prompt": "1"}, [], "line 2: environment math cannot read it: EpisodeError: train-1 has"),
-        (
-            {"prompt": "1", "ground_truth": "???"},
-            [],
-            "line 2: environment math cannot read it: Bad",
-        ),
-        ({"prompt": "1", "ground_truth": ""}, [], "can be compared with ground_truth=''"),
-        ({"prompt": "1", "ground_truth": " "}, [f"{REWARD}type=exact_match"], "truth is empty"),
-        (
-            {"prompt": "1"},
-            ["reward"],
-            "line 2: environment math cannot read it: EpisodeError: reward function .*:reward: "
-            "missing a required argument: 'ground_truth'. The row has the columns none",
-        ),
-        (
-            {"prompt": "1", "ground_truth": "1"},
-            ["rated"],
-            "line 1: .*'difficulty'. The row has the columns ground_truth",
-        ),
-        (
-            {"prompt": "1", "ground_truth": "1"},
-            ["stateful"],
-            "line 1: .*missing a required argument: 'trainer_state'",
-        ),
-        ({"prompt": "1"}, ["rewards"], "Unknown function 'rewards'. Did you mean 'reward'"),
-    ],
-)
+@pytest.mark.parametrize(("row", "words", "says"), UNSCORED.values(), ids=UNSCORED)
 def test_row_that_cannot_be_scored_is_refused(
     tmp_path, model, capsys, functions, row, words, says
 ) -> None:
-    if words and "=" not in words[0]:
-        paths = f"{REWARD}function.paths=[{functions}:{words[0]}]"
-        words = [f"{REWARD}type=function", paths]
-    assert checked(tmp_path, model, [{"prompt": "2", "ground_truth": "2"}, row], *words) == 2
+    rows = [{"prompt": "2", "ground_truth": "2"}, row]
+    assert checked(tmp_path, model, rows, in_file(words, functions)) == 2
     assert re.search(says, capsys.readouterr().err)
-
-
-def test_generated_rows_without_a_column_of_the_function_are_refused(
-    tmp_path, model, capsys, functions
-) -> None:
-    words = [f"{REWARD}type=function", f"{REWARD}function.paths=[{functions}:rated]"]
-    assert checked(tmp_path, model, [], *words, "dataset.train=generated", "dataset.rows=4") == 2
-    err = capsys.readouterr().err
-    assert "the first row that math generates: environment math cannot read it" in err
 
 
 @pytest.mark.parametrize(

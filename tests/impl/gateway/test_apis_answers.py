@@ -260,38 +260,80 @@ def test_anthropic_events_have_the_order_of_anthropic() -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-def test_length_ends_each_api_in_its_own_words() -> None:
-    cut = Answer("a1", thought="T", text="", calls=(), stop_reason="length")
-    bodies = {path: APIS[path].encode(request(path)[1], [cut], "policy") for path in BODIES}
-    whole = {path: json.loads(body) for path, body in bodies.items()}
-    assert whole[CHAT]["choices"][0]["finish_reason"] == "length"
-    assert whole[COMPLETIONS]["choices"][0]["finish_reason"] == "length"
-    assert whole[ANTHROPIC]["stop_reason"] == "max_tokens"
-    assert whole[RESPONSES]["incomplete_details"] == {"reason": "max_output_tokens"}
-    # Clients of this API take a response without a message for an unfinished one.
-    assert [item["type"] for item in whole[RESPONSES]["output"]] == ["reasoning", "message"]
+def value_at(body: Any, place: str) -> Any:
+    """Return the value at a place like `choices.0.text`; `items.*.type` is a list of values."""
+    first, _, rest = place.partition(".")
+    if not first:
+        return body
+    if first == "*":
+        return [value_at(item, rest) for item in body]
+    return value_at(body[int(first) if first.isdigit() else first], rest)
 
 
-def test_usage_counts_tokens_in_the_words_of_each_api() -> None:
-    answer = Answer("a1", "T", "X", (), "stop", "", 11, 4, ANSWER.response, ANSWER.tokens)
-    bodies = {path: APIS[path].encode(request(path)[1], [answer], "policy") for path in BODIES}
-    usage = {path: json.loads(body)["usage"] for path, body in bodies.items()}
-    for path in (CHAT, COMPLETIONS):
-        assert usage[path].pop("prompt_tokens_details") == {"cached_tokens": 4}
-        assert usage[path] == {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
-    assert usage[RESPONSES]["input_tokens_details"]["cached_tokens"] == 4
-    assert (usage[RESPONSES]["input_tokens"], usage[RESPONSES]["total_tokens"]) == (11, 13)
-    assert usage[RESPONSES]["output_tokens_details"] == {"reasoning_tokens": 1}
-    # Anthropic's input_tokens are those that were not cached.
-    assert (usage[ANTHROPIC]["input_tokens"], usage[ANTHROPIC]["output_tokens"]) == (7, 2)
-    assert usage[ANTHROPIC]["cache_read_input_tokens"] == 4
+CUT = Answer("a1", thought="T", text="", calls=(), stop_reason="length")
+COUNTED = replace(ANSWER, calls=(), stop_reason="stop", prompt_tokens=11, cached_tokens=4)
+STOPPED_BY_CLIENT = replace(COUNTED, stop_reason="stop_string", stop_string="STOP")
+STOPPED_BY_RUN = replace(STOPPED_BY_CLIENT, stop_string="of the run")
+COMPLETIONS_USAGE = {
+    "prompt_tokens": 11,
+    "completion_tokens": 2,
+    "total_tokens": 13,
+    "prompt_tokens_details": {"cached_tokens": 4},
+}
+WORDS: dict[str, tuple[str, Answer, dict[str, Any]]] = {
+    "length in chat": (CHAT, CUT, {"choices.0.finish_reason": "length"}),
+    "length in completions": (COMPLETIONS, CUT, {"choices.0.finish_reason": "length"}),
+    "length in messages": (ANTHROPIC, CUT, {"stop_reason": "max_tokens"}),
+    "length in responses": (
+        RESPONSES,
+        CUT,
+        {
+            "incomplete_details": {"reason": "max_output_tokens"},
+            # Clients of this API take a response without a message for an unfinished one.
+            "output.*.type": ["reasoning", "message"],
+        },
+    ),
+    "usage in chat": (CHAT, COUNTED, {"usage": COMPLETIONS_USAGE}),
+    "usage in completions": (COMPLETIONS, COUNTED, {"usage": COMPLETIONS_USAGE}),
+    "usage in messages": (
+        ANTHROPIC,
+        COUNTED,
+        {
+            # Anthropic's input_tokens are those that were not cached.
+            "usage.input_tokens": 7,
+            "usage.cache_read_input_tokens": 4,
+            "usage.output_tokens": 2,
+        },
+    ),
+    "usage in responses": (
+        RESPONSES,
+        COUNTED,
+        {
+            "usage.input_tokens": 11,
+            "usage.input_tokens_details.cached_tokens": 4,
+            "usage.output_tokens_details": {"reasoning_tokens": 1},
+            "usage.total_tokens": 13,
+        },
+    ),
+    "stop string of the client": (ANTHROPIC, STOPPED_BY_CLIENT, {"stop_reason": "stop_sequence"}),
+    "stop string of the run": (ANTHROPIC, STOPPED_BY_RUN, {"stop_reason": "end_turn"}),
+    "log-probabilities": (
+        CHAT,
+        ANSWER,
+        {
+            "choices.0.logprobs.content.*.token": ["X", "!"],
+            "choices.0.logprobs.content.*.logprob": [-1.0, -2.0],
+        },
+    ),
+}
+"""The API, an answer, and values of the body in which this API sends the answer."""
 
 
-def test_stop_string_of_the_run_is_a_normal_end_for_anthropic_clients() -> None:
-    api, made = request(ANTHROPIC)
-    for stop, reason in (("STOP", "stop_sequence"), ("of the run", "end_turn")):
-        answer = Answer("a1", "", "X", (), "stop_string", stop_string=stop)
-        assert json.loads(api.encode(made, [answer], "policy"))["stop_reason"] == reason
+@pytest.mark.parametrize(("path", "answer", "expected"), WORDS.values(), ids=WORDS)
+def test_body_has_the_words_of_its_api(path: str, answer: Answer, expected: dict[str, Any]) -> None:
+    api, chat_request = request(path)
+    body = json.loads(api.encode(chat_request, [answer], "policy"))
+    assert {place: value_at(body, place) for place in expected} == expected
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -300,14 +342,6 @@ def test_answer_names_the_model(path: str) -> None:
     assert json.loads(api.encode(made, [ANSWER], "policy"))["model"] == "policy"
     first = events_of(path, made, DELTAS, "a1")[0]
     assert first.get("message", first.get("response", first))["model"] == "policy"
-
-
-def test_logprobs_have_the_text_of_each_token() -> None:
-    api, made = request(CHAT, n=1)
-    body = json.loads(api.encode(made, [ANSWER], "policy"))
-    logprobs = body["choices"][0]["logprobs"]["content"]
-    assert [each["token"] for each in logprobs] == ["X", "!"]
-    assert [each["logprob"] for each in logprobs] == [-1.0, -2.0]
 
 
 def test_errors_have_the_form_of_their_api() -> None:

@@ -156,18 +156,41 @@ def test_items_keep_the_bytes_of_the_client(path: str) -> None:
     assert APIS[path].decode(body).items[-2:] == items
 
 
-def test_limits_and_stops_are_read_from_all_their_names() -> None:
-    chat = decode(CHAT, max_tokens=7, max_completion_tokens=5, stop="S", n=3, stream=True)
-    assert (chat.max_tokens, chat.stop, chat.n, chat.is_stream) == (5, ("S",), 3, True)
-    assert decode(CHAT, stop=["S", "T"], parallel_tool_calls=False).stop == ("S", "T")
-    assert not decode(CHAT, parallel_tool_calls=False).is_parallel
-    assert decode(RESPONSES, max_output_tokens=5).max_tokens == 5
-    messages = decode(ANTHROPIC, stop_sequences=["S"], temperature=0.5, top_p=0.9)
-    assert (messages.max_tokens, messages.stop) == (64, ("S",))
-    assert (messages.temperature, messages.top_p) == (0.5, 0.9)
-    tokens = decode(COMPLETIONS, prompt=[[3, 4]], logprobs=0)
-    assert (tokens.prompt, tokens.logprobs) == ([3, 4], True)
-    assert decode(COMPLETIONS, prompt=["a"]).prompt == "a"
+OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "the newer limit wins": (
+        CHAT,
+        {"max_tokens": 7, "max_completion_tokens": 5},
+        {"max_tokens": 5},
+    ),
+    "limit of responses": (RESPONSES, {"max_output_tokens": 5}, {"max_tokens": 5}),
+    "limit of messages": (ANTHROPIC, {}, {"max_tokens": 64}),
+    "one stop": (CHAT, {"stop": "S"}, {"stop": ("S",)}),
+    "several stops": (CHAT, {"stop": ["S", "T"]}, {"stop": ("S", "T")}),
+    "stop of messages": (ANTHROPIC, {"stop_sequences": ["S"]}, {"stop": ("S",)}),
+    "sampling": (
+        ANTHROPIC,
+        {"temperature": 0.5, "top_p": 0.9},
+        {"temperature": 0.5, "top_p": 0.9},
+    ),
+    "several choices in a stream": (
+        CHAT,
+        {"n": 3, "stream": True},
+        {"n": 3, "is_stream": True},
+    ),
+    "no parallel calls": (CHAT, {"parallel_tool_calls": False}, {"is_parallel": False}),
+    "prompt of tokens": (COMPLETIONS, {"prompt": [[3, 4]]}, {"prompt": [3, 4]}),
+    "prompt in a list": (COMPLETIONS, {"prompt": ["a"]}, {"prompt": "a"}),
+    "log-probabilities": (COMPLETIONS, {"logprobs": 0}, {"logprobs": True}),
+}
+"""The API, fields of a body, and the attributes of the request that they become."""
+
+
+@pytest.mark.parametrize(("path", "fields", "expected"), OPTIONS.values(), ids=OPTIONS)
+def test_options_are_read_from_all_their_names(
+    path: str, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    request = decode(path, **fields)
+    assert {name: getattr(request, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -188,72 +211,84 @@ def test_tool_choice_has_one_form(path: str, choice: object, expected: str) -> N
     assert request.is_parallel == ("disable" not in str(choice))
 
 
+def calling(**call: Any) -> dict[str, Any]:
+    """Return the fields of a request whose only message calls a tool."""
+    message = {"role": "assistant", "tool_calls": [{"id": "c9", **call}]}
+    return {"messages": [message]}
+
+
+IMPOSSIBLE: dict[str, list[tuple[dict[str, Any], str]]] = {
+    CHAT: [
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs is not supported: remove it. Only sampled tok"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"functions": [FUNCTION]}, "functions"),
+        ({"temperature": "hot"}, "$.temperature"),
+        ({"n": 0}, "$.n"),
+        ({"stop": [""]}, "$.stop"),
+        ({"stop": ["x" * 1001]}, "$.stop"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tool 0 has no name"),
+        ({"messages": []}, "$.messages"),
+        ({"tool_choice": {"type": "function", "function": {"name": "gone"}}}, "gone"),
+        ({"tools": None, "tool_choice": "required"}, "required"),
+        ({"messages": [{"role": "function", "content": ""}]}, "function"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "file"),
+        ({"messages": [{"role": "user", "content": 5}]}, "$.content"),
+        (calling(type="custom"), "c9"),
+        (calling(function={"name": "weather", "arguments": "{"}), "invalid request"),
+        (calling(function={"name": "weather", "arguments": "[1]"}), "invalid request"),
+        (calling(function={"name": "weather", "arguments": "5"}), "invalid request"),
+        (calling(function={"name": "weather", "arguments": DEEP.decode()}), "invalid request"),
+    ],
+    COMPLETIONS: [
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 2}, "$.logprobs"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+    ],
+    RESPONSES: [
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "patch"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image"),
+    ],
+    ANTHROPIC: [
+        ({"stop_sequences": ["x"] * 65}, "$.stop_sequences"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_k": 40}, "top_k"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+        ({"context_management": {"edits": [{"type": "clear_tool"}]}}, "context_manag"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
+        ({"messages": [{"role": "assistant", "content": "{"}]}, "last message"),
+    ],
+}
+"""Fields that an API refuses, and a part of its error message."""
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "named"),
     [
-        (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"top_logprobs": 2}, "top_logprobs is not supported: remove it. Only sampled tok"),
-        (CHAT, {"presence_penalty": 0.5}, "presence_penalty"),
-        (CHAT, {"functions": [FUNCTION]}, "functions"),
-        (CHAT, {"temperature": "hot"}, "$.temperature"),
-        (CHAT, {"n": 0}, "$.n"),
-        (CHAT, {"stop": [""]}, "$.stop"),
-        (CHAT, {"stop": ["x" * 1001]}, "$.stop"),
-        (ANTHROPIC, {"stop_sequences": ["x"] * 65}, "$.stop_sequences"),
-        (CHAT, {"tools": [{"type": "function", "function": {}}]}, "tool 0 has no name"),
-        (CHAT, {"messages": []}, "$.messages"),
-        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "gone"}}}, "gone"),
-        (CHAT, {"tools": None, "tool_choice": "required"}, "required"),
-        (CHAT, {"messages": [{"role": "function", "content": ""}]}, "function"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "file"),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "$.content"),
-        (COMPLETIONS, {"echo": True}, "echo"),
-        (COMPLETIONS, {"suffix": "x"}, "suffix"),
-        (COMPLETIONS, {"best_of": 2}, "best_of"),
-        (COMPLETIONS, {"logprobs": 2}, "$.logprobs"),
-        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
-        (COMPLETIONS, {"prompt": [1, True]}, "prompt"),
-        (COMPLETIONS, {"prompt": [[]]}, "prompt"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "web_search"),
-        (RESPONSES, {"tools": [{"type": "custom", "name": "patch"}]}, "patch"),
-        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        (RESPONSES, {"background": True}, "background"),
-        (RESPONSES, {"conversation": "conv_1"}, "conversation"),
-        (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt"),
-        (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
-        (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image"),
-        (
-            ANTHROPIC,
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "web_search",
-        ),
-        (ANTHROPIC, {"max_tokens": 0}, "max_tokens"),
-        (ANTHROPIC, {"top_k": 40}, "top_k"),
-        (ANTHROPIC, {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        (ANTHROPIC, {"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
-        (ANTHROPIC, {"context_management": {"edits": [{"type": "clear_tool"}]}}, "context_manag"),
-        (
-            ANTHROPIC,
-            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-            "document",
-        ),
-        (ANTHROPIC, {"messages": [{"role": "assistant", "content": "{"}]}, "last message"),
+        pytest.param(path, fields, named, id=f"{path} {named:.20}")
+        for path, rows in IMPOSSIBLE.items()
+        for fields, named in rows
     ],
 )
 def test_impossible_request_is_refused_by_name(
     path: str, fields: dict[str, Any], named: str
 ) -> None:
     assert named in refusal(path, **fields)
-
-
-@pytest.mark.parametrize("arguments", ["{", "[1]", "5", DEEP.decode()])
-def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
-    call = {"id": "c1", "function": {"name": "weather", "arguments": arguments}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert "invalid request" in refusal(CHAT, messages=messages)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -280,25 +315,36 @@ def test_deep_json_is_refused(path: str) -> None:
             list(messages_of(b'{"role": "user", "content": "x", "new": %b}' % DEEP))
 
 
-def test_call_without_a_named_function_is_refused() -> None:
-    messages = [{"role": "assistant", "tool_calls": [{"id": "c9", "type": "custom"}]}]
-    assert "c9" in refusal(CHAT, messages=messages)
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no arguments": (
+        calling(function={"name": "weather", "arguments": ""})["messages"][0],
+        {"name": "weather", "arguments": {}},
+    ),
+    "an object": (
+        calling(function={"name": "weather", "arguments": {"city": "x"}})["messages"][0],
+        {"name": "weather", "arguments": {"city": "x"}},
+    ),
+    "a namespace": (
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "namespace": "ns",
+            "name": "g",
+            "arguments": "{}",
+        },
+        {"name": "ns__g", "arguments": {}},
+    ),
+}
+"""An item of a request, and the function that its message calls."""
 
 
-def test_arguments_may_be_empty_or_an_object() -> None:
-    for arguments, expected in (("", {}), ({"city": "x"}, {"city": "x"})):
-        call = {"id": "c1", "function": {"name": "weather", "arguments": arguments}}
-        item = json.dumps({"role": "assistant", "tool_calls": [call]}).encode()
-        [message] = messages_of(item)
-        calls: Any = message["tool_calls"]
-        assert calls[0]["function"]["arguments"] == expected
-
-
-def test_call_of_a_namespace_is_the_call_of_its_tool() -> None:
-    item = {"type": "function_call", "call_id": "c1", "namespace": "ns", "name": "g"}
-    [message] = messages_of(json.dumps({**item, "arguments": "{}"}).encode())
+@pytest.mark.parametrize(("item", "function"), CALLS.values(), ids=CALLS)
+def test_call_has_the_name_and_arguments_of_its_tool(
+    item: dict[str, Any], function: dict[str, Any]
+) -> None:
+    [message] = messages_of(json.dumps(item).encode())
     calls: Any = message["tool_calls"]
-    assert calls[0]["function"]["name"] == "ns__g"
+    assert [call["function"] for call in calls] == [function]
 
 
 HOSTILE = [b"", b"null", b"[]", b'"x"', b"{", b"\xff", b'{"model": "\xff"}', DEEP]

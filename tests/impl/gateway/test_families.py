@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,11 @@ from arealite.base.errors import UserError
 from arealite.impl.gateway.families import FAMILIES, HERMES, Family, family_of, foreign
 from arealite.impl.gateway.parser import read_calls
 from tests.fakes.chat_families import FAMILIES as CHATS
-from tests.fakes.chat_families import tokenizer_of
 
+LLAMA = FAMILIES["llama3_1"]
 ADD = '{"name": "add", "arguments": {"a": 1}}'
+LLAMA_ADD = '{"name": "add", "parameters": {"a": 1}}'
+"""The call of ADD, as Llama writes it."""
 
 
 def read(text: str, family: Family = HERMES) -> tuple[str, list[ToolCall]]:
@@ -28,7 +31,7 @@ def hermes(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def llama_json(text: str) -> tuple[str, list[ToolCall]]:
-    return read(text, FAMILIES["llama3_1"])
+    return read(text, LLAMA)
 
 
 def made(name: str, arguments: dict[str, object]) -> ToolCall:
@@ -39,23 +42,40 @@ def wrapped(*bodies: str) -> str:
     return "".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
 
 
-def test_calls_in_parallel_are_read_in_order_and_the_rest_is_text() -> None:
-    text, calls = hermes("First " + wrapped(ADD, '{"name": "b", "arguments": {}}') + " then")
-    assert text == "First  then"
-    assert calls == [made("add", {"a": 1}), made("b", {})]
+MARKERS = "</tool_call><tool_call>"
+ANSWERS: dict[str, tuple[Family, str, str, list[ToolCall]]] = {
+    "hermes, text": (HERMES, "42 </tool_call>", "42 </tool_call>", []),
+    "hermes, calls in parallel": (
+        HERMES,
+        "First " + wrapped(ADD, '{"name": "b", "arguments": {}}') + " then",
+        "First  then",
+        [made("add", {"a": 1}), made("b", {})],
+    ),
+    "hermes, markers in an argument": (
+        HERMES,
+        wrapped(json.dumps({"name": "write", "arguments": {"text": MARKERS}}), ADD),
+        "",
+        [made("write", {"text": MARKERS}), made("add", {"a": 1})],
+    ),
+    "llama, text": (LLAMA, "42", "42", []),
+    "llama, calls in parallel": (
+        LLAMA,
+        f" <|python_tag|>{LLAMA_ADD}; {LLAMA_ADD}\n",
+        " \n",
+        [made("add", {"a": 1})] * 2,
+    ),
+    "llama, text before a call": (LLAMA, f"So: {LLAMA_ADD}", f"So: {LLAMA_ADD}", []),
+    "llama, a set": (LLAMA, "{1, 2}", "{1, 2}", []),
+    "llama, an object": (LLAMA, '{"answer": 3}', '{"answer": 3}', []),
+}
+"""A family, an answer, and the text and calls in it."""
 
 
-def test_text_without_calls_is_text() -> None:
-    assert hermes("42 </tool_call>") == ("42 </tool_call>", [])
-    assert llama_json("42") == ("42", [])
-
-
-def test_marker_inside_an_argument_is_text() -> None:
-    body = json.dumps({"name": "write", "arguments": {"text": "</tool_call><tool_call>"}})
-    assert hermes(wrapped(body, ADD))[1] == [
-        made("write", {"text": "</tool_call><tool_call>"}),
-        made("add", {"a": 1}),
-    ]
+@pytest.mark.parametrize(("family", "answer", "text", "calls"), ANSWERS.values(), ids=ANSWERS)
+def test_answer_is_read_as_text_and_calls(
+    family: Family, answer: str, text: str, calls: list[ToolCall]
+) -> None:
+    assert read(answer, family) == (text, calls)
 
 
 @pytest.mark.parametrize(
@@ -94,47 +114,38 @@ def test_truncated_call_has_an_error(text) -> None:
     assert call.error
 
 
-def test_bare_objects_are_calls_if_the_answer_has_no_other_text() -> None:
-    one = '{"name": "add", "parameters": {"a": 1}}'
-    said, calls = llama_json(f" <|python_tag|>{one}; {one}\n")
-    assert (said.strip(), calls) == ("", [made("add", {"a": 1})] * 2)
-    assert llama_json(f"So: {one}") == (f"So: {one}", [])
-    assert llama_json("{1, 2}") == ("{1, 2}", [])
-    assert llama_json('{"answer": 3}') == ('{"answer": 3}', [])
-    _, calls = llama_json(one + "; " + one[:-3])
+def test_bare_object_that_is_no_call_has_an_error() -> None:
+    _, calls = llama_json(LLAMA_ADD + "; " + LLAMA_ADD[:-3])
     assert calls[0] == made("add", {"a": 1})
     assert [bool(call.error) for call in calls] == [False, True]
     _, (call,) = llama_json('{"name": "add", "arguments": {}}')
     assert '"parameters" must be an object' in call.error
 
 
+def with_template(template: str) -> SimpleNamespace:
+    """Return the part of a tokenizer by which a family is detected."""
+    return SimpleNamespace(chat_template=template)
+
+
 @pytest.mark.parametrize("name", CHATS)
 def test_family_is_detected_by_the_chat_template(name: str) -> None:
-    assert family_of(tokenizer_of(name)) == FAMILIES[name]
+    assert family_of(with_template(CHATS[name].template)) == FAMILIES[name]
 
 
 def test_family_of_a_template_without_calls_is_text() -> None:
-    class Tokenizer:
-        chat_template = "{{ messages }}"
-
-    assert family_of(Tokenizer()).name == "text"
-    Tokenizer.chat_template = "<think>"
-    family = family_of(Tokenizer())
+    assert family_of(with_template("{{ messages }}")).name == "text"
+    family = family_of(with_template("<think>"))
     assert (family.name, family.think) == ("text", ["<think>", "</think>"])
-    assert family_of(Tokenizer(), "granite").name == "granite"
+    assert family_of(with_template("<think>"), "granite").name == "granite"
 
 
 def test_newer_templates_of_a_family_have_other_openings() -> None:
-    class Tokenizer:
-        chat_template = "[TOOL_CALLS][ARGS]"
-
-    family = family_of(Tokenizer())
+    family = family_of(with_template("[TOOL_CALLS][ARGS]"))
     assert family.opening("add") == "[TOOL_CALLS]add[ARGS]"
     assert read('[TOOL_CALLS]add[CALL_ID]abcdefgh1[ARGS]{"a": 1}', family)[1] == [
         made("add", {"a": 1})
     ]
-    Tokenizer.chat_template = "<｜tool▁calls▁begin｜>"
-    family = family_of(Tokenizer())
+    family = family_of(with_template("<｜tool▁calls▁begin｜>"))
     text = family.opening("add") + '{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     assert read(text, family) == ("", [made("add", {"a": 1})])
     assert "function" not in text
@@ -142,7 +153,7 @@ def test_newer_templates_of_a_family_have_other_openings() -> None:
 
 def test_unknown_family_is_refused() -> None:
     with pytest.raises(UserError, match=r"gateway.parser=qwen33: .*Did you mean 'qwen3'"):
-        family_of(tokenizer_of("qwen3"), "qwen33")
+        family_of(with_template(CHATS["qwen3"].template), "qwen33")
 
 
 KNOWN = ["add", "find"]
