@@ -6,12 +6,9 @@ the fork has a warm parent for them, too.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
-
-import uvloop
 
 from arealite.impl.launcher import warm_parent
 from tests import forks
@@ -28,7 +25,6 @@ def run_command(words: Sequence[str]) -> None:
     replace_module_paths(_imports_pythonpath, os.environ.get(PYTHONPATH, ""))
     if any(word in STARTERS for word in words[2:4]):
         forks.fork_here()
-        uvloop.run = asyncio.run  # uvloop starts processes without `subprocess`
     _run_command(words)
 
 
