@@ -190,7 +190,8 @@ class FunctionProcess(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End `run`."""
-        self._closed.set_result(None)
+        if not self._closed.done():  # it is cancelled when the event loop ends first
+            self._closed.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         """Give the answers to their callers, and get the next calls."""

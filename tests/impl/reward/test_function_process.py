@@ -63,14 +63,19 @@ def changes_row(completion, extra_info, tags):
 def changes_it_again(completion, extra_info, tags):
     return changes_row(completion, extra_info, tags)
 
+def note_running(gate):
+    written = Path(gate, "written")
+    written.write_text(str(os.getpid()))
+    written.rename(Path(gate, "running"))
+
 def waits(completion, gate):
-    Path(gate, "running").write_text(str(os.getpid()))
+    note_running(gate)
     while not Path(gate, "open").exists():
         time.sleep(0.005)
     return 1.0
 
 async def waits_async(completion, gate):
-    Path(gate, "running").write_text(str(os.getpid()))
+    note_running(gate)
     try:
         while not Path(gate, "open").exists():
             await asyncio.sleep(0.005)
