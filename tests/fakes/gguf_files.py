@@ -36,7 +36,7 @@ MERGED = "01"
 
 @dataclass(kw_only=True)
 class Content:
-    """What a GGUF file has beside the model of a folder."""
+    """Options of a GGUF file of a test."""
 
     quantisation: str = "F32"
     """Type of the matrices; vectors are F32."""

