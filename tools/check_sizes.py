@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODULE_LINES, FUNCTION_LINES, API_LINES, YAML_LINES, EXAMPLE_LINES = 400, 60, 150, 80, 100
 CONFIG_FIELDS, TREE_KEYS, TRAIN_LINES = 20, 230, 45
-TOTAL_CODE, CORE_CODE = 33_305, 27_475
+TOTAL_CODE, CORE_CODE = 34_305, 28_475
 """Lines of code of the package, and without PARTS. The goal of 16,000 and 11,500 is not reached."""
 LONGER_EXAMPLES = {"rl_loop.py": 200}
 """The whole loop, in one file."""

@@ -26,6 +26,8 @@ PREFILL_TOKENS = 8192
 """Padded prompt tokens of one forward pass; a longer prompt gets its own pass."""
 PREFILL_LOGITS = 2**26
 """Logits of one such pass: 256 MB in float32."""
+LEAST_SHARED = 16
+"""Tokens with which all prompts of a pass must begin, so that these are computed once."""
 WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
 BLOCK = 64
@@ -66,6 +68,7 @@ class SlotCache(Cache):
         self._shape = (0, 0)
         self._index: Index = (slice(0), slice(0))
         self._width: int | None = None
+        self._first = 0
 
     def reserve(self, rows: int, length: int) -> None:
         """Extend the cache to `rows` requests of `length` positions; the contents stay."""
@@ -86,13 +89,13 @@ class SlotCache(Cache):
         rows, length = self._shape
         return like.new_zeros((rows, heads, length, like.shape[-1])).transpose(1, 2)
 
-    def start(self, index: Index, *, width: int | None = None) -> None:
+    def start(self, index: Index, *, width: int | None = None, first: int = 0) -> None:
         """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
 
-        Attention reads the first `width` positions of the rows; None: only the positions that this
-        pass writes.
+        Attention reads the first `width` positions of the rows, which begin with row `first`. With
+        None, it reads only the positions that this pass writes.
         """
-        self._index, self._width = index, width
+        self._index, self._width, self._first = index, width, first
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
@@ -106,7 +109,8 @@ class SlotCache(Cache):
             tensor_STHD = self._tensors_STHD[place]
             tensor_STHD[self._index] = new.transpose(1, 2)
             if self._width is not None:
-                read[i] = tensor_STHD[: new.shape[0], : self._width].transpose(1, 2)
+                rows = slice(self._first, self._first + new.shape[0])
+                read[i] = tensor_STHD[rows, : self._width].transpose(1, 2)
         return read[0], read[1]
 
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
@@ -119,6 +123,20 @@ class SlotCache(Cache):
         """Drop all keys and values and free their memory."""
         self._tensors_STHD.clear()
         self._shape = (0, 0)
+
+
+def _shared(prompts: Sequence[Ids]) -> int:
+    """Return the number of first tokens that are computed once for all prompts; 0: none.
+
+    The last token of each prompt is not among them, because its logits are needed.
+    """
+    if len(prompts) < 2:
+        return 0
+    lowest, highest = min(prompts), max(prompts)  # all others are between them
+    pairs = enumerate(zip(lowest, highest, strict=False))
+    equal = next((i for i, (a, b) in pairs if a != b), min(len(lowest), len(highest)))
+    equal = min(equal, min(map(len, prompts)) - 1)
+    return equal if equal >= LEAST_SHARED else 0
 
 
 class BaseDecoder(ABC):
@@ -219,28 +237,40 @@ class Decoder(BaseDecoder):
         self.running += generations
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
-        self._cache.start((slice(first, first + len(prompts)), slice(0, longest)))
+        shared = 0 if any(each.wants_routing for each in generations) else _shared(prompts)
+        if shared:
+            self._forward_prompts([prompts[0][:shared]], [shared - 1], first=first)
+            self._cache.copy_rows([(first, first + i) for i in range(1, len(prompts))], shared)
         positions = sorted({len(prompt) - 1 for prompt in prompts})
         with self._recorder(generations, sources, [*map(len, prompts)]):
-            logits = self._forward_prompts(prompts, positions)
+            logits = self._forward_prompts(prompts, positions, first=first, begin=shared)
         moves = [(first + s, first + row) for row, s in enumerate(sources) if s != row]
         self._cache.copy_rows(moves, longest)
         index = {position: i for i, position in enumerate(positions)}
         last = [index[len(prompts[source]) - 1] for source in sources]
         self._sample(generations, logits[sources, last], self._settings_of(generations))
 
-    def _forward_prompts(self, prompts: Sequence[Ids], positions: Sequence[int]) -> Tensor:
-        """Return logits [B, len(positions), V] of right-padded prompts."""
-        longest = max(map(len, prompts))
-        tokens_BL = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
-        positions_L = torch.arange(longest, device=self._device)
+    def _forward_prompts(
+        self, prompts: Sequence[Ids], positions: Sequence[int], *, first: int, begin: int = 0
+    ) -> Tensor:
+        """Compute the tokens of prompts from position `begin` on, in rows from `first` on.
+
+        Returns:
+            Logits [B, len(positions), V]. The prompts are padded on the right.
+        """
+        longest, rows = max(map(len, prompts)), slice(first, first + len(prompts))
+        width = longest if begin else None
+        self._cache.start((rows, slice(begin, longest)), width=width, first=first)
+        rest = [torch.tensor(prompt[begin:]) for prompt in prompts]
+        tokens_BL = pad_sequence(rest, batch_first=True)
+        positions_L = torch.arange(begin, longest, device=self._device)
         return self.model(
             input_ids=tokens_BL.to(self._device),
             attention_mask=self._mask(positions_L[None], longest),
             position_ids=positions_L.expand(len(prompts), -1),
             **{self._name: self._cache},
             use_cache=True,
-            logits_to_keep=torch.tensor(positions, device=self._device),
+            logits_to_keep=torch.tensor(positions, device=self._device) - begin,
         ).logits
 
     def decode(self) -> None:

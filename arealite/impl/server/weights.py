@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import check_layers, read_model
 from arealite.impl.engine.loading import DTYPES, attention_of
+from arealite.impl.server.blocked_head import use_blocked_head
 from arealite.impl.server.engine import Job
 from arealite.impl.server.protocol import Refusal
 from arealite.impl.weights.buckets import Layout, Named
@@ -168,7 +169,9 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         why = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"model.path={path}: cannot be loaded: {why:.300}") from error
     TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
-    return loaded.to(pick_device(device)).eval().requires_grad_(False), tokenizer
+    model = loaded.to(pick_device(device)).eval().requires_grad_(False)
+    use_blocked_head(model)
+    return model, tokenizer
 
 
 def pick_device(device: str) -> str:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arealite.impl.server import decoder as decoder_module
-from arealite.impl.server.decoder import Decoder
+from arealite.impl.server.decoder import LEAST_SHARED, Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation, SamplingParams
 from arealite.impl.server.weights import ServedWeights, load_model, stage_weights
@@ -153,10 +153,13 @@ def check_family(folder: Path, family: str, settings: dict[str, Any]) -> None:
     """Compare requests of 1 to 60 tokens, prompt and answer, with plain forward passes."""
     path = tiny_model(folder, family=family, **settings)
     model = load_model(str(path), dtype="float32", device="cpu")[0]
-    generations = [make_generation(prompt, 20) for prompt in prompts(8, longest=40)]
-    run(Decoder(model, max_rows=5, seed=1), generations)
-    for generation in generations:
-        check_logprobs(model, generation)
+    (begin,) = prompts(1, seed=9)
+    begin += range(3, 3 + LEAST_SHARED)
+    for wanted in (prompts(8, longest=40), [begin + prompt for prompt in prompts(8, longest=20)]):
+        generations = [make_generation(prompt, 20) for prompt in wanted]
+        run(Decoder(model, max_rows=5, seed=1), generations)
+        for generation in generations:
+            check_logprobs(model, generation)
 
 
 @pytest.mark.parametrize("family", SLIDING)
@@ -212,9 +215,9 @@ def test_equal_prompts_share_one_prefill_and_are_sampled_separately(
     sizes = []
     forward = Decoder._forward_prompts
 
-    def counted(self: Decoder, batch: Any, positions: Any) -> torch.Tensor:
+    def counted(self: Decoder, batch: Any, *args: Any, **options: Any) -> torch.Tensor:
         sizes.append(len(batch))
-        return forward(self, batch, positions)
+        return forward(self, batch, *args, **options)
 
     monkeypatch.setattr(Decoder, "_forward_prompts", counted)
     generations = [make_generation(p, 12) for p in ([7, 8, 9], [7, 8, 9], [4], [7, 8, 9], [4])]
@@ -223,6 +226,37 @@ def test_equal_prompts_share_one_prefill_and_are_sampled_separately(
     assert [g.cached_tokens for g in generations] == [0, 2, 0, 2, 0]
     assert len({tuple(g.output) for g in generations}) == 5
     for generation in generations:
+        check_logprobs(qwen, generation)
+
+
+@pytest.mark.parametrize(
+    ("tails", "passes"),
+    [
+        ([[7], [8, 9]], [(1, 0), (2, LEAST_SHARED)]),
+        ([[7, 8], [7]], [(1, 0), (2, LEAST_SHARED)]),  # the last token of a prompt is not shared
+        ([[], [7]], [(2, 0)]),
+        ([[7]], [(1, 0)]),
+    ],
+)
+def test_beginning_that_all_prompts_of_a_pass_share_is_computed_once(
+    tails: list[list[int]], passes: list[tuple[int, int]], qwen: Any, monkeypatch: Any
+) -> None:
+    forward, seen = Decoder._forward_prompts, list[tuple[int, int]]()
+
+    def noted(self: Decoder, batch: Any, *args: Any, begin: int = 0, **options: Any) -> Any:
+        seen.append((len(batch), begin))
+        return forward(self, batch, *args, begin=begin, **options)
+
+    running = make_generation([5, 6, 7], 12)
+    decoder = Decoder(qwen, max_rows=8, seed=0)
+    with torch.inference_mode():
+        decoder.prefill(deque([running]))
+    monkeypatch.setattr(Decoder, "_forward_prompts", noted)
+    wanted = [[*range(20, 20 + LEAST_SHARED), *tail] for tail in tails]
+    generations = [make_generation(prompt, 12) for prompt in wanted]
+    run(decoder, generations)
+    assert seen == passes
+    for generation in (running, *generations):
         check_logprobs(qwen, generation)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from arealite.impl.server.generation import Generation, SamplingParams
-from arealite.impl.server.sampler import draw, settings_of
+from arealite.impl.server.sampler import BLOCK, draw, settings_of
 
 PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
 
@@ -58,3 +58,27 @@ def test_top_k_of_one_row_does_not_change_other_rows() -> None:
     assert set(tokens[0::3].tolist()) == set(tokens[2::3].tolist()) == {0}
     shares = torch.bincount(tokens[1::3], minlength=5) / 1000
     torch.testing.assert_close(shares, PROBS, atol=0.05, rtol=0)
+
+
+def test_tokens_of_a_large_vocabulary_are_drawn_in_proportion() -> None:
+    size, count = 2 * BLOCK + 5, 20_000
+    probs = torch.zeros(size, dtype=torch.float64)
+    likely = [0, 3, BLOCK - 1, BLOCK, 2 * BLOCK + 4]
+    probs[likely] = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25], dtype=torch.float64)
+    rows = [Generation(str(i), [1], SamplingParams(), 1, frozenset()) for i in range(count)]
+    settings = settings_of(rows, vocab_size=size, device="cpu")
+    logits = probs.log().float().expand(count, -1).clone()
+    tokens, _ = draw(logits, settings, torch.Generator().manual_seed(0))
+    shares = torch.bincount(tokens, minlength=size) / count
+    torch.testing.assert_close(shares, probs.float(), atol=0.015, rtol=0)
+    assert set(tokens.tolist()) == set(likely)  # no other token, however many there are
+
+
+def test_row_that_is_not_finite_gets_a_token_and_no_logprob() -> None:
+    rows = [Generation(str(i), [1], SamplingParams(), 1, frozenset()) for i in range(2)]
+    logits = torch.randn(2, 300)
+    logits[1, 7] = torch.nan
+    settings = settings_of(rows, vocab_size=300, device="cpu")
+    tokens, logprobs = draw(logits, settings, torch.Generator().manual_seed(0))
+    assert tokens.max() < 300
+    assert logprobs.isfinite().tolist() == [True, False]
