@@ -1,7 +1,8 @@
 """Logprobs and entropies of given tokens from hidden states, without all logits in memory.
 
 Plain autograd would keep [N, V] logits and probabilities for the backward pass. This autograd
-function keeps one number per token and recomputes the logits chunk by chunk. Shapes: N = tokens,
+function keeps one number per token and the last chunk, and computes the other chunks again. The
+last chunk costs no memory: the backward pass begins with a chunk in memory. Shapes: N = tokens,
 H = hidden size, V = vocabulary.
 """
 
@@ -67,16 +68,18 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, targets, temperature, (change, chunk) = inputs
-        head = Head(weight, bias, change)
+        head, logp = Head(weight, bias, change), None
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
+            part, logp = slice(start, start + chunk), None  # None: frees the chunk before
             logp = _log_softmax(head.logits(hidden[part]), temperature[part])
             logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
             entropy[part] = logp.exp().mul_(logp).sum(-1).neg_()
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy)
         ctx.options = change, chunk
+        # The slope of a softcap needs the logits themselves.
+        ctx.last_logp = logp if any(ctx.needs_input_grad) and not change.softcap else None
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -92,12 +95,14 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.zeros_like(tensor, dtype=torch.float32) if wanted else None
             for tensor, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         ]
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            logits = head.logits(hidden[part])
-            # ∂ cap · tanh(x / cap) / ∂x = 1 − tanh²
-            slope = 1 - logits.div(change.softcap).square_() if change.softcap else None
-            logp = _log_softmax(logits, temperature[part])
+        for start in reversed(range(0, len(targets), chunk)):
+            part, slope = slice(start, start + chunk), None
+            logp, ctx.last_logp = ctx.last_logp, None
+            if logp is None:
+                logits = head.logits(hidden[part])
+                # ∂ cap · tanh(x / cap) / ∂x = 1 − tanh²
+                slope = 1 - logits.div(change.softcap).square_() if change.softcap else None
+                logp = _log_softmax(logits, temperature[part])
             # In place: the peak is two logit chunks (with a softcap three), besides the gradient
             # of the head.
             if grad_entropy is None:
