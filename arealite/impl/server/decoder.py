@@ -27,7 +27,7 @@ PREFILL_TOKENS = 8192
 PREFILL_LOGITS = 2**26
 """Logits of one such pass: 256 MB in float32."""
 LEAST_SHARED = 16
-"""Tokens with which all prompts of a pass must begin, so that these are computed once."""
+"""Smallest number of tokens of a shared beginning."""
 WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
 BLOCK = 64
@@ -69,6 +69,8 @@ class SlotCache(Cache):
         self._index: Index = (slice(0), slice(0))
         self._width: int | None = None
         self._first = 0
+        self._beginning_THD: list[Tensor] = []
+        """Keys and values of a beginning that prompts share, in the order of `_tensors_STHD`."""
 
     def reserve(self, rows: int, length: int) -> None:
         """Extend the cache to `rows` requests of `length` positions; the contents stay."""
@@ -119,24 +121,27 @@ class SlotCache(Cache):
         for tensor in self._tensors_STHD if moves else ():
             tensor[targets, :length] = tensor[sources, :length]
 
+    def keep_beginning(self, row: int, length: int) -> None:
+        """Copy the first `length` positions of a row for later requests."""
+        self._beginning_THD = [tensor[row, :length].clone() for tensor in self._tensors_STHD]
+
+    def put_beginning(self, rows: slice) -> None:
+        """Copy the kept beginning into rows."""
+        for tensor, beginning in zip(self._tensors_STHD, self._beginning_THD, strict=True):
+            tensor[rows, : len(beginning)] = beginning
+
     def drop(self) -> None:
         """Drop all keys and values and free their memory."""
         self._tensors_STHD.clear()
+        self._beginning_THD.clear()
         self._shape = (0, 0)
 
 
-def _shared(prompts: Sequence[Ids]) -> int:
-    """Return the number of first tokens that are computed once for all prompts; 0: none.
-
-    The last token of each prompt is not among them, because its logits are needed.
-    """
-    if len(prompts) < 2:
-        return 0
+def _common_length(prompts: Sequence[Ids]) -> int:
+    """Return the number of first tokens that are equal in all prompts."""
     lowest, highest = min(prompts), max(prompts)  # all others are between them
     pairs = enumerate(zip(lowest, highest, strict=False))
-    equal = next((i for i, (a, b) in pairs if a != b), min(len(lowest), len(highest)))
-    equal = min(equal, min(map(len, prompts)) - 1)
-    return equal if equal >= LEAST_SHARED else 0
+    return next((i for i, (a, b) in pairs if a != b), min(len(lowest), len(highest)))
 
 
 class BaseDecoder(ABC):
@@ -175,6 +180,12 @@ class BaseDecoder(ABC):
         """Remove and return all running requests; drop all keys, values and states."""
         out, self.running = self.running, []
         return out
+
+    def forget(self) -> None:  # noqa: B027  (most decoders keep nothing)
+        """Drop what was kept for later requests, because the weights have changed.
+
+        Running requests keep their keys and values.
+        """
 
     def _admit(self, waiting: deque[Generation]) -> tuple[list[Ids], list[Generation], list[int]]:
         """Remove the requests that fit from `waiting`.
@@ -230,6 +241,10 @@ class Decoder(BaseDecoder):
         self._settings: Settings | None = None
         """None: the batch's tensors must be rebuilt."""
         self._longest = 0
+        self._beginning: Ids = ()
+        """The tokens whose keys and values the cache keeps for later prompts."""
+        self._latest: Ids = ()
+        """A prompt of the latest pass, under the present weights."""
 
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
@@ -237,10 +252,8 @@ class Decoder(BaseDecoder):
         self.running += generations
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
-        shared = 0 if any(each.wants_routing for each in generations) else _shared(prompts)
-        if shared:
-            self._forward_prompts([prompts[0][:shared]], [shared - 1], first=first)
-            self._cache.copy_rows([(first, first + i) for i in range(1, len(prompts))], shared)
+        wants_routing = any(each.wants_routing for each in generations)
+        shared = 0 if wants_routing else self._put_beginning(prompts, first)
         positions = sorted({len(prompt) - 1 for prompt in prompts})
         with self._recorder(generations, sources, [*map(len, prompts)]):
             logits = self._forward_prompts(prompts, positions, first=first, begin=shared)
@@ -249,6 +262,29 @@ class Decoder(BaseDecoder):
         index = {position: i for i, position in enumerate(positions)}
         last = [index[len(prompts[source]) - 1] for source in sources]
         self._sample(generations, logits[sources, last], self._settings_of(generations))
+
+    def _put_beginning(self, prompts: Sequence[Ids], first: int) -> int:
+        """Write keys and values of a beginning that all prompts share, for example a system prompt.
+
+        It is computed only if it is not the beginning of earlier prompts. The last token of each
+        prompt is not part of it, because its logits are needed.
+
+        Returns:
+            The number of tokens of the beginning; 0: the prompts share too few.
+        """
+        longest = min(map(len, prompts)) - 1
+        known = self._beginning[:longest]
+        if len(known) < LEAST_SHARED or any(prompt[: len(known)] != known for prompt in prompts):
+            compared = prompts if len(prompts) > 1 else [*prompts, self._latest]
+            length = min(longest, _common_length(compared))
+            self._latest = prompts[-1]
+            if length < LEAST_SHARED:
+                return 0
+            self._beginning = prompts[0][:length]
+            self._forward_prompts([self._beginning], [length - 1], first=first)
+            self._cache.keep_beginning(first, length)
+        self._cache.put_beginning(slice(first, first + len(prompts)))
+        return min(longest, len(self._beginning))
 
     def _forward_prompts(
         self, prompts: Sequence[Ids], positions: Sequence[int], *, first: int, begin: int = 0
@@ -323,9 +359,13 @@ class Decoder(BaseDecoder):
         return ended
 
     def clear(self) -> list[Generation]:
+        self.forget()
         self._cache.drop()
         self._settings = None
         return super().clear()
+
+    def forget(self) -> None:
+        self._beginning = self._latest = ()
 
     def _rebuild(self) -> Settings:
         """Rebuild the batch's tensors after requests were admitted or removed."""

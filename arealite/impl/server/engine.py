@@ -156,6 +156,7 @@ class Engine:
             self._closing = True  # the weights may be partly old and partly new
             self.on_crash(error)
             raise
+        self.decoder.forget()
         if version is not None:
             self.relabel(version)
         return not flush or self.flush()
@@ -166,6 +167,7 @@ class Engine:
             for generation in (*self.decoder.running, *self.waiting):
                 generation.close_span(self.version)
             self.version = version
+            self.decoder.forget()  # a trainer in this process may have changed the weights
 
     def _post(self, command: Job) -> None:
         with self._wake:

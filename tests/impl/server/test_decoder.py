@@ -229,35 +229,100 @@ def test_equal_prompts_share_one_prefill_and_are_sampled_separately(
         check_logprobs(qwen, generation)
 
 
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """(prompts, first computed position, position after the last) of each pass over prompts."""
+    forward, seen = Decoder._forward_prompts, list[tuple[int, int, int]]()
+
+    def noted(self: Decoder, batch: Any, *args: Any, begin: int = 0, **options: Any) -> Any:
+        seen.append((len(batch), begin, max(map(len, batch))))
+        return forward(self, batch, *args, begin=begin, **options)
+
+    monkeypatch.setattr(Decoder, "_forward_prompts", noted)
+    return seen
+
+
+BEGINNING = [*range(20, 20 + LEAST_SHARED)]
+SYSTEM = len(BEGINNING)
+
+
 @pytest.mark.parametrize(
-    ("tails", "passes"),
+    ("tails", "expected"),
     [
-        ([[7], [8, 9]], [(1, 0), (2, LEAST_SHARED)]),
-        ([[7, 8], [7]], [(1, 0), (2, LEAST_SHARED)]),  # the last token of a prompt is not shared
-        ([[], [7]], [(2, 0)]),
-        ([[7]], [(1, 0)]),
+        ([[7], [8, 9]], [(1, 0, SYSTEM), (2, SYSTEM, SYSTEM + 2)]),
+        ([[7, 8], [7]], [(1, 0, SYSTEM), (2, SYSTEM, SYSTEM + 2)]),  # not the last token
+        ([[], [7]], [(2, 0, SYSTEM + 1)]),
+        ([[7]], [(1, 0, SYSTEM + 1)]),
     ],
 )
 def test_beginning_that_all_prompts_of_a_pass_share_is_computed_once(
-    tails: list[list[int]], passes: list[tuple[int, int]], qwen: Any, monkeypatch: Any
+    tails: list[list[int]],
+    expected: list[tuple[int, int, int]],
+    qwen: Any,
+    passes: list[tuple[int, int, int]],
 ) -> None:
-    forward, seen = Decoder._forward_prompts, list[tuple[int, int]]()
-
-    def noted(self: Decoder, batch: Any, *args: Any, begin: int = 0, **options: Any) -> Any:
-        seen.append((len(batch), begin))
-        return forward(self, batch, *args, begin=begin, **options)
-
-    running = make_generation([5, 6, 7], 12)
-    decoder = Decoder(qwen, max_rows=8, seed=0)
+    running, decoder = make_generation([5, 6, 7], 12), Decoder(qwen, max_rows=8, seed=0)
     with torch.inference_mode():
         decoder.prefill(deque([running]))
-    monkeypatch.setattr(Decoder, "_forward_prompts", noted)
-    wanted = [[*range(20, 20 + LEAST_SHARED), *tail] for tail in tails]
-    generations = [make_generation(prompt, 12) for prompt in wanted]
+    passes.clear()
+    generations = [make_generation(BEGINNING + tail, 12) for tail in tails]
     run(decoder, generations)
-    assert seen == passes
+    assert passes == expected
     for generation in (running, *generations):
         check_logprobs(qwen, generation)
+
+
+def prefill(decoder: Decoder, *prompts: list[int]) -> list[Generation]:
+    """Admit prompts in one pass, and return their generations."""
+    generations = [make_generation(prompt, 4) for prompt in prompts]
+    with torch.inference_mode():
+        decoder.prefill(deque(generations))
+    return generations
+
+
+def test_beginning_of_the_prompt_before_is_computed_once_for_later_prompts(
+    qwen: Any, passes: list[tuple[int, int, int]]
+) -> None:
+    decoder = Decoder(qwen, max_rows=16, seed=0)
+    generations = prefill(decoder, [*BEGINNING, 7, 8])
+    generations += prefill(decoder, [*BEGINNING, 9])  # only now is the beginning known
+    generations += prefill(decoder, [*BEGINNING, 4, 5, 6])
+    generations += prefill(decoder, [*BEGINNING, 4, 6], [*BEGINNING, 4, 7])
+    generations += prefill(decoder, [3, 4, 5], [4, 5])
+    assert passes == [
+        (1, 0, SYSTEM + 2),
+        (1, 0, SYSTEM),
+        (1, SYSTEM, SYSTEM + 1),
+        (1, SYSTEM, SYSTEM + 3),
+        (2, SYSTEM, SYSTEM + 2),
+        (2, 0, 3),
+    ]
+    run(decoder, [])
+    for generation in generations:
+        check_logprobs(qwen, generation)
+
+
+def test_new_weights_use_no_beginning_of_the_old_ones(
+    tmp_path: Path, passes: list[tuple[int, int, int]]
+) -> None:
+    folders = [tiny_model(tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    model = load_model(str(folders[0]), dtype="float32", device="cpu")[0]
+    decoder, crashes = Decoder(model, max_rows=8, seed=0), list[BaseException]()
+    engine = Engine(decoder, deliver=lambda *_: None, on_crash=crashes.append)
+    prefill(decoder, [*BEGINNING, 7], [*BEGINNING, 8])
+    engine.pause("in_place")
+    with torch.inference_mode():
+        job = partial(stage_weights, ServedWeights(model, folders[0]), str(folders[1]))
+        assert engine.update(job, "1", False)
+    passes.clear()
+    (generation,) = prefill(decoder, [*BEGINNING, 9])
+    assert passes == [(1, 0, SYSTEM + 1)]
+    check_logprobs(model, generation)
+    prefill(decoder, [*BEGINNING, 5])
+    engine.relabel("2")  # weights that a trainer in this process has changed
+    passes.clear()
+    prefill(decoder, [*BEGINNING, 6])
+    assert passes == [(1, 0, SYSTEM + 1)]
 
 
 def test_long_prompts_are_prefilled_in_bounded_batches(qwen: Any, monkeypatch: Any) -> None:
