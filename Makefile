@@ -45,7 +45,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -72,6 +72,7 @@ help:
 	@echo "make constraints  write constraints.txt from the installed versions"
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
 	@echo "make bench        run every benchmark except bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
+	@echo "make gpu-day      check, test and measure a machine with a GPU in nine minutes; writes out/gpu_day (GGUF=FILE of SmolLM2)"
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@$(call venv,$(VENV))
@@ -258,6 +259,10 @@ bench-gateway: $(VENV)/.dev sglang
 
 bench-sglang: $(VENV)/.dev sglang
 	$(PY) tools/bench_sglang.py
+
+# On a machine without a network, run the script without make: python3 tools/gpu_day.py --out FOLDER
+gpu-day: $(VENV)/.dev
+	$(PY) tools/gpu_day.py --out out/gpu_day $(if $(GGUF),--gguf $(GGUF))
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(AREAL_VENV) $(ATTACKS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) out runs build dist

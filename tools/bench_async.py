@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,10 +88,7 @@ def main() -> None:
             for name in ("async_ppo", "ppo"):
                 wait_for_quiet()
                 pair |= measure(kit, name, options, repeat, pair)
-            g, t = pair["ppo_wait_s"], pair["ppo_step_s"] - pair["ppo_wait_s"]
-            pair |= {"ratio": pair["async_ppo_tokens_per_s"] / pair["ppo_tokens_per_s"]}
-            pair |= {"generating_s": g, "training_s": t, "bound": (g + t) / max(g, t)}
-            pair |= {"share_of_bound": pair["ratio"] / pair["bound"]}
+            pair |= compare(results_of(pair, "ppo"), results_of(pair, "async_ppo"))
             pairs.append(pair)
             print(f"pair {repeat}:", "  ".join(f"{k} {v:.3f}" for k, v in pair.items()))
     quiet = [pair for pair in pairs if pair["quiet"]] or pairs
@@ -115,9 +112,20 @@ def make_kit(folder: Path) -> None:
         num_hidden_layers=2,
         init_std=0.02,
     )
+    write_prompts(folder)
+
+
+def write_prompts(folder: Path) -> None:
+    """Write the prompts."""
     with (folder / "train.jsonl").open("w") as file:
         for index in range(512):
             file.write(json.dumps({"prompt": f"{index}+1=", "ground_truth": "x"}) + "\n")
+
+
+def results_of(pair: dict[str, float], trainer: str) -> dict[str, float]:
+    """Return the results of one trainer, without its prefix."""
+    prefix = f"{trainer}_"
+    return {k.removeprefix(prefix): v for k, v in pair.items() if k.startswith(prefix)}
 
 
 @contextlib.contextmanager
@@ -148,41 +156,95 @@ def core(number: int) -> Iterator[None]:
 def measure(
     folder: Path, trainer: str, options: argparse.Namespace, repeat: int, pair: dict[str, float]
 ) -> dict[str, float]:
-    """Train; return trained tokens per second and the mean step, without the first steps."""
+    """Train beside a server on the other core; return prefixed figures of `run_trainer`."""
     others, run_root = Others(), folder / f"{trainer}-{repeat}"
+    overrides = [
+        "trainer.ppo.batch_size=256",
+        f"trainer.ppo.collector.sampling.max_new_tokens={options.longest}",
+        f"trainer.ppo.total_steps={options.steps}",
+        "trainer.ppo.engine.fsdp.max_tokens_per_microbatch=2048",
+    ]
+    with server(folder), core(0):
+        run = run_trainer(folder, trainer, run_root, overrides, warm_steps=WARM_STEPS)
+    return {
+        "quiet": float(pair["quiet"] and others.cores() < BUSY),
+        **{f"{trainer}_{name}": value for name, value in run.items()},
+    }
+
+
+def run_trainer(
+    kit: Path,
+    trainer: str,
+    run_root: Path,
+    overrides: Sequence[str],
+    *,
+    warm_steps: int,
+    last_steps: int = 0,
+) -> dict[str, float]:
+    """Train with random rewards and answers of heavy-tailed lengths.
+
+    Args:
+        kit: Folder of `make_kit`.
+        trainer: Name of a file in config/.
+        run_root: Folder for the run.
+        overrides: Further options of train.py.
+        warm_steps: Steps at the beginning that are not measured.
+        last_steps: Steps at the end that are not measured.
+
+    Returns:
+        Trained tokens per second, mean seconds of a step, and of its wait for the batch.
+
+    Raises:
+        SystemExit: train.py failed; the message has its output.
+    """
     command = [
         sys.executable,
         str(ROOT / "train.py"),
         "--config",
         str(ROOT / "config" / f"{trainer}.yaml"),
-        *names(folder),
-        f"model.path={folder / 'model'}",
-        f"dataset.train={folder / 'train.jsonl'}",
+        *names(kit),
+        f"model.path={kit / 'model'}",
+        f"dataset.train={kit / 'train.jsonl'}",
         f"cluster.run_root={run_root}",
         "imports=[bench_async]",
         "trainer.ppo.collector.agent.type=heavy_tail",
         "trainer.ppo.collector.env.type=coin",
-        "trainer.ppo.batch_size=256",
         "trainer.ppo.collector.group_size=8",
-        f"trainer.ppo.collector.sampling.max_new_tokens={options.longest}",
-        f"trainer.ppo.total_steps={options.steps}",
-        "trainer.ppo.engine.fsdp.max_tokens_per_microbatch=2048",
         "trainer.ppo.checkpoint.export=false",
+        *overrides,
     ]
-    with server(folder), core(0):
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{trainer} failed:\n{done.stdout}{done.stderr}")
+    return speed(run_root, warm_steps, last_steps)
+
+
+def speed(run_root: Path, warm_steps: int, last_steps: int) -> dict[str, float]:
+    """Read the figures of `run_trainer` from the metrics of a run."""
     lines = (run_root / "bench" / "t" / "metrics.jsonl").read_text().splitlines()
-    measured = [json.loads(line) for line in lines if "throughput/trained_tokens" in line]
-    timed = measured[WARM_STEPS:]
+    steps = [json.loads(line) for line in lines if "throughput/trained_tokens" in line]
+    timed = steps[warm_steps : len(steps) - last_steps]
     tokens = sum(line["throughput/trained_tokens"] for line in timed[1:])
     seconds = timed[-1]["time"] - timed[0]["time"]
     return {
-        "quiet": float(pair["quiet"] and others.cores() < BUSY),
-        f"{trainer}_tokens_per_s": tokens / seconds,
-        f"{trainer}_step_s": seconds / (len(timed) - 1),
-        f"{trainer}_wait_s": statistics.mean(line["wait/batch_s"] for line in timed[1:]),
+        "tokens_per_s": tokens / seconds,
+        "step_s": seconds / (len(timed) - 1),
+        "wait_s": statistics.mean(line["wait/batch_s"] for line in timed[1:]),
+    }
+
+
+def compare(synchronous: dict[str, float], asynchronous: dict[str, float]) -> dict[str, float]:
+    """Return async over sync, and its bound, from two results of `run_trainer`."""
+    generating_s = synchronous["wait_s"]
+    training_s = synchronous["step_s"] - generating_s
+    ratio = asynchronous["tokens_per_s"] / synchronous["tokens_per_s"]
+    bound = (generating_s + training_s) / max(generating_s, training_s)
+    return {
+        "ratio": ratio,
+        "generating_s": generating_s,
+        "training_s": training_s,
+        "bound": bound,
+        "share_of_bound": ratio / bound,
     }
 
 

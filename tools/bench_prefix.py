@@ -69,10 +69,13 @@ def draw(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(3, 64, count).astype(np.int32)
 
 
-def group(rng: np.random.Generator) -> list[Sequence]:
+def group(
+    rng: np.random.Generator, prompt_tokens: int = PROMPT, answer_tokens: int = ANSWER
+) -> list[Sequence]:
     """Make the answers to one prompt."""
-    prompt = draw(rng, PROMPT)
-    return [row(np.concatenate([prompt, draw(rng, ANSWER)]), ANSWER) for _ in range(GROUP)]
+    prompt = draw(rng, prompt_tokens)
+    rows = (np.concatenate([prompt, draw(rng, answer_tokens)]) for _ in range(GROUP))
+    return [row(tokens, answer_tokens) for tokens in rows]
 
 
 def tree(rng: np.random.Generator) -> list[Sequence]:

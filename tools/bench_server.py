@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,34 @@ def copy_seconds(model: Any, folder: Path) -> float:
     return time.perf_counter() - started
 
 
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, name_root: Path, *, dtype: str = "float32"
+) -> AsyncGenerator[tuple[EmbeddedServer, aiohttp.ClientSession]]:
+    """Serve a model in this process during the body; yield the server and a session with it."""
+    config = ServerConfig(
+        cluster=ClusterConfig(name_root=str(name_root)),
+        model=ModelConfig(path=str(folder), dtype=dtype),
+    )
+    server = EmbeddedServer(config)
+    serve = asyncio.ensure_future(server.serve())
+    is_ready = asyncio.ensure_future(server.ready.wait())
+    await asyncio.wait([serve, is_ready], return_when=asyncio.FIRST_COMPLETED)
+    if serve.done():  # it failed
+        is_ready.cancel()
+        serve.result()
+    connector = aiohttp.TCPConnector(limit=0)
+    headers = NameRegistry.of(config).headers()
+    try:
+        async with aiohttp.ClientSession(
+            server.address, connector=connector, headers=headers
+        ) as session:
+            yield server, session
+    finally:
+        serve.cancel()
+        await asyncio.wait([serve])
+
+
 class Bench:
     """One server and one baseline model of the same folder."""
 
@@ -127,26 +157,10 @@ class Bench:
         """Serve one model; fill `results`."""
         folder = tiny_model(self.root / name, **settings)
         baseline = AutoModelForCausalLM.from_pretrained(folder).eval()
-        config = ServerConfig(
-            cluster=ClusterConfig(name_root=str(self.root / "names")),
-            model=ModelConfig(path=str(folder)),
-        )
-        server = EmbeddedServer(config)
-        serving = asyncio.ensure_future(server.serve())
-        await asyncio.wait(
-            [serving, asyncio.ensure_future(server.ready.wait())],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        connector = aiohttp.TCPConnector(limit=0)
-        headers = NameRegistry.of(config).headers()
-        async with aiohttp.ClientSession(
-            server.address, connector=connector, headers=headers
-        ) as session:
+        async with serving(folder, self.root / "names") as (_, session):
             for batch in batches:
                 await self._throughput(session, baseline, name, batch)
             await self._updates(session, baseline, name, folder)
-        serving.cancel()
-        await asyncio.wait([serving])
 
     async def _throughput(
         self, session: aiohttp.ClientSession, baseline: Any, name: str, batch: int

@@ -269,7 +269,9 @@ def names(kit: Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return the environment, with this module as a plugin; the config sets the threads."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
+    folders = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
+    paths = os.pathsep.join(filter(None, folders))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
 def run_ours(name: str, kit: Path, repeat: int) -> dict[str, float]:

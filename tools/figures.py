@@ -22,7 +22,14 @@ def save(file: str | Path, figures: Mapping[str, Any], *, keep: bool = False) ->
     path = FOLDER / file if isinstance(file, str) else file
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if keep and path.exists() else {}
-    path.write_text(json.dumps(before | dict(figures), indent=1) + "\n")
+    replace(path, json.dumps(before | dict(figures), indent=1) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file at once: a reader never gets a part of it, also if this process is killed."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def peak_mb() -> float:
