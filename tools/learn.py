@@ -1,6 +1,8 @@
-"""Train a tiny model on a lesson of tools/lessons, and draw its curve: `make learn LESSON=name`.
+"""Train a model on a lesson, and draw its curve: `make learn LESSON=name`.
 
-After the warm-up, train.py starts datapipe, worker, server and trainer on this machine.
+A lesson of tools/lessons has a tiny model. After the warm-up, train.py starts datapipe, worker,
+server and trainer on this machine. A lesson of arealite/impl/demo/lessons has SmolLM2, and
+`arealite quickstart` runs it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
 from arealite.base.names import RunPaths  # noqa: E402
+from arealite.cli import quickstart  # noqa: E402
+from arealite.impl.demo.lesson import names_of_lessons  # noqa: E402
 from tools.demo import BACKENDS, SERVER_WAIT_S, plot, server  # noqa: E402
 from tools.lesson import Lesson, make_kit  # noqa: E402
 
@@ -34,7 +38,8 @@ ENDS = 5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one lesson; return the exit code of train.py."""
-    names = sorted(file.stem for file in (ROOT / "tools/lessons").glob("[a-z]*.py"))
+    of_tiny_models = sorted(file.stem for file in (ROOT / "tools/lessons").glob("[a-z]*.py"))
+    names = [*of_tiny_models, *names_of_lessons()]
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("lesson", choices=names)
     parser.add_argument("--seed", type=int, default=1)
@@ -47,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="further options of train.py"
     )
     options = parser.parse_intermixed_args(argv)
+    if options.lesson not in of_tiny_models:
+        words = ["--model", "smollm2", "--lesson", options.lesson, "--seed", str(options.seed)]
+        return quickstart.main([*words, *options.overrides])
     lesson: Lesson = importlib.import_module(f"tools.lessons.{options.lesson}").LESSON
     if options.kit:
         print(make_kit(options.kit, lesson, options.seed))

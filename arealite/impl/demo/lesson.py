@@ -1,0 +1,107 @@
+"""Define a lesson for a small pretrained model, and write its data.
+
+A lesson is a task with a verifiable reward. Its held-out tasks are the same for every seed, and no
+task that is trained is among them.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from arealite.base.errors import UserError
+
+Row = Mapping[str, Any]
+"""A task as docs/data.md describes it: `prompt`, `ground_truth` and other columns."""
+LESSONS = "arealite.impl.demo.lessons"
+HELD_OUT_SEED = "held-out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """A task, and the options with which a small pretrained model learns it."""
+
+    about: str
+    """What the model learns, in a few words."""
+    draw: Callable[[random.Random], Row]
+    """A function that draws one task."""
+    key: Callable[[Row], Hashable]
+    """Tasks with equal keys count as the same task."""
+    reward: str
+    """The reward function, as MODULE:FUNCTION."""
+    options: Sequence[str]
+    """Options of `arealite train` for the reinforcement learning."""
+    demonstrate: Callable[[Row], str] | None = None
+    """The right answer to a task, for the warm start; None: there is no warm start."""
+    warm_start: Sequence[str] = ()
+    """Options of `arealite train --config sft` for the warm start."""
+    train_rows: int = 4096
+    eval_rows: int = 512
+    eval_samples: int = 1
+    """Samples of each held-out task."""
+    demonstrations: int = 0
+    """Tasks of the warm start."""
+
+
+def names_of_lessons() -> list[str]:
+    """Return the names of all lessons."""
+    names = (entry.name for entry in files(LESSONS).iterdir())
+    modules = (name for name in names if name.endswith(".py") and not name.startswith("_"))
+    return sorted(name.removesuffix(".py") for name in modules)
+
+
+def find_lesson(name: str) -> Lesson:
+    """Return a lesson.
+
+    Raises:
+        UserError: There is no lesson of this name.
+    """
+    if name not in names_of_lessons():
+        known = ", ".join(names_of_lessons())
+        raise UserError(f"--lesson {name}: there is no such lesson. Known lessons: {known}.")
+    return import_module(f"{LESSONS}.{name}").LESSON
+
+
+def write_data(lesson: Lesson, folder: Path, seed: int) -> dict[str, str]:
+    """Write train.jsonl, eval.jsonl and, for a warm start, demonstrations.jsonl.
+
+    Returns:
+        {file name: SHA-256 of the file}.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = set[Hashable]()
+    held_out = list(_draw_new(lesson, HELD_OUT_SEED, lesson.eval_rows, taken))
+    # Demonstrations are drawn before the tasks for training, so that no task is in both.
+    shown = list(_draw_new(lesson, f"demonstrations-{seed}", lesson.demonstrations, taken))
+    trained = list(_draw_new(lesson, f"train-{seed}", lesson.train_rows, taken))
+    rows_of_file = {"train.jsonl": trained, "eval.jsonl": held_out}
+    if lesson.demonstrate:
+        answered = (_with_answer(row, lesson.demonstrate(row)) for row in shown)
+        rows_of_file["demonstrations.jsonl"] = list(answered)
+    hashes = dict[str, str]()
+    for name, rows in rows_of_file.items():
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (folder / name).write_bytes(content)
+        hashes[name] = hashlib.sha256(content).hexdigest()
+    return hashes
+
+
+def _draw_new(lesson: Lesson, seed: str, count: int, taken: set[Hashable]) -> Iterator[Row]:
+    """Yield `count` tasks whose keys are not in `taken`, and add their keys to it."""
+    rng = random.Random(seed)
+    while count:
+        row = lesson.draw(rng)
+        if lesson.key(row) not in taken:
+            taken.add(lesson.key(row))
+            count -= 1
+            yield row
+
+
+def _with_answer(row: Row, answer: str) -> Row:
+    completion = [{"role": "assistant", "content": answer}]
+    return {"prompt": row["prompt"], "completion": completion}

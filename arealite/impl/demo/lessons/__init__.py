@@ -1,0 +1,1 @@
+"""Lessons for a small pretrained model: each module has one `LESSON`."""

@@ -1,0 +1,61 @@
+"""Sort three names alphabetically. The reward is dense: the share of places with the right name."""
+
+import random
+from itertools import groupby
+from pathlib import Path
+
+from arealite.impl.demo.lesson import Lesson, Row
+
+NUM_NAMES = 3
+NAMES = Path(__file__).with_name("first_names.txt").read_text().split()
+"""First names that are one token of SmolLM2 each."""
+NAMES_OF_LETTER = {letter: list(group) for letter, group in groupby(NAMES, key=lambda n: n[0])}
+EXAMPLE = [
+    {"role": "system", "content": "Sort the names alphabetically."},
+    {"role": "user", "content": "Tom, Adam, Mia"},
+    {"role": "assistant", "content": "Adam, Mia, Tom"},
+]
+"""The prompt's beginning: without an example, the model rarely answers with a list."""
+
+
+def draw(rng: random.Random) -> Row:
+    """Draw a task: names with different first letters."""
+    letters = rng.sample(sorted(NAMES_OF_LETTER), NUM_NAMES)
+    names = [rng.choice(NAMES_OF_LETTER[letter]) for letter in letters]
+    question = {"role": "user", "content": ", ".join(names)}
+    return {"prompt": [*EXAMPLE, question], "ground_truth": ", ".join(sorted(names))}
+
+
+def names_in_place(completion: str, ground_truth: str) -> float:
+    """Return the share of places, of the longer of both lists, that have the right name."""
+    wanted = ground_truth.split(", ")
+    answered = completion.strip().split(", ")
+    right = sum(a == b for a, b in zip(answered, wanted, strict=False))
+    return right / max(len(answered), len(wanted))
+
+
+LESSON = Lesson(
+    about="sort three names alphabetically",
+    draw=draw,
+    key=lambda row: row["ground_truth"],
+    reward=f"{__name__}:names_in_place",
+    demonstrate=lambda row: row["ground_truth"],
+    demonstrations=1024,
+    warm_start=[
+        "trainer.offline.lr=3e-5",
+        "trainer.offline.batch_size=32",
+        "trainer.offline.max_steps=24",
+        "trainer.offline.optimizer.warmup_steps=4",
+    ],
+    options=[
+        "trainer.ppo.total_steps=40",
+        "trainer.ppo.batch_size=128",
+        "trainer.ppo.max_staleness=1",
+        "trainer.ppo.lr=4e-5",
+        "trainer.ppo.optimizer.warmup_steps=4",
+        "trainer.ppo.optimizer.schedule=linear",
+        "trainer.ppo.loss.eps_high=0.28",
+        "trainer.ppo.collector.sampling.max_new_tokens=16",
+        "trainer.ppo.eval.sampling.max_new_tokens=16",
+    ],
+)

@@ -1,0 +1,167 @@
+"""`arealite quickstart --model`: its steps and what it writes. The commands are replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arealite.api.sampling import EvaluateConfig
+from arealite.base.errors import UserError
+from arealite.cli import configs, lesson
+from arealite.cli import main as cli
+from arealite.impl.demo.lesson import find_lesson
+from arealite.impl.demo.lessons import alphabet_sort
+
+SMALL = dataclasses.replace(alphabet_sort.LESSON, train_rows=16, eval_rows=4, demonstrations=8)
+
+
+class Commands:
+    """Replacements of the commands: they note their words and write what the others read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = list[tuple[str, list[str]]]()
+        self.codes = {"train": 0, "eval": 0, "report": 0, "audit": 0}
+        for name, module in (
+            ("train", lesson.train),
+            ("eval", lesson.evaluate),
+            ("report", lesson.report),
+            ("audit", lesson.audit),
+        ):
+            monkeypatch.setattr(module, "main", lambda words, name=name: self.call(name, words))
+
+    def call(self, name: str, words: list[str]) -> int:
+        self.calls.append((name, words))
+        if name == "eval":
+            config = configs.parse(EvaluateConfig, words, command="eval", description="")
+            share = len(self.calls) / 10
+            estimate = {"mean": share, "low": share - 0.05, "high": share + 0.05}
+            row = {"reward": estimate, "pass": {"1": estimate}, "parts": {}}
+            assert config.out is not None
+            Path(config.out).write_text(json.dumps({"results": [row]}))
+        return self.codes[name]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    return Commands(monkeypatch)
+
+
+def make_run(tmp_path: Path, **changes: Any) -> lesson.LessonRun:
+    words = ["trainer.ppo.total_steps=3"]
+    changed = dataclasses.replace(SMALL, **changes)
+    return lesson.LessonRun("sort", changed, model=tmp_path / "model", seed=2, words=words)
+
+
+def test_lesson_measures_trains_and_measures_again(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    assert run.run() == 0
+    names = [name for name, _ in commands.calls]
+    assert names == ["eval", "train", "eval", "train", "eval", "report", "audit"]
+    warm_start, training = (
+        configs.parse_stages(words, command="train", description="")[0]
+        for name, words in commands.calls
+        if name == "train"
+    )
+    assert warm_start.trainer.type == "sft"
+    assert warm_start.model.path == str(tmp_path / "model")
+    assert training.model.path == str(tmp_path / "runs/sort-seed2/warm_start/export")
+    assert training.trainer.ppo.total_steps == 3  # the words of the user come last
+    assert {warm_start.seed, training.seed} == {2}
+    result = json.loads((tmp_path / "runs/sort-seed2/result.json").read_text())
+    rewards = {name: found["reward"]["mean"] for name, found in result["measured"].items()}
+    assert rewards == {"pretrained": 0.1, "warm start": 0.3, "training": 0.5}
+    assert set(result["data"]) == {"train.jsonl", "eval.jsonl", "demonstrations.jsonl"}
+    assert result["audit"] == "balanced"
+    shown = capsys.readouterr().out
+    assert "4 held-out tasks" in shown
+    assert "0.500 (0.450 … 0.550)" in shown
+    assert "runs/sort-seed2/training/report.html" in shown
+
+
+def test_models_are_measured_on_the_same_tasks_with_the_same_options(
+    commands: Commands, tmp_path: Path
+) -> None:
+    make_run(tmp_path).run()
+    measured = [words for name, words in commands.calls if name == "eval"]
+    own = "model.path=", "name=", "out="
+    common = [[word for word in words if not word.startswith(own)] for words in measured]
+    assert common[0] == common[1] == common[2]
+    assert (
+        len({word for words in measured for word in words if word.startswith("model.path=")}) == 3
+    )
+
+
+def test_lesson_without_demonstrations_has_no_warm_start(
+    commands: Commands, tmp_path: Path
+) -> None:
+    assert make_run(tmp_path, demonstrate=None, demonstrations=0).run() == 0
+    names = [name for name, _ in commands.calls]
+    assert names == ["eval", "train", "eval", "report", "audit"]
+    _, words = commands.calls[1]
+    assert f"model.path={tmp_path / 'model'}" in words
+
+
+@pytest.mark.parametrize("command", ["train", "audit"])
+def test_code_of_a_failed_command_is_the_code_of_the_lesson(
+    command: str, commands: Commands, tmp_path: Path
+) -> None:
+    commands.codes[command] = 4
+    assert make_run(tmp_path).run() == 4
+    assert commands.calls[-1][0] == command
+
+
+def test_failed_evaluation_ends_the_lesson(commands: Commands, tmp_path: Path) -> None:
+    commands.codes["eval"] = 1
+    with pytest.raises(UserError, match="The evaluation of the pretrained model failed"):
+        make_run(tmp_path).run()
+    assert [name for name, _ in commands.calls] == ["eval"]
+
+
+def test_earlier_run_is_kept_under_another_name(commands: Commands, tmp_path: Path) -> None:
+    make_run(tmp_path).run()
+    make_run(tmp_path).run()
+    folders = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    assert all((tmp_path / "runs" / name / "result.json").exists() for name in folders)
+
+
+def test_model_with_terms_is_not_downloaded_before_they_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lesson, "fetch", lambda *_: pytest.fail("downloaded"))
+    assert cli.main(["quickstart", "--model", "gemma3-270m"]) == 2
+    shown = capsys.readouterr().err
+    assert "https://ai.google.dev/gemma/terms" in shown
+    assert "--accept-license" in shown
+
+
+def test_quickstart_with_a_model_runs_the_lesson(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = list[lesson.LessonRun]()
+    monkeypatch.setattr(lesson, "model_folder", lambda name, **options: tmp_path / name)
+    monkeypatch.setattr(lesson.LessonRun, "run", lambda self: runs.append(self) or 3)
+    words = ["quickstart", "--model", "smollm2", "--lesson", "sums", "--seed", "5", "a=1"]
+    assert cli.main(words) == 3
+    (run,) = runs
+    assert run.lesson is find_lesson("sums")
+    assert (run.model, run.seed, run.words) == (tmp_path / "smollm2", 5, ["a=1"])
+    assert run.folder == Path("runs/sums-seed5")
+
+
+@pytest.mark.parametrize("words", [["--gguf", "file.gguf"], ["--accept-license"]])
+def test_options_of_a_model_need_a_model(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["quickstart", *words])
+    assert "need --model" in capsys.readouterr().err

