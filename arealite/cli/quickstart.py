@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def teach(options: argparse.Namespace) -> int:
-    """Teach a small pretrained model a lesson; return the exit code."""
+    """Run a lesson with a small pretrained model; return the exit code."""
     outputs.protect()
     from arealite.cli import lesson
 

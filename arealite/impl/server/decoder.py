@@ -351,7 +351,7 @@ class Decoder(BaseDecoder):
         sources = [row for row in range(count, len(running)) if not running[row].ended]
         holes = [row for row in range(count) if running[row].ended]
         moves = list(zip(sources, holes, strict=True))
-        self._cache.copy_rows(moves, max(len(g.prompt) + len(g.output) for g in running))
+        self._cache.copy_rows(moves, max(g.length_so_far() for g in running))
         for source, hole in moves:
             running[hole] = running[source]
         del running[count:]
@@ -369,7 +369,7 @@ class Decoder(BaseDecoder):
 
     def _rebuild(self) -> Settings:
         """Rebuild the batch's tensors after requests were admitted or removed."""
-        lengths = [len(g.prompt) + len(g.output) - 1 for g in self.running]
+        lengths = [g.length_so_far() - 1 for g in self.running]
         self._longest = max(lengths)
         self._lengths_B = torch.tensor(lengths, device=self._device)
         self._tokens_B = torch.tensor([g.output[-1] for g in self.running], device=self._device)

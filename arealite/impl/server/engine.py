@@ -117,11 +117,10 @@ class Engine:
         if mode == "abort":
             self.abort(lambda generation: True)
         if mode == "retract":
-            retracted = self.decoder.clear()
+            # Sorted by length, because prompts of similar length need the least padding.
+            retracted = sorted(self.decoder.clear(), key=Generation.length_so_far, reverse=True)
             for generation in retracted:
                 generation.retractions += 1
-            # Sorted by length, because prompts of similar length need the least padding.
-            retracted.sort(key=lambda g: len(g.prompt) + len(g.output), reverse=True)
             self.waiting.extendleft(retracted)
 
     def resume(self) -> None:
@@ -167,7 +166,6 @@ class Engine:
             for generation in (*self.decoder.running, *self.waiting):
                 generation.close_span(self.version)
             self.version = version
-            self.decoder.forget()  # a trainer in this process may have changed the weights
 
     def _post(self, command: Job) -> None:
         with self._wake:

@@ -88,6 +88,10 @@ class Generation:
         """Whether the stream must get the tokens since the last span."""
         return len(self.output) - self.covered >= (self.interval if self.covered else 1)
 
+    def length_so_far(self) -> int:
+        """Return the number of tokens of prompt and output."""
+        return len(self.prompt) + len(self.output)
+
     def close_span(self, version: str) -> None:
         """Attribute the tokens since the last span to `version`."""
         start, end = self.covered, len(self.output)
