@@ -124,7 +124,6 @@ class LessonRun:
     def _tasks(self) -> list[str]:
         """Return the options that training and evaluation share."""
         return [
-            f"dataset.eval={self.folder / 'data' / 'eval.jsonl'}",
             "launcher.llm_servers=1",
             "trainer.ppo.collector.env.math.reward.type=function",
             f"trainer.ppo.collector.env.math.reward.function.paths=[{self.lesson.reward}]",
@@ -134,15 +133,16 @@ class LessonRun:
 
     def _training(self, start: Path) -> list[str]:
         data = self.folder / "data" / "train.jsonl"
-        options = [f"dataset.train={data}", "trainer.ppo.eval.every_steps=0"]
-        return ["--config", "async_ppo", *self._common("training", start), *self._tasks(), *options]
+        words = ["--config", "async_ppo", *self._common("training", start)]
+        return [*words, f"dataset.train={data}", *self._tasks()]
 
     def _measure(self, name: str, model: Path) -> None:
         """Evaluate a model on the held-out tasks."""
         file = self.folder / f"{name.replace(' ', '_')}.json"
         threads = f"launcher.server_args=[llm_server.embedded.num_threads={_cores()}]"
         words = [*self._common("evaluation", model), *self._tasks(), threads]
-        words += [f"name={file.stem}", f"out={file}", f"n={self.lesson.eval_samples}", "k=[1]"]
+        words += [f"dataset.eval={self.folder / 'data' / 'eval.jsonl'}", f"name={file.stem}"]
+        words += [f"out={file}", f"n={self.lesson.eval_samples}", "k=[1]"]
         what = f"evaluation of the {MODEL_AFTER[name]}"
         if self._command(what, evaluate.main, words):
             raise UserError(f"The {what} failed. Its logs are in {self.folder / 'evaluation'}.")
@@ -177,12 +177,14 @@ def model_folder(name: str, *, gguf: Path | None, accepts_license: bool) -> Path
         accepts_license: Whether the user accepts the terms of the model.
 
     Raises:
-        UserError: The terms must be accepted; or see fetch and gguf_file.model_folder.
+        UserError: The terms must be accepted, a package is not installed, or the model cannot be
+            downloaded or read.
     """
     source = SOURCES[name]
     if source.must_be_accepted and not accepts_license:
         terms = f"{source.file_name} has terms of use: {source.license}"
         raise UserError(f"{terms}. If you accept them, add --accept-license.")
+    gguf_file.check_packages(f"--model {name}")
     if gguf is None:
         print(f"model: {source.file_name}, {source.license}", flush=True)
         gguf = fetch(name, CACHE.expanduser())

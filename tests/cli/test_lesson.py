@@ -144,6 +144,29 @@ def test_model_with_terms_is_not_downloaded_before_they_are_accepted(
     assert "--accept-license" in shown
 
 
+def test_missing_package_is_named_before_the_download(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lesson, "fetch", lambda *_: pytest.fail("downloaded"))
+    monkeypatch.setattr(lesson.gguf_file, "PACKAGES", ("not_installed_at_all",))
+    assert cli.main(["quickstart", "--model", "smollm2"]) == 2
+    shown = capsys.readouterr().err
+    assert "--model smollm2" in shown
+    assert "not_installed_at_all" in shown
+
+
+def test_file_of_the_user_is_converted_and_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lesson, "fetch", lambda *_: pytest.fail("downloaded"))
+    monkeypatch.setattr(
+        lesson.gguf_file, "model_folder", lambda path: (tmp_path / "converted", f"from {path}")
+    )
+    folder = lesson.model_folder("smollm2", gguf=tmp_path / "my.gguf", accepts_license=False)
+    assert folder == tmp_path / "converted"
+    assert f"from {tmp_path / 'my.gguf'}" in capsys.readouterr().out
+
+
 def test_quickstart_with_a_model_runs_the_lesson(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,16 @@ def is_gguf(path: str) -> bool:
     return not (place / "config.json").exists() and any(place.glob("*.gguf"))
 
 
+def check_packages(option: str) -> None:
+    """Refuse an option that needs to read a GGUF file if a package for it is not installed.
+
+    Raises:
+        UserError: A package is not installed.
+    """
+    for package in PACKAGES:
+        check_installed(package, extra_requirement("gguf"), option)
+
+
 def model_folder(path: str) -> tuple[Path, str]:
     """Return the model folder of a GGUF file, and a line that describes a new folder.
 
@@ -72,8 +82,7 @@ def model_folder(path: str) -> tuple[Path, str]:
     Raises:
         UserError: A package is not installed, or the file cannot be converted.
     """
-    for package in PACKAGES:
-        check_installed(package, extra_requirement("gguf"), f"model.path={path}")
+    check_packages(f"model.path={path}")
     file = _find_file(path)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "arealite" / "gguf" / f"{file.stem}-{_content_hash(file)}-v{FORMAT}"
