@@ -54,9 +54,9 @@ def test_right_answer_gets_the_reward_1_and_others_get_less(name: str, tmp_path:
     ("name", "completion", "columns", "expected"),
     [
         ("alphabet_sort", "Ann, Bob, Tim, Zoe", {"ground_truth": "Ann, Bob, Tim, Zoe"}, 1.0),
-        ("alphabet_sort", "Ann, Tim, Bob, Zoe", {"ground_truth": "Ann, Bob, Tim, Zoe"}, 0.5),
-        ("alphabet_sort", "Ann, Bob", {"ground_truth": "Ann, Bob, Tim, Zoe"}, 0.5),
-        ("alphabet_sort", "Ann, Bob, Tim, Zoe, Ann", {"ground_truth": "Ann, Bob, Tim, Zoe"}, 0.8),
+        ("alphabet_sort", "Ann, Tim, Bob, Zoe", {"ground_truth": "Ann, Bob, Tim, Zoe"}, 0.25),
+        ("alphabet_sort", "Ann, Bob", {"ground_truth": "Ann, Bob, Tim, Zoe"}, 0.25),
+        ("alphabet_sort", "Ann, Bob, Tim, Zoe, Ann", {"ground_truth": "Ann, Bob, Tim, Zoe"}, 0.64),
         ("alphabet_sort", "Ann Bob Tim Zoe", {"ground_truth": "Ann, Bob, Tim, Zoe"}, 0.0),
         ("sums", "12", {"ground_truth": "12"}, 1.0),
         ("sums", "5 + 7 = 12", {"ground_truth": "12"}, 0.5),

@@ -1,4 +1,8 @@
-"""Sort three names alphabetically. The reward is dense: the share of places with the right name."""
+"""Sort three names alphabetically.
+
+The reward is dense: the share of places with the right name, squared. Without the square, a copy of
+the question gets a third of the reward on average, and models learned to copy.
+"""
 
 import random
 from itertools import groupby
@@ -27,11 +31,11 @@ def draw(rng: random.Random) -> Row:
 
 
 def names_in_place(completion: str, ground_truth: str) -> float:
-    """Return the share of places, of the longer of both lists, that have the right name."""
+    """Return the squared share of places, of the longer list, that have the right name."""
     wanted = ground_truth.split(", ")
     answered = completion.strip().split(", ")
     right = sum(a == b for a, b in zip(answered, wanted, strict=False))
-    return right / max(len(answered), len(wanted))
+    return (right / max(len(answered), len(wanted))) ** 2
 
 
 LESSON = Lesson(
@@ -50,11 +54,10 @@ LESSON = Lesson(
     options=[
         "trainer.ppo.total_steps=48",
         "trainer.ppo.batch_size=128",
-        "trainer.ppo.collector.group_size=4",
         "trainer.ppo.max_staleness=1",
-        "trainer.ppo.lr=3e-5",
+        "trainer.ppo.lr=2e-5",
         "trainer.ppo.optimizer.warmup_steps=4",
-        "trainer.ppo.optimizer.schedule=linear",
+        "trainer.ppo.advantage.type=dr_grpo",
         "trainer.ppo.loss.eps_high=0.28",
         "trainer.ppo.collector.sampling.max_new_tokens=16",
         "trainer.ppo.eval.sampling.max_new_tokens=16",
