@@ -1,7 +1,7 @@
 """Sort three names alphabetically.
 
 The reward is dense: the share of places with the right name, squared. Without the square, a copy of
-the question gets a third of the reward on average, and models learned to copy.
+the question gets a third of the reward on average: in one run, the model learned only to copy.
 """
 
 import random
