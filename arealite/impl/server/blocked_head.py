@@ -1,8 +1,8 @@
 """A faster output head on a CPU, in float32.
 
 With a large vocabulary, MKL multiplies a few rows by the whole head slowly: with 64 rows and 49,152
-tokens, blocks of the vocabulary take two thirds of the time (AMD EPYC, torch 2.13). In a block, the
-sum of a logit has the same terms.
+tokens, blocks of the vocabulary take two thirds of the time (AMD EPYC, torch 2.13). Each logit is
+the same dot product, but its rounding may differ.
 """
 
 from functools import partial

@@ -26,8 +26,8 @@ PREFILL_TOKENS = 8192
 """Padded prompt tokens of one forward pass; a longer prompt gets its own pass."""
 PREFILL_LOGITS = 2**26
 """Logits of one such pass: 256 MB in float32."""
-LEAST_SHARED = 16
-"""Smallest number of tokens of a shared beginning."""
+MIN_PREFIX_TOKENS = 16
+"""Smallest number of tokens of a shared prefix."""
 WIDTH_BLOCK = 16
 """Attention reads a multiple of this many positions."""
 BLOCK = 64
@@ -69,8 +69,8 @@ class SlotCache(Cache):
         self._index: Index = (slice(0), slice(0))
         self._width: int | None = None
         self._first = 0
-        self._beginning_THD: list[Tensor] = []
-        """Keys and values of a beginning that prompts share, in the order of `_tensors_STHD`."""
+        self._prefix_THD: list[Tensor] = []
+        """Keys and values of a prefix that prompts share, in the order of `_tensors_STHD`."""
 
     def reserve(self, rows: int, length: int) -> None:
         """Extend the cache to `rows` requests of `length` positions; the contents stay."""
@@ -121,19 +121,23 @@ class SlotCache(Cache):
         for tensor in self._tensors_STHD if moves else ():
             tensor[targets, :length] = tensor[sources, :length]
 
-    def keep_beginning(self, row: int, length: int) -> None:
+    def store_prefix(self, row: int, length: int) -> None:
         """Copy the first `length` positions of a row for later requests."""
-        self._beginning_THD = [tensor[row, :length].clone() for tensor in self._tensors_STHD]
+        self._prefix_THD = [tensor[row, :length].clone() for tensor in self._tensors_STHD]
 
-    def put_beginning(self, rows: slice) -> None:
-        """Copy the kept beginning into rows."""
-        for tensor, beginning in zip(self._tensors_STHD, self._beginning_THD, strict=True):
-            tensor[rows, : len(beginning)] = beginning
+    def load_prefix(self, rows: slice) -> None:
+        """Copy the stored prefix into rows."""
+        for tensor, prefix in zip(self._tensors_STHD, self._prefix_THD, strict=True):
+            tensor[rows, : len(prefix)] = prefix
+
+    def drop_prefix(self) -> None:
+        """Drop the stored prefix and free its memory."""
+        self._prefix_THD.clear()
 
     def drop(self) -> None:
         """Drop all keys and values and free their memory."""
         self._tensors_STHD.clear()
-        self._beginning_THD.clear()
+        self.drop_prefix()
         self._shape = (0, 0)
 
 
@@ -181,8 +185,8 @@ class BaseDecoder(ABC):
         out, self.running = self.running, []
         return out
 
-    def forget(self) -> None:  # noqa: B027  (most decoders keep nothing)
-        """Drop what was kept for later requests, because the weights have changed.
+    def drop_prefix(self) -> None:  # noqa: B027  (other decoders store none)
+        """Drop the prefix that is stored for later requests, because the weights have changed.
 
         Running requests keep their keys and values.
         """
@@ -241,10 +245,10 @@ class Decoder(BaseDecoder):
         self._settings: Settings | None = None
         """None: the batch's tensors must be rebuilt."""
         self._longest = 0
-        self._beginning: Ids = ()
+        self._prefix: Ids = ()
         """The tokens whose keys and values the cache keeps for later prompts."""
         self._latest: Ids = ()
-        """A prompt of the latest pass, under the present weights."""
+        """The last prompt that did not begin with `_prefix`, under the present weights."""
 
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
@@ -253,7 +257,7 @@ class Decoder(BaseDecoder):
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
         wants_routing = any(each.wants_routing for each in generations)
-        shared = 0 if wants_routing else self._put_beginning(prompts, first)
+        shared = 0 if wants_routing else self._reuse_prefix(prompts, generations, first)
         positions = sorted({len(prompt) - 1 for prompt in prompts})
         with self._recorder(generations, sources, [*map(len, prompts)]):
             logits = self._forward_prompts(prompts, positions, first=first, begin=shared)
@@ -263,28 +267,33 @@ class Decoder(BaseDecoder):
         last = [index[len(prompts[source]) - 1] for source in sources]
         self._sample(generations, logits[sources, last], self._settings_of(generations))
 
-    def _put_beginning(self, prompts: Sequence[Ids], first: int) -> int:
-        """Write keys and values of a beginning that all prompts share, for example a system prompt.
+    def _reuse_prefix(
+        self, prompts: Sequence[Ids], generations: Sequence[Generation], first: int
+    ) -> int:
+        """Write keys and values of a prefix that all prompts share, for example a system prompt.
 
-        It is computed only if it is not the beginning of earlier prompts. The last token of each
-        prompt is not part of it, because its logits are needed.
+        Compute the prefix unless the stored one matches; only the latest one is stored. The last
+        token of each prompt is not part of it, because its logits are needed.
 
         Returns:
-            The number of tokens of the beginning; 0: the prompts share too few.
+            The number of tokens of the prefix; 0: the prompts share too few.
         """
         longest = min(map(len, prompts)) - 1
-        known = self._beginning[:longest]
-        if len(known) < LEAST_SHARED or any(prompt[: len(known)] != known for prompt in prompts):
+        usable = self._prefix[:longest]
+        if len(usable) < MIN_PREFIX_TOKENS or any(p[: len(usable)] != usable for p in prompts):
             compared = prompts if len(prompts) > 1 else [*prompts, self._latest]
             length = min(longest, _common_length(compared))
             self._latest = prompts[-1]
-            if length < LEAST_SHARED:
+            if length < MIN_PREFIX_TOKENS:
                 return 0
-            self._beginning = prompts[0][:length]
-            self._forward_prompts([self._beginning], [length - 1], first=first)
-            self._cache.keep_beginning(first, length)
-        self._cache.put_beginning(slice(first, first + len(prompts)))
-        return min(longest, len(self._beginning))
+            self._prefix = prompts[0][:length]
+            self._forward_prompts([self._prefix], [length - 1], first=first)
+            self._cache.store_prefix(first, length)
+        else:
+            for generation in generations:
+                generation.cached_tokens = max(generation.cached_tokens, len(usable))
+        self._cache.load_prefix(slice(first, first + len(prompts)))
+        return min(longest, len(self._prefix))
 
     def _forward_prompts(
         self, prompts: Sequence[Ids], positions: Sequence[int], *, first: int, begin: int = 0
@@ -359,13 +368,14 @@ class Decoder(BaseDecoder):
         return ended
 
     def clear(self) -> list[Generation]:
-        self.forget()
+        self.drop_prefix()
         self._cache.drop()
         self._settings = None
         return super().clear()
 
-    def forget(self) -> None:
-        self._beginning = self._latest = ()
+    def drop_prefix(self) -> None:
+        self._prefix = self._latest = ()
+        self._cache.drop_prefix()
 
     def _rebuild(self) -> Settings:
         """Rebuild the batch's tensors after requests were admitted or removed."""

@@ -103,7 +103,7 @@ class EmbeddedServer(LLMServer):
 
     def resume(self, version: str) -> Future[None]:
         """Continue generating; the shared weights are of `version` now."""
-        self.engine.call(self.engine.decoder.forget)
+        self.engine.call(self.engine.decoder.drop_prefix)
         self.engine.call(self.engine.relabel, version)
         with suppress(RuntimeError):  # the loop has ended, and the name entry with it
             self._stopped.get_loop().call_soon_threadsafe(self._model.relabel, version)

@@ -155,7 +155,7 @@ class Engine:
             self._closing = True  # the weights may be partly old and partly new
             self.on_crash(error)
             raise
-        self.decoder.forget()
+        self.decoder.drop_prefix()
         if version is not None:
             self.relabel(version)
         return not flush or self.flush()

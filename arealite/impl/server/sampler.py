@@ -17,7 +17,7 @@ from arealite.impl.server.generation import Generation
 
 GREEDY_BELOW = 1e-6
 BLOCK = 256
-"""Tokens of the vocabulary that are added up at a time."""
+"""Tokens of a block; the first random number draws a block, the second a token in it."""
 
 
 @dataclass(frozen=True)

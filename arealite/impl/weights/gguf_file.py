@@ -58,6 +58,11 @@ def is_gguf(path: str) -> bool:
     return not (place / "config.json").exists() and any(place.glob("*.gguf"))
 
 
+def cache_folder() -> Path:
+    """Return the folder for files of AReaLite in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arealite"
+
+
 def check_packages(option: str) -> None:
     """Refuse an option that needs to read a GGUF file if a package for it is not installed.
 
@@ -84,8 +89,7 @@ def model_folder(path: str) -> tuple[Path, str]:
     """
     check_packages(f"model.path={path}")
     file = _find_file(path)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "arealite" / "gguf" / f"{file.stem}-{_content_hash(file)}-v{FORMAT}"
+    folder = cache_folder() / "gguf" / f"{file.stem}-{_content_hash(file)}-v{FORMAT}"
     if folder.exists():
         return folder, ""
     folder.parent.mkdir(parents=True, exist_ok=True)

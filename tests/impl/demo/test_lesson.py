@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from arealite.base.errors import UserError
+from arealite.base.errors import InvariantError, UserError
 from arealite.base.registry import import_function
 from arealite.impl.demo.lesson import find_lesson, names_of_lessons, write_data
+from arealite.impl.demo.lessons import sums
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -73,6 +75,25 @@ def test_reward_of_an_answer(
 ) -> None:
     reward = import_function(find_lesson(name).reward, "reward")
     assert reward(completion=completion, **columns) == pytest.approx(expected)
+
+
+def test_lesson_with_too_few_tasks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arealite.impl.demo.lesson.MAX_DRAWS_IN_VAIN", 500)
+    lesson = dataclasses.replace(find_lesson("sums"), train_rows=171)
+    with pytest.raises(InvariantError, match="has only 210 different tasks"):
+        write_data(lesson, tmp_path, 1)
+
+
+def test_no_swapped_sum_is_held_out(tmp_path: Path) -> None:
+    write_data(find_lesson("sums"), tmp_path, 1)
+    train, held_out = (
+        {frozenset(sums.numbers_of(row)) for row in read(tmp_path / name)}
+        for name in ("train.jsonl", "eval.jsonl")
+    )
+    assert len(train) == 170
+    assert not train & held_out
 
 
 def test_unknown_lesson_is_refused_with_the_known_names() -> None:

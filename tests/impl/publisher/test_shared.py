@@ -29,7 +29,7 @@ from tests.impl.engine.helpers import loss_of, make_engine, make_rows
 from tests.models import tiny_model
 from tests.waiting import eventually
 
-PROMPT = [*range(5, 25)]  # longer than LEAST_SHARED, so that its beginning is kept
+PROMPT = [*range(5, 25)]  # longer than MIN_PREFIX_TOKENS, so that its beginning is kept
 
 
 class Pair:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arealite.impl.server import decoder as decoder_module
-from arealite.impl.server.decoder import LEAST_SHARED, Decoder
+from arealite.impl.server.decoder import MIN_PREFIX_TOKENS, Decoder
 from arealite.impl.server.engine import Engine
 from arealite.impl.server.generation import Generation, SamplingParams
 from arealite.impl.server.weights import ServedWeights, load_model, stage_weights
@@ -154,7 +154,7 @@ def check_family(folder: Path, family: str, settings: dict[str, Any]) -> None:
     path = tiny_model(folder, family=family, **settings)
     model = load_model(str(path), dtype="float32", device="cpu")[0]
     (begin,) = prompts(1, seed=9)
-    begin += range(3, 3 + LEAST_SHARED)
+    begin += range(3, 3 + MIN_PREFIX_TOKENS)
     for wanted in (prompts(8, longest=40), [begin + prompt for prompt in prompts(8, longest=20)]):
         generations = [make_generation(prompt, 20) for prompt in wanted]
         run(Decoder(model, max_rows=5, seed=1), generations)
@@ -242,7 +242,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return seen
 
 
-BEGINNING = [*range(20, 20 + LEAST_SHARED)]
+BEGINNING = [*range(20, 20 + MIN_PREFIX_TOKENS)]
 SYSTEM = len(BEGINNING)
 
 
@@ -297,6 +297,7 @@ def test_beginning_of_the_prompt_before_is_computed_once_for_later_prompts(
         (2, SYSTEM, SYSTEM + 2),
         (2, 0, 3),
     ]
+    assert [each.cached_tokens for each in generations] == [0, 0, *[SYSTEM] * 3, 0, 0]
     run(decoder, [])
     for generation in generations:
         check_logprobs(qwen, generation)

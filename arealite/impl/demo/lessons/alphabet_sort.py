@@ -31,7 +31,7 @@ def draw(rng: random.Random) -> Row:
 
 
 def names_in_place(completion: str, ground_truth: str) -> float:
-    """Return the squared share of places, of the longer list, that have the right name."""
+    """Return (right places / length of the longer list) squared."""
     wanted = ground_truth.split(", ")
     answered = completion.strip().split(", ")
     right = sum(a == b for a, b in zip(answered, wanted, strict=False))

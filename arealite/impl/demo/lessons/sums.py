@@ -6,8 +6,8 @@ import re
 from arealite.impl.demo.lesson import Lesson, Row
 
 LARGEST = 20
-PAIRS = LARGEST**2
-HELD_OUT_PAIRS = 80
+PAIRS = LARGEST * (LARGEST + 1) // 2
+HELD_OUT_PAIRS = 40
 
 
 def draw(rng: random.Random) -> Row:
@@ -15,6 +15,11 @@ def draw(rng: random.Random) -> Row:
     first, second = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
     question = f"What is {first} + {second}? Answer with the number alone."
     return {"prompt": [{"role": "user", "content": question}], "ground_truth": str(first + second)}
+
+
+def numbers_of(row: Row) -> tuple[str, ...]:
+    """Return the two numbers of a task in order: 3 + 5 and 5 + 3 are the same task."""
+    return tuple(sorted(re.findall(r"\d+", row["prompt"][-1]["content"])))
 
 
 def sum_alone(completion: str, ground_truth: str) -> float:
@@ -30,7 +35,7 @@ def sum_alone(completion: str, ground_truth: str) -> float:
 LESSON = Lesson(
     about="add two numbers from 1 to 20, and answer with the number alone",
     draw=draw,
-    key=lambda row: row["prompt"][-1]["content"],
+    key=numbers_of,
     reward=f"{__name__}:sum_alone",
     train_rows=PAIRS - HELD_OUT_PAIRS,
     eval_rows=HELD_OUT_PAIRS,
