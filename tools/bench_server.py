@@ -36,6 +36,8 @@ from tests.models import tiny_model
 from tools import figures
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 64
+TIMEOUT = aiohttp.ClientTimeout(total=3600)
+"""Longest wait for an answer: large models take minutes on a CPU."""
 SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 LARGE = {
     "hidden_size": 768,
@@ -54,9 +56,9 @@ def prompts_of(count: int) -> list[list[int]]:
     return torch.randint(3, 64, (count, PROMPT_TOKENS), generator=rng).tolist()
 
 
-def static_rate(model: Any, batch: int) -> float:
+def static_rate(model: Any, prompts: list[list[int]]) -> float:
     """Return the tokens per second of `generate` with sampling, on one batch."""
-    ids = torch.tensor(prompts_of(batch))
+    ids = torch.tensor(prompts)
     started = time.perf_counter()
     with torch.inference_mode():
         model.generate(
@@ -66,8 +68,9 @@ def static_rate(model: Any, batch: int) -> float:
             top_k=0,
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
         )
-    return batch * NEW_TOKENS / (time.perf_counter() - started)
+    return len(prompts) * NEW_TOKENS / (time.perf_counter() - started)
 
 
 async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> dict[str, Any]:
@@ -138,7 +141,7 @@ async def serving(
     headers = NameRegistry.of(config).headers()
     try:
         async with aiohttp.ClientSession(
-            server.address, connector=connector, headers=headers
+            server.address, connector=connector, headers=headers, timeout=TIMEOUT
         ) as session:
             yield server, session
     finally:
@@ -167,9 +170,9 @@ class Bench:
     ) -> None:
         static, served = [], []
         await served_rate(session, batch)
-        static_rate(baseline, batch)
+        static_rate(baseline, prompts_of(batch))
         for _ in range(self.repeats):
-            static.append(static_rate(baseline, batch))
+            static.append(static_rate(baseline, prompts_of(batch)))
             served.append(await served_rate(session, batch))
         self._note(f"{name}.static_tok_s.{batch}", statistics.median(static))
         self._note(f"{name}.served_tok_s.{batch}", statistics.median(served))

@@ -3,7 +3,6 @@
 Each step is a command that a user could call: `arealite train` and `arealite eval`.
 """
 
-import hashlib
 import json
 import os
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arealite.base.errors import UserError
-from arealite.base.files import replacing
+from arealite.base.files import replacing, sha256_of
 from arealite.cli import audit, evaluate, report, train
 from arealite.cli.texts import TEXTS
 from arealite.impl.demo.lesson import Lesson, write_data
@@ -93,7 +92,7 @@ class LessonRun:
         print(f"tasks: {self.folder / 'data'}: {self.lesson.about}")
         self.result["model"] = {
             "folder": str(self.model),
-            "weights_sha256": _sha256(self.model / "model.safetensors"),
+            "weights_sha256": sha256_of(self.model / "model.safetensors"),
         }
         if code := self._measure("pretrained", self.model):
             return code
@@ -241,11 +240,6 @@ def check_words(words: Sequence[str]) -> None:
 
 def _interval(estimate: dict[str, float]) -> str:
     return f"{estimate['mean']:.3f} ({estimate['low']:.3f} … {estimate['high']:.3f})"
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _cores() -> int:

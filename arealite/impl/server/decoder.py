@@ -68,7 +68,6 @@ class SlotCache(Cache):
         self._shape = (0, 0)
         self._index: Index = (slice(0), slice(0))
         self._width: int | None = None
-        self._first = 0
         self._prefix_THD: list[Tensor] = []
         """Keys and values of a prefix that prompts share, in the order of `_tensors_STHD`."""
 
@@ -91,13 +90,13 @@ class SlotCache(Cache):
         rows, length = self._shape
         return like.new_zeros((rows, heads, length, like.shape[-1])).transpose(1, 2)
 
-    def start(self, index: Index, *, width: int | None = None, first: int = 0) -> None:
+    def start(self, index: Index, *, width: int | None = None) -> None:
         """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
 
-        Attention reads the first `width` positions of the rows, which begin with row `first`. With
-        None, it reads only the positions that this pass writes.
+        Attention reads the first `width` positions of the rows; None: only the positions that this
+        pass writes. Rows as a tensor are 0 … n-1.
         """
-        self._index, self._width, self._first = index, width, first
+        self._index, self._width = index, width
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
@@ -111,7 +110,8 @@ class SlotCache(Cache):
             tensor_STHD = self._tensors_STHD[place]
             tensor_STHD[self._index] = new.transpose(1, 2)
             if self._width is not None:
-                rows = slice(self._first, self._first + new.shape[0])
+                written = self._index[0]
+                rows = written if isinstance(written, slice) else slice(new.shape[0])
                 read[i] = tensor_STHD[rows, : self._width].transpose(1, 2)
         return read[0], read[1]
 
@@ -303,11 +303,12 @@ class Decoder(BaseDecoder):
         Returns:
             Logits [B, len(positions), V]. The prompts are padded on the right.
         """
-        longest, rows = max(map(len, prompts)), slice(first, first + len(prompts))
+        longest = max(map(len, prompts))
+        rows = slice(first, first + len(prompts))
         width = longest if begin else None
-        self._cache.start((rows, slice(begin, longest)), width=width, first=first)
-        rest = [torch.tensor(prompt[begin:]) for prompt in prompts]
-        tokens_BL = pad_sequence(rest, batch_first=True)
+        self._cache.start((rows, slice(begin, longest)), width=width)
+        suffixes = [torch.tensor(prompt[begin:]) for prompt in prompts]
+        tokens_BL = pad_sequence(suffixes, batch_first=True)
         positions_L = torch.arange(begin, longest, device=self._device)
         return self.model(
             input_ids=tokens_BL.to(self._device),

@@ -5,7 +5,6 @@ This module checks that it has read every tensor, splits texts as the file says 
 fewer ways), and adds the end of a turn to the generation config.
 """
 
-import hashlib
 import io
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import Any
 
 from arealite.base.errors import UserError, one_line
 from arealite.base.extras import check_installed, extra_requirement
+from arealite.base.files import sha256_of
 
 PACKAGES = "gguf", "accelerate"
 """Packages with which transformers reads GGUF files."""
@@ -89,7 +89,7 @@ def model_folder(path: str) -> tuple[Path, str]:
     """
     check_packages(f"model.path={path}")
     file = _find_file(path)
-    folder = cache_folder() / "gguf" / f"{file.stem}-{_content_hash(file)}-v{FORMAT}"
+    folder = cache_folder() / "gguf" / f"{file.stem}-{sha256_of(file)[:16]}-v{FORMAT}"
     if folder.exists():
         return folder, ""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +123,6 @@ def _find_file(path: str) -> Path:
 
 def _refusal(path: Path | str, reason: str, fix: str = USE_SAFETENSORS) -> UserError:
     return UserError(f"model.path={path} {reason}. {fix}")
-
-
-def _content_hash(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
 
 def convert(file: Path, target: Path) -> str:
