@@ -155,7 +155,7 @@ class LessonRun:
             "launcher.llm_servers=1",
             "trainer.ppo.collector.env.math.reward.type=function",
             f"trainer.ppo.collector.env.math.reward.function.paths=[{self.lesson.reward}]",
-            *self.lesson.options,
+            *self.lesson.training_options(),
             *self.words,
         ]
 

@@ -35,8 +35,10 @@ class Lesson:
     """Tasks with equal keys count as the same task."""
     reward: str
     """The reward function, as MODULE:FUNCTION."""
+    max_new_tokens: int
+    """Longest answer."""
     options: Sequence[str]
-    """Options of `arealite train` for the reinforcement learning."""
+    """Further options of `arealite train` for the reinforcement learning."""
     demonstrate: Callable[[Row], str] | None = None
     """The right answer to a task, for the warm start; None: there is no warm start."""
     warm_start: Sequence[str] = ()
@@ -47,6 +49,17 @@ class Lesson:
     """Samples of each held-out task."""
     demonstrations: int = 0
     """Tasks of the warm start."""
+
+    def training_options(self) -> list[str]:
+        """Return the options for the reinforcement learning; those of the lesson come last."""
+        length = f"max_new_tokens={self.max_new_tokens}"
+        return [
+            "trainer.ppo.max_staleness=1",
+            "trainer.ppo.loss.eps_high=0.28",
+            f"trainer.ppo.collector.sampling.{length}",
+            f"trainer.ppo.eval.sampling.{length}",
+            *self.options,
+        ]
 
 
 def names_of_lessons() -> list[str]:

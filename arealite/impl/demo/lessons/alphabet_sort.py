@@ -51,15 +51,12 @@ LESSON = Lesson(
         "trainer.offline.max_steps=16",
         "trainer.offline.optimizer.warmup_steps=4",
     ],
+    max_new_tokens=16,
     options=[
         "trainer.ppo.total_steps=48",
         "trainer.ppo.batch_size=128",
-        "trainer.ppo.max_staleness=1",
         "trainer.ppo.lr=2e-5",
         "trainer.ppo.optimizer.warmup_steps=4",
         "trainer.ppo.advantage.type=dr_grpo",
-        "trainer.ppo.loss.eps_high=0.28",
-        "trainer.ppo.collector.sampling.max_new_tokens=16",
-        "trainer.ppo.eval.sampling.max_new_tokens=16",
     ],
 )

@@ -51,14 +51,11 @@ LESSON = Lesson(
     key=lambda row: row["prompt"][-1]["content"],
     reward=f"{__name__}:asked_form",
     train_rows=256,
+    max_new_tokens=16,
     options=[
         "trainer.ppo.total_steps=60",
         "trainer.ppo.batch_size=64",
-        "trainer.ppo.max_staleness=1",
         "trainer.ppo.lr=2e-5",
         "trainer.ppo.optimizer.schedule=linear",
-        "trainer.ppo.loss.eps_high=0.28",
-        "trainer.ppo.collector.sampling.max_new_tokens=16",
-        "trainer.ppo.eval.sampling.max_new_tokens=16",
     ],
 )

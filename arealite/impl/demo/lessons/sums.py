@@ -40,14 +40,11 @@ LESSON = Lesson(
     train_rows=PAIRS - HELD_OUT_PAIRS,
     eval_rows=HELD_OUT_PAIRS,
     eval_samples=8,
+    max_new_tokens=12,
     options=[
         "trainer.ppo.total_steps=60",
         "trainer.ppo.batch_size=64",
-        "trainer.ppo.max_staleness=1",
         "trainer.ppo.lr=2e-5",
         "trainer.ppo.optimizer.schedule=linear",
-        "trainer.ppo.loss.eps_high=0.28",
-        "trainer.ppo.collector.sampling.max_new_tokens=12",
-        "trainer.ppo.eval.sampling.max_new_tokens=12",
     ],
 )
