@@ -123,6 +123,8 @@ class LessonRun:
         for name, measured in self.result["measured"].items():
             reward = _interval(measured["reward"])
             lines.append(f"{name:<24}{reward:<26}{_interval(measured['pass@1'])}")
+            for part in self.lesson.parts:
+                lines.append(f"  {part:<22}{measured['parts'][part]:.3f}")
         return "\n".join(lines)
 
     def _move_old_folder(self) -> None:
@@ -153,8 +155,6 @@ class LessonRun:
         """Return the options that training and evaluation share."""
         return [
             "launcher.llm_servers=1",
-            "trainer.ppo.collector.env.math.reward.type=function",
-            f"trainer.ppo.collector.env.math.reward.function.paths=[{self.lesson.reward}]",
             *self.lesson.training_options(),
             *self.words,
         ]

@@ -39,7 +39,7 @@ class Commands:
             config = configs.parse(EvaluateConfig, words, command="eval", description="")
             share = len(self.calls) / 10
             estimate = {"mean": share, "low": share - 0.05, "high": share + 0.05}
-            row = {"reward": estimate, "pass": {"1": estimate}, "parts": {}}
+            row = {"reward": estimate, "pass": {"1": estimate}, "parts": {"strict": 0.25}}
             assert config.out is not None
             Path(config.out).write_text(json.dumps({"results": [row]}))
         return self.codes[name]
@@ -85,6 +85,16 @@ def test_lesson_measures_trains_and_measures_again(
     assert "4 held-out tasks" in shown
     assert "0.500 (0.450 … 0.550)" in shown
     assert "runs/sort-seed2/training/report.html" in shown
+
+
+def test_parts_of_the_reward_are_shown(
+    commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, parts=["strict"], env="tools").run()
+    assert "  strict                0.250\n" in capsys.readouterr().out
+    words = commands.calls[0][1]
+    assert "trainer.ppo.collector.env.type=tools" in words
+    assert any(word.startswith("trainer.ppo.collector.env.tools.reward.function") for word in words)
 
 
 def test_models_are_measured_on_the_same_tasks_with_the_same_options(

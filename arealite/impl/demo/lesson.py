@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from arealite.base.errors import InvariantError, UserError
+from arealite.base.extras import check_installed, extra_requirement
 
 Row = Mapping[str, Any]
 """A task as docs/data.md describes it: `prompt`, `ground_truth` and other columns."""
+Message = Mapping[str, str]
+"""A message with its `role` and `content`."""
 LESSONS = "arealite.impl.demo.lessons"
 HELD_OUT_SEED = "held-out"
 MAX_DRAWS_IN_VAIN = 100_000
@@ -39,25 +42,38 @@ class Lesson:
     """Longest answer."""
     options: Sequence[str]
     """Further options of `arealite train` for the reinforcement learning."""
-    demonstrate: Callable[[Row], str] | None = None
-    """The right answer to a task, for the warm start; None: there is no warm start."""
+    env: str = "math"
+    """Registered name of the environment, which has an option `reward`."""
+    max_eval_tokens: int | None = None
+    """Longest answer of an evaluation; None: `max_new_tokens`."""
+    package: str = ""
+    """A package of the extra `envs` that draws the tasks."""
+    demonstrate: Callable[[Row], Sequence[Message]] | None = None
+    """A function that returns the right messages after a prompt, for the warm start; if it returns
+    none, the task is left out. None: there is no warm start."""
     warm_start: Sequence[str] = ()
     """Options of `arealite train --config sft` for the warm start."""
     train_rows: int = 4096
     eval_rows: int = 512
     eval_samples: int = 1
     """Samples of each held-out task."""
+    parts: Sequence[str] = ()
+    """Parts of the reward that are shown beside it."""
     demonstrations: int = 0
-    """Tasks of the warm start."""
+    """Tasks that are drawn for the warm start."""
 
     def training_options(self) -> list[str]:
         """Return the options for the reinforcement learning; those of the lesson come last."""
-        length = f"max_new_tokens={self.max_new_tokens}"
+        longest = self.max_eval_tokens or self.max_new_tokens
+        env = "trainer.ppo.collector.env"
         return [
+            f"{env}.type={self.env}",
+            f"{env}.{self.env}.reward.type=function",
+            f"{env}.{self.env}.reward.function.paths=[{self.reward}]",
             "trainer.ppo.max_staleness=1",
             "trainer.ppo.loss.eps_high=0.28",
-            f"trainer.ppo.collector.sampling.{length}",
-            f"trainer.ppo.eval.sampling.{length}",
+            f"trainer.ppo.collector.sampling.max_new_tokens={self.max_new_tokens}",
+            f"trainer.ppo.eval.sampling.max_new_tokens={longest}",
             *self.options,
         ]
 
@@ -73,12 +89,15 @@ def find_lesson(name: str) -> Lesson:
     """Return a lesson.
 
     Raises:
-        UserError: There is no lesson of this name.
+        UserError: There is no lesson of this name, or a package for it is not installed.
     """
     if name not in names_of_lessons():
         known = ", ".join(names_of_lessons())
         raise UserError(f"--lesson {name}: there is no such lesson. Known lessons: {known}.")
-    return import_module(f"{LESSONS}.{name}").LESSON
+    lesson: Lesson = import_module(f"{LESSONS}.{name}").LESSON
+    if lesson.package:
+        check_installed(lesson.package, extra_requirement("envs"), f"--lesson {name}")
+    return lesson
 
 
 def write_data(lesson: Lesson, folder: Path, seed: int) -> dict[str, str]:
@@ -95,8 +114,12 @@ def write_data(lesson: Lesson, folder: Path, seed: int) -> dict[str, str]:
     trained = list(_draw_new(lesson, f"train-{seed}", lesson.train_rows, taken))
     rows_of_file = {"train.jsonl": trained, "eval.jsonl": held_out}
     if lesson.demonstrate:
-        answered = (_with_answer(row, lesson.demonstrate(row)) for row in shown)
-        rows_of_file["demonstrations.jsonl"] = list(answered)
+        demonstrations = ((row["prompt"], lesson.demonstrate(row)) for row in shown)
+        rows_of_file["demonstrations.jsonl"] = [
+            {"prompt": prompt, "completion": messages}
+            for prompt, messages in demonstrations
+            if messages
+        ]
     hashes = dict[str, str]()
     for name, rows in rows_of_file.items():
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -124,6 +147,6 @@ def _draw_new(lesson: Lesson, seed: str, count: int, taken: set[Hashable]) -> It
             raise InvariantError(f"'{lesson.about}' has only {len(taken)} different tasks")
 
 
-def _with_answer(row: Row, answer: str) -> Row:
-    completion = [{"role": "assistant", "content": answer}]
-    return {"prompt": row["prompt"], "completion": completion}
+def answered(content: str) -> Message:
+    """Return a message of the assistant."""
+    return {"role": "assistant", "content": content}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,23 @@ import pytest
 
 from arealite.base.errors import InvariantError, UserError
 from arealite.base.registry import import_function
-from arealite.impl.demo.lesson import find_lesson, names_of_lessons, write_data
-from arealite.impl.demo.lessons import sums
+from arealite.impl.demo.lesson import Lesson, find_lesson, names_of_lessons, write_data
+from arealite.impl.demo.lessons import gsm_symbolic, sums, tool_call
+from arealite.impl.gateway.families import HERMES
+from arealite.impl.gateway.parser import read_calls
+from arealite.impl.tool.calculator import CalculatorTool, evaluate
+
+OF_CONTENT = {"gsm_symbolic"}
+"""Lessons whose reward counts the right answer in any form."""
+
+
+def lesson_of(name: str) -> Lesson:
+    """Return a lesson, small if its tasks are slow; skip if a package is not installed."""
+    if name != "gsm_symbolic":
+        return find_lesson(name)
+    pytest.importorskip("reasoning_gym", reason="needs the extra envs", exc_type=ImportError)
+    counts = {"train_rows": 64, "eval_rows": 32, "demonstrations": 64}
+    return dataclasses.replace(find_lesson(name), **counts)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -22,7 +39,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", names_of_lessons())
 def test_no_held_out_task_is_trained_or_shown(name: str, tmp_path: Path) -> None:
-    lesson = find_lesson(name)
+    lesson = lesson_of(name)
     hashes = write_data(lesson, tmp_path / "1", 1)
     again = write_data(lesson, tmp_path / "again", 1)
     other = write_data(lesson, tmp_path / "2", 2)
@@ -32,24 +49,72 @@ def test_no_held_out_task_is_trained_or_shown(name: str, tmp_path: Path) -> None
     rows = {file.stem: read(file) for file in (tmp_path / "1").iterdir()}
     assert len(rows["eval"]) == lesson.eval_rows
     assert len(rows["train"]) == lesson.train_rows
-    assert len(rows.get("demonstrations", ())) == lesson.demonstrations
+    shown, most = len(rows.get("demonstrations", ())), lesson.demonstrations
+    assert most // 2 <= shown <= most
     questions = [row["prompt"][-1]["content"] for part in rows.values() for row in part]
     assert len(questions) == len(set(questions))
 
 
 @pytest.mark.parametrize("name", names_of_lessons())
 def test_right_answer_gets_the_reward_1_and_others_get_less(name: str, tmp_path: Path) -> None:
-    lesson = find_lesson(name)
+    lesson = lesson_of(name)
     reward = import_function(lesson.reward, "reward")
     names = reward.__code__.co_varnames[: reward.__code__.co_argcount]
     write_data(lesson, tmp_path, 1)
     for row in read(tmp_path / "train.jsonl")[:50]:
         columns = {key: row[key] for key in names if key in row}
         assert reward(completion=f" {row['ground_truth']}\n", **columns) == 1.0
-        assert reward(completion=f"It is {row['ground_truth']}.", **columns) < 1.0
+        in_a_text = reward(completion=f"It is {row['ground_truth']}.", **columns)
+        assert in_a_text == 1.0 if name in OF_CONTENT else in_a_text < 1.0
+        assert reward(completion=f"{row['ground_truth']}7", **columns) < 1.0
         assert reward(completion="", **columns) == 0.0
-    for row in read(tmp_path / "demonstrations.jsonl")[:50] if lesson.demonstrate else ():
-        assert row["completion"][0]["content"]
+
+
+@pytest.mark.parametrize("name", ["alphabet_sort", "gsm_symbolic", "tool_call"])
+def test_demonstrated_answers_get_the_reward_1(name: str, tmp_path: Path) -> None:
+    lesson = lesson_of(name)
+    assert lesson.demonstrate
+    reward = import_function(lesson.reward, "reward")
+    rng = random.Random(0)
+    rewards = [
+        reward(completion=messages[-1]["content"], ground_truth=row["ground_truth"])
+        for row in (lesson.draw(rng) for _ in range(100))
+        if (messages := lesson.demonstrate(row))
+    ]
+    assert len(rewards) > 50
+    assert set(rewards) == {1.0}
+
+
+def test_solution_has_the_equations_that_lead_to_the_answer() -> None:
+    sentences = "He sells 25% of 1,200: 25% × 1,200 = 300. So €300 + 5 = 305, and 2 + 2 = 5."
+    right = "25/100*1200=300 300+5=305 #### 305"
+    assert gsm_symbolic.short_solution(sentences, "305") == right
+    assert gsm_symbolic.short_solution(sentences, "306") == ""
+    assert gsm_symbolic.short_solution("There are 305.", "305") == ""
+
+
+@pytest.mark.parametrize(
+    ("completion", "lenient", "strict"),
+    [
+        ("5*7=35 #### 35", 1.0, 1.0),
+        ("The total is $1,035.00, I think", 0.0, 0.0),
+        ("So there are 35 birds.", 1.0, 0.0),
+        ("#### 35 birds", 1.0, 0.0),
+        ("35, or 36", 0.0, 0.0),
+    ],
+)
+def test_strict_answer_has_the_asked_form(completion: str, lenient: float, strict: float) -> None:
+    score = gsm_symbolic.right_number(completion, "35")
+    assert float(score) == lenient
+    assert score.parts == {"lenient": lenient, "strict": strict}
+
+
+def test_demonstrated_call_is_one_that_the_agent_reads() -> None:
+    row = tool_call.draw(random.Random(0))
+    call, result, _ = tool_call.demonstrate(row)
+    _, calls = read_calls(call["content"], HERMES, [CalculatorTool.schema], ids="{}")
+    assert [each.arguments for each in calls] == [{"expression": row["expression"]}]
+    assert result["content"] == evaluate(row["expression"])
 
 
 @pytest.mark.parametrize(
@@ -67,6 +132,9 @@ def test_right_answer_gets_the_reward_1_and_others_get_less(name: str, tmp_path:
         ("answer_form", "[sea]", {"ground_truth": "[sea]", "word": "sea"}, 1.0),
         ("answer_form", "Sure: [sea]", {"ground_truth": "[sea]", "word": "sea"}, 0.5),
         ("answer_form", "the sea", {"ground_truth": "[sea]", "word": "sea"}, 0.1),
+        ("tool_call", "12", {"ground_truth": "12"}, 1.0),
+        ("tool_call", "The result is 12.", {"ground_truth": "12"}, 0.5),
+        ("tool_call", "112", {"ground_truth": "12"}, 0.0),
         ("answer_form", "[lake]", {"ground_truth": "[sea]", "word": "sea"}, 0.0),
     ],
 )
@@ -94,6 +162,13 @@ def test_no_swapped_sum_is_held_out(tmp_path: Path) -> None:
     )
     assert len(train) == 170
     assert not train & held_out
+
+
+def test_lesson_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--lesson gsm_symbolic.*envs"):
+        find_lesson("gsm_symbolic")
 
 
 def test_unknown_lesson_is_refused_with_the_known_names() -> None:
