@@ -59,8 +59,9 @@ class FSDPConfig:
     layout: Literal["auto", "padded", "packed"] = opt(
         "auto", "packed: computes equal prefixes once; auto: packed on CPUs, on CUDA in 16 bits"
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = opt(
-        "float32", "dtype of compute; master weights are float32; float16 scales the loss"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = opt(
+        "float32",
+        "dtype of compute; master weights: float32; float16 scales the loss; auto: see model.dtype",
     )
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     cpu_offload: bool = opt(False, "keep parameters and optimizer state in the host's memory")

@@ -2,14 +2,21 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from arealite.api.agent import AgentConfig, agents
-from arealite.api.config import ExperimentConfig, LoggerConfig, ServerConfig, name_dir, run_paths
+from arealite.api.config import (
+    ExperimentConfig,
+    LoggerConfig,
+    ServedModelConfig,
+    ServerConfig,
+    name_dir,
+    run_paths,
+)
 from arealite.api.engine import engines
-from arealite.api.engine_config import TrainEngineConfig
+from arealite.api.engine_config import FSDPConfig, TrainEngineConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
 from arealite.api.launcher import LauncherConfig, launchers
@@ -106,7 +113,9 @@ def parse(schema: type[Root], argv: Sequence[str], *, command: str, description:
 
 
 def with_model(config: Root) -> Root:
-    """Return a config whose `model.path` is a folder: a hub id is downloaded, GGUF is converted.
+    """Return a config whose `model.path` is a folder, and whose dtypes are not `auto`.
+
+    A hub id is downloaded, GGUF is converted. A dtype `auto` becomes the faster one here.
 
     Raises:
         UserError: See model_folder.local_folder and gguf_file.model_folder.
@@ -117,7 +126,21 @@ def with_model(config: Root) -> Root:
         path = str(folder)
         if line:
             print(fold(line), flush=True)
-    return replace(config, model=replace(config.model, path=path))
+    return _with_dtypes(replace(config, model=replace(config.model, path=path)))
+
+
+def _with_dtypes(config: C) -> C:
+    """Replace dtypes `auto` of models and train engines by the faster dtype of this machine."""
+    if isinstance(config, ServedModelConfig | FSDPConfig) and config.dtype == "auto":
+        # Importing torch takes a second, and other configs do not need it here.
+        from arealite.impl.weights.fast_dtype import fast_dtype
+
+        dtype, why = fast_dtype()
+        print(f"dtype auto: {dtype} ({why})", flush=True)
+        return replace(config, dtype=dtype)
+    parts = ((item.name, getattr(config, item.name)) for item in fields(config))
+    changed = {name: _with_dtypes(part) for name, part in parts if is_dataclass(part)}
+    return replace(config, **changed)
 
 
 def check_derived() -> None:
