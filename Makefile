@@ -76,7 +76,7 @@ help:
 	@echo "make constraints  write constraints.txt from the installed versions"
 	@echo "make docs         build the site, out/site/index.html; make reference: docs/reference from the code"
 	@echo "make bench-real   compare generation and updates of SmolLM2 with transformers, vLLM (installed into $(VLLM_VENV)) and plain torch"
-	@echo "make bench-real-steps  compare steps of a lesson with SmolLM2 with TRL's, and measure memory (MODEL=FOLDER)"
+	@echo "make bench-real-steps  compare training steps of SmolLM2 with TRL, and measure memory (MODEL=FOLDER)"
 	@echo "make bench        run every benchmark except bench-real, bench-real-steps, bench-sglang, bench-gateway and bench-areal; each prints a table and writes out/bench/<name>.json"
 	@echo "make gpu-day      check, test and measure a machine with a GPU in nine minutes; writes out/gpu_day (GGUF=FILE of SmolLM2)"
 

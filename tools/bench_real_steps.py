@@ -1,19 +1,20 @@
 """Compare whole steps of the lesson `alphabet_sort` with TRL's GRPOTrainer, and measure memory.
 
-Both sides train the same model on the same tasks with the same reward, loss and lengths, on both
-cores, one after the other: 16 prompts × 8 samples a step. AReaLite runs as in the lesson, with its
-own server beside the trainer. TRL generates with transformers in the trainer's process, without
-checkpoints, logs, evaluation or gradient checkpointing; each of its settings (threads, rows of a
-micro-batch, dtype) runs once, and the fastest one counts. The first steps are left out.
+Both sides train the same model on the same tasks with the same reward, loss and lengths, one after
+the other: 16 prompts × 8 samples a step. AReaLite runs as in the lesson, with its own server beside
+the trainer. TRL generates with transformers in the trainer's process. Each setting of TRL (threads,
+rows of a micro-batch, dtype) runs once, and the ratio uses the fastest. The time of a step is the
+median of eight steps of AReaLite and of two of TRL; the first steps are left out, and AReaLite's
+last, beside which no answers are generated.
 
-Memory is the largest sum of the PSS of AReaLite's processes after the self-check. It contains the
-shared memory that they map; files in /dev/shm that are larger than before count in full, too.
+Memory is the largest sum over AReaLite's processes of their PSS after the self-check. Instead of
+the shared memory that they map, all files of the run in /dev/shm count if these are larger.
 
     make bench-real-steps
     .venv-peers/bin/python tools/bench_real_steps.py [--model FOLDER] [--trl 2:16:float32 …]
 
-Writes out/bench/real.json. The model is SmolLM2-135M-Instruct, or FOLDER, for instance the export
-of a lesson's warm start.
+Writes out/bench/real_steps.json. The model is SmolLM2-135M-Instruct, or FOLDER, for instance the
+export of a lesson's warm start.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +43,14 @@ from safetensors import safe_open  # noqa: E402
 from arealite.impl.demo.lesson import find_lesson, write_data  # noqa: E402
 from arealite.impl.demo.lessons.alphabet_sort import names_in_place  # noqa: E402
 from tools import figures, smollm2  # noqa: E402
+from tools.bench_trl import clock_of, trl_config, wait_for_quiet  # noqa: E402
 
 BATCH, GROUP = 128, 8
 WARM_STEPS = 2
-"""Steps that are left out: buffers fill, and memory is allocated."""
+"""First steps that are left out: buffers fill, and memory is allocated."""
+LAST_STEPS = 2
+"""Last steps of AReaLite that are left out: the staleness and one."""
+SHARED_MEMORY = Path("/dev/shm")
 BYTES_OF_TRAINING = 16
 """Weights, gradients and two moments of each parameter, in float32."""
 TRL_SETTINGS = "2:16:float32", "2:32:float32", "1:16:float32"
@@ -56,16 +64,12 @@ def trl_side(setting: str, model: Path, data: Path, steps: int) -> None:
     """Train with TRL in this process, and print the measurements."""
     import datasets
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOTrainer
 
     threads, micro_batch, dtype = setting.split(":")
     torch.set_num_threads(int(threads))
     ends, rewards = list[float](), list[float]()
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
 
     def reward(completions: Any, ground_truth: list[str], **_: Any) -> list[float]:
         answers = [messages[0]["content"] for messages in completions]
@@ -73,29 +77,20 @@ def trl_side(setting: str, model: Path, data: Path, steps: int) -> None:
         rewards.append(statistics.mean(found))
         return found
 
-    config = GRPOConfig(
-        output_dir=str(data / "trl"),
-        use_cpu=True,
+    config = trl_config(
+        data / "trl",
         bf16=dtype == "bfloat16",
-        gradient_checkpointing=False,
         per_device_train_batch_size=int(micro_batch),
         gradient_accumulation_steps=BATCH // int(micro_batch),
         num_generations=GROUP,
         max_completion_length=LESSON.max_new_tokens,
         max_steps=steps,
         learning_rate=2e-5,
-        adam_beta2=0.95,
         warmup_steps=4,
         lr_scheduler_type="constant_with_warmup",
-        beta=0.0,
         epsilon_high=0.28,
         loss_type="dr_grpo",
         scale_rewards="none",
-        logging_steps=10**6,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
@@ -103,7 +98,7 @@ def trl_side(setting: str, model: Path, data: Path, steps: int) -> None:
         args=config,
         train_dataset=datasets.Dataset.from_list(read_rows(data / "train.jsonl")),
         processing_class=AutoTokenizer.from_pretrained(model),
-        callbacks=[Clock()],
+        callbacks=[clock_of(ends)],
     )
     trainer.train()
     seconds = [b - a for a, b in itertools.pairwise(ends)][WARM_STEPS - 1 :]
@@ -118,7 +113,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 def run_trl(setting: str, model: Path, data: Path, steps: int) -> dict[str, Any]:
     """Measure TRL with one setting in a process of its own."""
     command = [sys.executable, __file__, "--setting", setting, "--model", str(model)]
-    environment = os.environ | {"OMP_NUM_THREADS": setting[0], "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": setting.split(":")[0], "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [*command, "--data", str(data), "--steps", str(steps)],
         env=environment,
@@ -147,47 +142,62 @@ def run_ours(model: Path, data: Path, steps: int) -> dict[str, Any]:
         f"dataset.train={data / 'train.jsonl'}",
         "launcher.llm_servers=1",
         *LESSON.training_options(),
-        f"trainer.ppo.total_steps={WARM_STEPS + steps}",
+        f"trainer.ppo.total_steps={WARM_STEPS + steps + LAST_STEPS}",
         "trainer.ppo.checkpoint.every_steps=0",
         "trainer.ppo.checkpoint.export=false",
     ]
     metrics = run_root / "bench" / "t" / "metrics.jsonl"
-    before, memory = shared_files(), list[int]()
+    others = {*SHARED_MEMORY.iterdir()}
+    memory = list[int]()
     with (data / "ours.log").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        while process.poll() is None:
-            time.sleep(1.0)
-            if metrics.exists() and trained_steps(metrics):  # the self-check has passed
-                memory.append(pss_of_tree(process.pid) + max(0, shared_files() - before))
+        try:
+            while process.poll() is None:
+                time.sleep(1.0)
+                if metrics.exists() and "trained_tokens" in metrics.read_text():
+                    # The self-check has passed.
+                    pss = pss_of_tree(process.pid)
+                    shared = max(pss["Pss_Shmem"], shared_files(others))
+                    memory.append(pss["Pss_Anon"] + pss["Pss_File"] + shared)
+        finally:
+            process.terminate()
+            process.wait(60)
     if process.returncode:
         sys.exit(f"train.py failed:\n{(data / 'ours.log').read_text()[-3000:]}")
-    lines = trained_steps(metrics)
+    lines = [line for line in read_rows(metrics) if "throughput/trained_tokens" in line]
+    lines = lines[: WARM_STEPS + steps]
     times = [line["time"] for line in lines]
     seconds = [b - a for a, b in itertools.pairwise(times)][WARM_STEPS - 1 :]
     rewards = [line["reward/mean"] for line in lines]
     return {"seconds": statistics.median(seconds), "rewards": rewards, "memory": max(memory)}
 
 
-def trained_steps(metrics: Path) -> list[dict[str, Any]]:
-    """Return the metrics of the steps that trained."""
-    return [line for line in read_rows(metrics) if "throughput/trained_tokens" in line]
-
-
-def pss_of_tree(pid: int) -> int:
-    """Return the bytes of the PSS of a process and all its descendants."""
+def pss_of_tree(pid: int) -> Counter[str]:
+    """Return the PSS of a process and all its descendants in bytes, by kind of memory."""
+    total = Counter[str]()
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         threads = Path(f"/proc/{pid}/task").glob("*/children")
         children = [int(word) for thread in threads for word in thread.read_text().split()]
     except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return 0
-    own = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-    return own + sum(map(pss_of_tree, children))
+        return total
+    for line in lines:
+        if line.startswith("Pss_"):
+            kind, kilobytes, _ = line.split()
+            total[kind.removesuffix(":")] += int(kilobytes) * 1024
+    for child in children:
+        total += pss_of_tree(child)
+    return total
 
 
-def shared_files() -> int:
-    """Return the bytes of all files in /dev/shm."""
-    return sum(file.stat().st_blocks * 512 for file in Path("/dev/shm").iterdir())
+def shared_files(others: Container[Path]) -> int:
+    """Return the bytes of the files in /dev/shm, except those in `others`."""
+    total = 0
+    for folder in SHARED_MEMORY.iterdir():
+        for file in [folder, *folder.rglob("*")] if folder not in others else []:
+            with suppress(FileNotFoundError):  # it was removed
+                total += file.stat().st_blocks * 512
+    return total
 
 
 def number_of_parameters(model: Path) -> int:
@@ -202,7 +212,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=smollm2.FOLDER)
-    parser.add_argument("--trl", nargs="+", default=TRL_SETTINGS, metavar="THREADS:ROWS:DTYPE")
+    parser.add_argument("--trl", nargs="*", default=TRL_SETTINGS, metavar="THREADS:ROWS:DTYPE")
     parser.add_argument("--trl-steps", type=int, default=2)
     parser.add_argument("--our-steps", type=int, default=8)
     for hidden in ("setting", "data", "steps"):
@@ -214,23 +224,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data, model = Path(folder), options.model.absolute()
         write_data(LESSON, data, 1)
+        wait_for_quiet()
         ours = run_ours(model, data, options.our_steps)
         print(f"ours: {ours}", flush=True)
         sides = dict[str, dict[str, Any]]()
         for setting in options.trl:
+            wait_for_quiet()
             sides[setting] = run_trl(setting, model, data, WARM_STEPS + options.trl_steps)
             print(f"TRL {setting}: {sides[setting]}", flush=True)
-    best = min(sides, key=lambda setting: sides[setting]["seconds"])
     state = number_of_parameters(options.model) * BYTES_OF_TRAINING
     found = {
         "steps.ours_samples_s": BATCH / ours["seconds"],
         **{f"steps.trl_{k}_samples_s": BATCH / side["seconds"] for k, side in sides.items()},
-        "steps.ours_over_trl": sides[best]["seconds"] / ours["seconds"],
         "memory.gib": ours["memory"] / 2**30,
         "memory.over_training_state": ours["memory"] / state,
     }
+    if sides:
+        fastest = min(side["seconds"] for side in sides.values())
+        found["steps.ours_over_trl"] = fastest / ours["seconds"]
     figures.show(found, digits=2)
-    figures.save("real.json", found, keep=True)
+    figures.save("real_steps.json", found | {"model": str(options.model)})
 
 
 if __name__ == "__main__":

@@ -166,29 +166,53 @@ def make_kit(folder: Path, length: int) -> None:
 # ------------------------------------------------------------------------------------------ TRL
 
 
-def trl_side(name: str, kit: Path) -> None:
-    """Train with TRL in this process and print the measurements."""
-    import datasets
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def trl_config(folder: Path, **own: Any) -> Any:
+    """Return a config without checkpoints, logs, evaluation and gradient checkpointing."""
+    from trl import GRPOConfig
 
-    case, ends = CASES[name], list[float]()
-    steps = WARM_STEPS + case.trl_steps
-    torch.set_num_threads(2)
+    common: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "adam_beta2": 0.95,
+        "beta": 0.0,
+        "logging_steps": 10**6,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return GRPOConfig(**common | own)
+
+
+def clock_of(ends: list[float]) -> Any:
+    """Return a callback that appends the time of each step's end to `ends`."""
+    from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
+    return Clock()
+
+
+def trl_side(name: str, kit: Path) -> None:
+    """Train with TRL in this process and print the measurements."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOTrainer
+
+    case, ends = CASES[name], list[float]()
+    steps = WARM_STEPS + case.trl_steps
+    torch.set_num_threads(2)
+
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [score(text) for text in completions]
 
-    config = GRPOConfig(
-        output_dir=str(kit / "trl"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
+    config = trl_config(
+        kit / "trl",
         per_device_train_batch_size=case.trl_rows,
         gradient_accumulation_steps=BATCH // case.trl_rows,
         num_generations=SAMPLES,
@@ -196,14 +220,7 @@ def trl_side(name: str, kit: Path) -> None:
         generation_kwargs={"min_new_tokens": case.longest} if name in EXACT else None,
         max_steps=steps,
         learning_rate=LR,
-        adam_beta2=0.95,
         lr_scheduler_type="constant",
-        beta=0.0,
-        logging_steps=10**6,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
     )
     rows = [json.loads(line) for line in (kit / "train.jsonl").read_text().splitlines()]
     trainer = GRPOTrainer(
@@ -212,7 +229,7 @@ def trl_side(name: str, kit: Path) -> None:
         args=config,
         train_dataset=datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
         processing_class=AutoTokenizer.from_pretrained(kit / "model"),
-        callbacks=[Clock()],
+        callbacks=[clock_of(ends)],
     )
     if name == "heavy":
         end_where_drawn(trainer)

@@ -24,7 +24,9 @@ class ServedModelConfig:
 
     path: str = opt("", "Hugging Face folder, id on its hub, or GGUF file; required")
     dtype: str = opt(
-        "float32", "data type of a server's weights; auto: the faster of float32 and bfloat16 here"
+        "float32",
+        "data type of a server's weights; auto: bfloat16 if this machine has a GPU with it, "
+        "else float32",
     )
 
 

@@ -130,17 +130,18 @@ def with_model(config: Root) -> Root:
 
 
 def _with_dtypes(config: C) -> C:
-    """Replace dtypes `auto` of models and train engines by the faster dtype of this machine."""
+    """Replace `dtype=auto` of models and train engines by the faster dtype of this machine."""
     if isinstance(config, ServedModelConfig | FSDPConfig) and config.dtype == "auto":
         # Importing torch takes a second, and other configs do not need it here.
         from arealite.impl.weights.fast_dtype import fast_dtype
 
         dtype, why = fast_dtype()
-        print(f"dtype auto: {dtype} ({why})", flush=True)
+        print(f"dtype=auto: {dtype}, because {why}", file=sys.stderr, flush=True)
         return replace(config, dtype=dtype)
     parts = ((item.name, getattr(config, item.name)) for item in fields(config))
-    changed = {name: _with_dtypes(part) for name, part in parts if is_dataclass(part)}
-    return replace(config, **changed)
+    resolved = {name: (part, _with_dtypes(part)) for name, part in parts if is_dataclass(part)}
+    changed = {name: new for name, (old, new) in resolved.items() if new is not old}
+    return replace(config, **changed) if changed else config
 
 
 def check_derived() -> None:
@@ -179,7 +180,8 @@ def check_names(config: ExperimentConfig) -> None:
 
 def own_server(config: ExperimentConfig) -> ServerConfig:
     """Return the config of the LLM servers that the run starts."""
-    return load(ServerConfig, CONFIG_DIR / "llm_server.yaml", server_overrides(config))
+    server = load(ServerConfig, CONFIG_DIR / "llm_server.yaml", server_overrides(config))
+    return _with_dtypes(server)
 
 
 def resolve_host(config: Root) -> Root:

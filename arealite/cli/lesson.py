@@ -123,7 +123,7 @@ class LessonRun:
         for name, measured in self.result["measured"].items():
             reward = _interval(measured["reward"])
             lines.append(f"{name:<24}{reward:<26}{_interval(measured['pass@1'])}")
-            for part in self.lesson.parts:
+            for part in self.lesson.shown_parts:
                 lines.append(f"  {part:<22}{measured['parts'][part]:.3f}")
         return "\n".join(lines)
 

@@ -57,12 +57,13 @@ def teach(options: argparse.Namespace) -> int:
 
     lesson.check_words(options.words)
     name = options.lesson or DEFAULT_LESSON
+    chosen = find_lesson(name)
     folder = lesson.model_folder(
         options.model, gguf=options.gguf, accepts_license=options.accept_license
     )
     lesson_run = lesson.LessonRun(
         name,
-        find_lesson(name),
+        chosen,
         model=folder,
         seed=options.seed,
         words=options.words,

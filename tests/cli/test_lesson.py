@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_lesson_measures_trains_and_measures_again(
 def test_parts_of_the_reward_are_shown(
     commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_run(tmp_path, parts=["strict"], env="tools").run()
+    make_run(tmp_path, shown_parts=["strict"], env="tools").run()
     assert "  strict                0.250\n" in capsys.readouterr().out
     words = commands.calls[0][1]
     assert "trainer.ppo.collector.env.type=tools" in words
@@ -202,6 +203,17 @@ def test_missing_package_is_named_before_the_download(
     shown = capsys.readouterr().err
     assert "--model smollm2" in shown
     assert "not_installed_at_all" in shown
+
+
+def test_package_of_a_lesson_is_needed_before_the_download(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lesson, "fetch", lambda *_: pytest.fail("downloaded"))
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["quickstart", "--model", "smollm2", "--lesson", "gsm_symbolic"]) == 2
+    shown = capsys.readouterr().err
+    assert "--lesson gsm_symbolic needs the package reasoning_gym" in shown
 
 
 def test_file_of_the_user_is_converted_and_not_downloaded(

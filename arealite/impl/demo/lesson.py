@@ -47,18 +47,18 @@ class Lesson:
     max_eval_tokens: int | None = None
     """Longest answer of an evaluation; None: `max_new_tokens`."""
     package: str = ""
-    """A package of the extra `envs` that draws the tasks."""
+    """The package of the extra `envs` that draws the tasks; "": none is needed."""
     demonstrate: Callable[[Row], Sequence[Message]] | None = None
-    """A function that returns the right messages after a prompt, for the warm start; if it returns
-    none, the task is left out. None: there is no warm start."""
+    """A function that returns the right messages after a prompt, for the warm start; no messages:
+    the warm start leaves the task out. None: there is no warm start."""
     warm_start: Sequence[str] = ()
     """Options of `arealite train --config sft` for the warm start."""
     train_rows: int = 4096
     eval_rows: int = 512
     eval_samples: int = 1
     """Samples of each held-out task."""
-    parts: Sequence[str] = ()
-    """Parts of the reward that are shown beside it."""
+    shown_parts: Sequence[str] = ()
+    """Parts of the reward that the table of measurements shows."""
     demonstrations: int = 0
     """Tasks that are drawn for the warm start."""
 
@@ -147,6 +147,6 @@ def _draw_new(lesson: Lesson, seed: str, count: int, taken: set[Hashable]) -> It
             raise InvariantError(f"'{lesson.about}' has only {len(taken)} different tasks")
 
 
-def answered(content: str) -> Message:
+def assistant_message(content: str) -> Message:
     """Return a message of the assistant."""
     return {"role": "assistant", "content": content}

@@ -20,8 +20,8 @@ from arealite.impl.gateway.families import HERMES
 from arealite.impl.gateway.parser import read_calls
 from arealite.impl.tool.calculator import CalculatorTool, evaluate
 
-OF_CONTENT = {"gsm_symbolic"}
-"""Lessons whose reward counts the right answer in any form."""
+ANY_FORM_LESSONS = {"gsm_symbolic"}
+"""Lessons whose reward is 1 for the right answer in any form."""
 
 
 def lesson_of(name: str) -> Lesson:
@@ -65,7 +65,7 @@ def test_right_answer_gets_the_reward_1_and_others_get_less(name: str, tmp_path:
         columns = {key: row[key] for key in names if key in row}
         assert reward(completion=f" {row['ground_truth']}\n", **columns) == 1.0
         in_a_text = reward(completion=f"It is {row['ground_truth']}.", **columns)
-        assert in_a_text == 1.0 if name in OF_CONTENT else in_a_text < 1.0
+        assert in_a_text == 1.0 if name in ANY_FORM_LESSONS else in_a_text < 1.0
         assert reward(completion=f"{row['ground_truth']}7", **columns) < 1.0
         assert reward(completion="", **columns) == 0.0
 
@@ -90,23 +90,27 @@ def test_solution_has_the_equations_that_lead_to_the_answer() -> None:
     right = "25/100*1200=300 300+5=305 #### 305"
     assert gsm_symbolic.short_solution(sentences, "305") == right
     assert gsm_symbolic.short_solution(sentences, "306") == ""
+    units = "40 apples / 4 apples/minute = 10 minutes. 3 x 10 large boxes = 30"
+    assert gsm_symbolic.short_solution(units, "30") == "40/4=10 3*10=30 #### 30"
     assert gsm_symbolic.short_solution("There are 305.", "305") == ""
 
 
 @pytest.mark.parametrize(
-    ("completion", "lenient", "strict"),
+    ("completion", "reward", "strict"),
     [
         ("5*7=35 #### 35", 1.0, 1.0),
         ("The total is $1,035.00, I think", 0.0, 0.0),
         ("So there are 35 birds.", 1.0, 0.0),
         ("#### 35 birds", 1.0, 0.0),
         ("35, or 36", 0.0, 0.0),
+        ("70-35", 1.0, 0.0),
+        ("#### -35", 0.0, 0.0),
     ],
 )
-def test_strict_answer_has_the_asked_form(completion: str, lenient: float, strict: float) -> None:
+def test_strict_answer_has_the_asked_form(completion: str, reward: float, strict: float) -> None:
     score = gsm_symbolic.right_number(completion, "35")
-    assert float(score) == lenient
-    assert score.parts == {"lenient": lenient, "strict": strict}
+    assert float(score) == reward
+    assert score.parts == {"strict": strict}
 
 
 def test_demonstrated_call_is_one_that_the_agent_reads() -> None:

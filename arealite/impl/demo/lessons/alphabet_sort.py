@@ -8,7 +8,7 @@ import random
 from itertools import groupby
 from pathlib import Path
 
-from arealite.impl.demo.lesson import Lesson, Row, answered
+from arealite.impl.demo.lesson import Lesson, Row, assistant_message
 
 NUM_NAMES = 3
 NAMES = Path(__file__).with_name("first_names.txt").read_text().split()
@@ -43,7 +43,7 @@ LESSON = Lesson(
     draw=draw,
     key=lambda row: row["ground_truth"],
     reward=f"{__name__}:names_in_place",
-    demonstrate=lambda row: [answered(row["ground_truth"])],
+    demonstrate=lambda row: [assistant_message(row["ground_truth"])],
     demonstrations=1024,
     warm_start=[
         "trainer.offline.lr=3e-5",

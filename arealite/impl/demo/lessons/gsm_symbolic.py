@@ -1,8 +1,8 @@
 """Solve word problems of `gsm_symbolic`, a dataset of reasoning-gym with 85 templates.
 
-Held-out tasks have the same templates, and other numbers than the tasks that are trained. The
-demonstrations are the equations of the dataset's own solutions, without their sentences. Tasks
-whose equations do not lead to the answer, about a third, have no demonstration.
+Held-out tasks have the same templates as the tasks that are trained, and other numbers. The
+demonstrations are the equations of the dataset's own solutions, without their sentences. About a
+tenth of the tasks has none: those of some templates, and those whose equations are rounded.
 """
 
 import random
@@ -11,37 +11,42 @@ from collections.abc import Sequence
 
 from arealite.api.reward import Score
 from arealite.api.tool import ToolError
-from arealite.base.extras import extra_requirement, import_optional
-from arealite.impl.demo.lesson import Lesson, Message, Row, answered
+from arealite.impl.demo.lesson import Lesson, Message, Row, assistant_message
 from arealite.impl.tool.calculator import evaluate
 
-NUMBER = r"\d+(?:\.\d+)?"
+NUMBER = r"(?:\d+(?:\.\d+)?|\.\d+)"
+SIGNED_NUMBER = re.compile(rf"(?<![\d.])-?{NUMBER}")
 EQUATION = re.compile(rf"\(?{NUMBER}(?:[-+*/]\(?{NUMBER}\)?)+={NUMBER}")
-STRICT = re.compile(rf"#### ?(-?{NUMBER})$")
-ASK = " Write the calculations, then #### and the result."
+CURRENCIES_AND_COMMAS = re.compile(r"[$€£]|(?<=\d),(?=\d{3})")
+UNITS = re.compile(r"(?<=\d)(?: [A-Za-z]+(?:/[A-Za-z]+)?){1,3}(?= ?[-+*/=] ?\(?[\d.])")
+"""The words between a number and an operator."""
+STRICT_ANSWER = re.compile(rf"#### ?-?{NUMBER}$")
+REQUEST = " Write the calculations, then #### and the result."
+NUM_ENTRIES = 1000
 
 
 def draw(rng: random.Random) -> Row:
-    """Draw a task.
+    """Draw a task."""
+    import reasoning_gym  # an optional package
 
-    Raises:
-        UserError: reasoning-gym is not installed.
-    """
-    gym = import_optional("reasoning_gym", extra_requirement("envs"))
-    entry = gym.create_dataset("gsm_symbolic", seed=rng.getrandbits(32), size=1)[0]
+    seed = rng.getrandbits(32)
+    dataset = reasoning_gym.create_dataset("gsm_symbolic", seed=seed, size=NUM_ENTRIES)
+    # Entry 0 is left out: it draws its numbers and its template with the same seed.
+    entry = dataset[rng.randrange(1, NUM_ENTRIES)]
     truth = entry["answer"]
     return {
-        "prompt": [{"role": "user", "content": entry["question"] + ASK}],
+        "prompt": [{"role": "user", "content": entry["question"] + REQUEST}],
         "ground_truth": truth,
         "solution": short_solution(entry["metadata"]["answer_cot"], truth),
     }
 
 
 def short_solution(sentences: str, truth: str) -> str:
-    """Return the equations of a solution and its answer; "" if they do not lead to it."""
-    text = re.sub(r"[$€£ ]|(?<=\d),(?=\d{3})", "", sentences)
-    text = text.replace("×", "*").replace("÷", "/")
+    """Return the right equations and the answer; "" if the last equation does not give it."""
+    text = CURRENCIES_AND_COMMAS.sub("", sentences)
+    text = re.sub(r"(?<=\d) ?[x×] ?(?=\d)", "*", text).replace("×", "*").replace("÷", "/")
     text = re.sub(r"(\d)%", r"\1/100", text)
+    text = re.sub(r" ?([-+*/=()]) ?", r"\1", UNITS.sub("", text))
     equations = [each for each in dict.fromkeys(EQUATION.findall(text)) if _is_right(each)]
     if not equations or not _is_right(f"{equations[-1].partition('=')[2]}={truth}"):
         return ""
@@ -58,21 +63,21 @@ def _is_right(equation: str) -> bool:
 
 def demonstrate(row: Row) -> Sequence[Message]:
     """Return the short solution of a task, or nothing."""
-    return [answered(row["solution"])] if row["solution"] else []
+    return [assistant_message(row["solution"])] if row["solution"] else []
 
 
 def numbers_of(row: Row) -> tuple[str, ...]:
-    """Return the numbers of a task: with other names, it is still the same task."""
+    """Return the numbers of a task. Tasks with equal numbers and other names count as one."""
     return tuple(re.findall(NUMBER, row["prompt"][-1]["content"]))
 
 
 def right_number(completion: str, ground_truth: str) -> Score:
-    """Return 1 if the last number is right (lenient); strict: it stands at the end, after ####."""
-    text = re.sub(r"(?<=\d),(?=\d{3})", "", completion.strip())
-    numbers = re.findall(rf"-?{NUMBER}", text)
-    lenient = bool(numbers) and float(numbers[-1]) == float(ground_truth)
-    strict = lenient and STRICT.search(text) is not None
-    return Score(lenient, lenient=lenient, strict=strict)
+    """Return 1 if the last number is right. Part `strict`: also, the text ends with #### NUMBER."""
+    text = CURRENCIES_AND_COMMAS.sub("", completion.strip())
+    numbers = SIGNED_NUMBER.findall(text)
+    is_right = bool(numbers) and float(numbers[-1]) == float(ground_truth)
+    is_strict = is_right and STRICT_ANSWER.search(text) is not None
+    return Score(float(is_right), strict=float(is_strict))
 
 
 LESSON = Lesson(
@@ -93,7 +98,7 @@ LESSON = Lesson(
     eval_rows=500,
     max_new_tokens=64,
     max_eval_tokens=192,
-    parts=["strict"],
+    shown_parts=["strict"],
     options=[
         "trainer.ppo.total_steps=24",
         "trainer.ppo.batch_size=128",

@@ -5,7 +5,7 @@ import operator
 import random
 from collections.abc import Sequence
 
-from arealite.impl.demo.lesson import Lesson, Message, Row, answered
+from arealite.impl.demo.lesson import Lesson, Message, Row, assistant_message
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 SMALLEST, LARGEST = 10, 999
@@ -22,20 +22,20 @@ SYSTEM = (
     f"You have a calculator. To call it for 2 + 3, write {call_of('2 + 3')}. "
     "Its result follows. Then answer with the number alone."
 )
-"""The prompt explains the tool: the chat template of SmolLM2-135M-Instruct has no place for it."""
+"""The prompt explains the tool: the chat template of SmolLM2-135M-Instruct renders no tools."""
 
 
 def draw(rng: random.Random) -> Row:
     """Draw a task."""
     first, second = rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST)
-    sign = rng.choice(list(OPERATORS))
-    expression = f"{first} {sign} {second}"
+    symbol = rng.choice(list(OPERATORS))
+    expression = f"{first} {symbol} {second}"
     return {
         "prompt": [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": f"What is {expression}?"},
         ],
-        "ground_truth": str(OPERATORS[sign](first, second)),
+        "ground_truth": str(OPERATORS[symbol](first, second)),
         "expression": expression,
         "extra_info": {"tools": ["calculator"]},
     }
@@ -44,7 +44,11 @@ def draw(rng: random.Random) -> Row:
 def demonstrate(row: Row) -> Sequence[Message]:
     """Return a call, its result and the answer."""
     result = {"role": "tool", "content": row["ground_truth"]}
-    return [answered(call_of(row["expression"])), result, answered(row["ground_truth"])]
+    return [
+        assistant_message(call_of(row["expression"])),
+        result,
+        assistant_message(row["ground_truth"]),
+    ]
 
 
 def number_alone(completion: str, ground_truth: str) -> float:
@@ -72,7 +76,7 @@ LESSON = Lesson(
     ],
     train_rows=1024,
     max_new_tokens=48,
-    parts=["tool"],
+    shown_parts=["tool"],
     options=[
         "trainer.ppo.collector.agent.type=tool_use",
         f"{ENV}.max_turns=2",
