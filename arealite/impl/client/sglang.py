@@ -189,7 +189,8 @@ class SGLangClient(LLMClient):
             if asyncio.get_running_loop().time() >= generation.deadline:
                 what = f"{request.request_id}: {server.address} did not finish before the deadline"
                 count = f"{len(generation.output_ids)} tokens were sampled before"
-                raise ServerUnavailable(f"{what} ({count})") from error
+                fix = "lower collector.concurrency, or raise client.sglang.request_timeout_s"
+                raise ServerUnavailable(f"{what} ({count}). If it is slow, {fix}") from error
             server.alive = False
             server.mark_entry_stale()
             self._directory.request_refresh()

@@ -100,6 +100,7 @@ LESSON = Lesson(
     max_eval_tokens=128,
     shown_parts=["strict"],
     options=[
+        "trainer.ppo.collector.concurrency=64",
         "trainer.ppo.total_steps=16",
         "trainer.ppo.batch_size=128",
         "trainer.ppo.lr=2e-5",
