@@ -43,7 +43,8 @@ from safetensors import safe_open  # noqa: E402
 from arealite.impl.demo.lesson import find_lesson, write_data  # noqa: E402
 from arealite.impl.demo.lessons.alphabet_sort import names_in_place  # noqa: E402
 from tools import figures, smollm2  # noqa: E402
-from tools.bench_trl import clock_of, trl_config, wait_for_quiet  # noqa: E402
+from tools.bench_trl import wait_for_quiet  # noqa: E402
+from tools.trl_parts import clock_of, trl_config  # noqa: E402
 
 BATCH, GROUP = 128, 8
 WARM_STEPS = 2

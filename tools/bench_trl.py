@@ -43,6 +43,7 @@ from arealite.api.task import Task  # noqa: E402
 from arealite.impl.agent.math_code_single_step import MathCodeSingleStepAgent  # noqa: E402
 from arealite.impl.demo.sorting import draw, question  # noqa: E402
 from tools import figures  # noqa: E402
+from tools.trl_parts import clock_of, trl_config  # noqa: E402
 
 PROMPTS, SAMPLES, MOST, LR = 32, 8, 128, 1e-5
 BATCH = PROMPTS * SAMPLES
@@ -164,37 +165,6 @@ def make_kit(folder: Path, length: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------ TRL
-
-
-def trl_config(folder: Path, **own: Any) -> Any:
-    """Return a config without checkpoints, logs, evaluation and gradient checkpointing."""
-    from trl import GRPOConfig
-
-    common: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "adam_beta2": 0.95,
-        "beta": 0.0,
-        "logging_steps": 10**6,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    return GRPOConfig(**common | own)
-
-
-def clock_of(ends: list[float]) -> Any:
-    """Return a callback that appends the time of each step's end to `ends`."""
-    from transformers import TrainerCallback
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.perf_counter())
-
-    return Clock()
 
 
 def trl_side(name: str, kit: Path) -> None:

@@ -188,9 +188,8 @@ class SGLangClient(LLMClient):
         except (OSError, DeadlineError) as error:
             if asyncio.get_running_loop().time() >= generation.deadline:
                 what = f"{request.request_id}: {server.address} did not finish before the deadline"
-                count = f"{len(generation.output_ids)} tokens were sampled before"
-                fix = "lower collector.concurrency, or raise client.sglang.request_timeout_s"
-                raise ServerUnavailable(f"{what} ({count}). If it is slow, {fix}") from error
+                count = f"{len(generation.output_ids)} tokens so far; lower collector.concurrency"
+                raise ServerUnavailable(f"{what} ({count})") from error
             server.alive = False
             server.mark_entry_stale()
             self._directory.request_refresh()

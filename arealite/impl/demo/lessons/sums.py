@@ -3,6 +3,7 @@
 import random
 import re
 
+from arealite.api.reward import Score
 from arealite.impl.demo.lesson import Lesson, Row
 
 LARGEST = 20
@@ -22,14 +23,20 @@ def numbers_of(row: Row) -> tuple[str, ...]:
     return tuple(sorted(re.findall(r"\d+", row["prompt"][-1]["content"])))
 
 
-def sum_alone(completion: str, ground_truth: str) -> float:
-    """Return 1 for the right number alone, 0.5 for a text with it, 0.2 for a wrong number alone."""
+def sum_alone(completion: str, ground_truth: str) -> Score:
+    """Return 1 for the right number alone, 0.5 for a text with it, 0.2 for a wrong number alone.
+
+    Part `right`: the right number is in the answer, whatever its form.
+    """
     answer = completion.strip()
+    is_right = ground_truth in re.findall(r"\d+", answer)
     if answer == ground_truth:
-        return 1.0
-    if ground_truth in re.findall(r"\d+", answer):
-        return 0.5
-    return 0.2 if answer.isdecimal() else 0.0
+        reward = 1.0
+    elif is_right:
+        reward = 0.5
+    else:
+        reward = 0.2 if answer.isdecimal() else 0.0
+    return Score(reward, right=float(is_right))
 
 
 LESSON = Lesson(
@@ -41,6 +48,7 @@ LESSON = Lesson(
     eval_rows=HELD_OUT_PAIRS,
     eval_samples=8,
     max_new_tokens=12,
+    shown_parts=["right"],
     options=[
         "trainer.ppo.total_steps=60",
         "trainer.ppo.batch_size=64",
