@@ -126,11 +126,12 @@ def with_model(config: Root) -> Root:
         path = str(folder)
         if line:
             print(fold(line), flush=True)
-    return _with_dtypes(replace(config, model=replace(config.model, path=path)))
+    resolved: Root = _with_dtypes(replace(config, model=replace(config.model, path=path)))
+    return resolved
 
 
-def _with_dtypes(config: C) -> C:
-    """Replace `dtype=auto` of models and train engines by the faster dtype of this machine."""
+def _with_dtypes(config: Any) -> Any:
+    """Return a copy of a config object whose dtypes `auto` are the faster ones of this machine."""
     if isinstance(config, ServedModelConfig | FSDPConfig) and config.dtype == "auto":
         # Importing torch takes a second, and other configs do not need it here.
         from arealite.impl.weights.fast_dtype import fast_dtype
@@ -180,8 +181,9 @@ def check_names(config: ExperimentConfig) -> None:
 
 def own_server(config: ExperimentConfig) -> ServerConfig:
     """Return the config of the LLM servers that the run starts."""
-    server = load(ServerConfig, CONFIG_DIR / "llm_server.yaml", server_overrides(config))
-    return _with_dtypes(server)
+    words = server_overrides(config)
+    server: ServerConfig = _with_dtypes(load(ServerConfig, CONFIG_DIR / "llm_server.yaml", words))
+    return server
 
 
 def resolve_host(config: Root) -> Root:
