@@ -53,7 +53,7 @@ help:
 	@echo "make demo         train a tiny model on this machine: server, training, curve, audit (SEED=1 BACKEND=embedded|sglang|shared)"
 	@echo "make demo-real    download SmolLM2, teach it to sort names, and measure it before and after, 15 minutes (SEED=1)"
 	@echo "make learn LESSON=tic_tac_toe  train a tiny model in an environment: one of tools/lessons (SEED=1 BACKEND=embedded|sglang),"
-	@echo "                  or SmolLM2 in one of arealite/impl/demo/lessons: alphabet_sort, answer_form, sums"
+	@echo "                  or SmolLM2 in one of arealite/impl/demo/lessons: alphabet_sort, answer_form, gsm_symbolic, sums, tool_call"
 	@echo "make test         run the tests, in several processes (WORKERS=3); COV=1 measures coverage"
 	@echo "                  STEAL=0.45 takes CPU time away, like a busy host; also for demo, check, and the tests of .ci/run"
 	@echo "make test-extras  run the tests that make test skipped; installs every extra, bubblewrap, Chromium and SmolLM2"

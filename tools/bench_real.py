@@ -1,4 +1,4 @@
-"""Measure generation, an update and memory with SmolLM2-135M-Instruct on the CPU.
+"""Measure generation and an update with SmolLM2-135M-Instruct on the CPU.
 
 Each measurement alternates with its baselines in one run, all with one thread for computing:
 

@@ -74,9 +74,9 @@ def trl_side(setting: str, model: Path, data: Path, steps: int) -> None:
 
     def reward(completions: Any, ground_truth: list[str], **_: Any) -> list[float]:
         answers = [messages[0]["content"] for messages in completions]
-        found = [names_in_place(*pair) for pair in zip(answers, ground_truth, strict=True)]
-        rewards.append(statistics.mean(found))
-        return found
+        own_rewards = list(map(names_in_place, answers, ground_truth))
+        rewards.append(statistics.mean(own_rewards))
+        return own_rewards
 
     config = trl_config(
         data / "trl",
@@ -123,8 +123,8 @@ def run_trl(setting: str, model: Path, data: Path, steps: int) -> dict[str, Any]
     )
     if done.returncode:
         sys.exit(f"TRL failed:\n{done.stdout}{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    measurements: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measurements
 
 
 # ----------------------------------------------------------------------------------------- ours
@@ -234,17 +234,20 @@ def main() -> None:
             sides[setting] = run_trl(setting, model, data, WARM_STEPS + options.trl_steps)
             print(f"TRL {setting}: {sides[setting]}", flush=True)
     state = number_of_parameters(options.model) * BYTES_OF_TRAINING
-    found = {
+    measurements = {
         "steps.ours_samples_s": BATCH / ours["seconds"],
-        **{f"steps.trl_{k}_samples_s": BATCH / side["seconds"] for k, side in sides.items()},
+        **{
+            f"steps.trl_{setting}_samples_s": BATCH / side["seconds"]
+            for setting, side in sides.items()
+        },
         "memory.gib": ours["memory"] / 2**30,
         "memory.over_training_state": ours["memory"] / state,
     }
     if sides:
         fastest = min(side["seconds"] for side in sides.values())
-        found["steps.ours_over_trl"] = fastest / ours["seconds"]
-    figures.show(found, digits=2)
-    figures.save("real_steps.json", found | {"model": str(options.model)})
+        measurements["steps.ours_over_trl"] = fastest / ours["seconds"]
+    figures.show(measurements, digits=2)
+    figures.save("real_steps.json", measurements | {"model": str(options.model)})
 
 
 if __name__ == "__main__":

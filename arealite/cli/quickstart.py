@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gguf", type=Path, metavar="FILE", help=text)
     text = "accept the terms of use of a model that has them"
     parser.add_argument("--accept-license", action="store_true", help=text)
-    text = f"what the pretrained model learns: {', '.join(LESSONS)} ({DEFAULT_LESSON})"
-    parser.add_argument("--lesson", choices=LESSONS, metavar="NAME", help=text)
+    lesson_help = f"what the pretrained model learns: {', '.join(LESSONS)} ({DEFAULT_LESSON})"
+    parser.add_argument("--lesson", choices=LESSONS, metavar="NAME", help=lesson_help)
     parser.add_argument("words", nargs="*", metavar="key=value", help="options of arealite train")
     options = parser.parse_intermixed_args(argv)
     if options.model and options.kit:

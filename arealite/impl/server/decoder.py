@@ -96,7 +96,8 @@ class SlotCache(Cache):
         Attention reads the first `width` positions of the rows; None: only the positions that this
         pass writes. Rows as a tensor are 0 … n-1.
         """
-        self._index, self._width = index, width
+        self._index = index
+        self._width = width
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object

@@ -20,6 +20,16 @@ EQUATION = re.compile(rf"\(?{NUMBER}(?:[-+*/]\(?{NUMBER}\)?)+={NUMBER}")
 CURRENCIES_AND_COMMAS = re.compile(r"[$€£]|(?<=\d),(?=\d{3})")
 UNITS = re.compile(r"(?<=\d)(?: [A-Za-z]+(?:/[A-Za-z]+)?){1,3}(?= ?[-+*/=] ?\(?[\d.])")
 """The words between a number and an operator."""
+REWRITES = (
+    (CURRENCIES_AND_COMMAS, ""),
+    (re.compile(r"(?<=\d) ?[x×] ?(?=\d)"), "*"),
+    (re.compile("×"), "*"),
+    (re.compile("÷"), "/"),
+    (re.compile(r"(\d)%"), r"\1/100"),
+    (UNITS, ""),
+    (re.compile(r" ?([-+*/=()]) ?"), r"\1"),
+)
+"""Patterns and their replacements, in order, that turn sentences into arithmetic."""
 STRICT_ANSWER = re.compile(rf"#### ?-?{NUMBER}$")
 REQUEST = " Write the calculations, then #### and the result."
 NUM_ENTRIES = 1000
@@ -43,14 +53,19 @@ def draw(rng: random.Random) -> Row:
 
 def short_solution(sentences: str, truth: str) -> str:
     """Return the right equations and the answer; "" if the last equation does not give it."""
-    text = CURRENCIES_AND_COMMAS.sub("", sentences)
-    text = re.sub(r"(?<=\d) ?[x×] ?(?=\d)", "*", text).replace("×", "*").replace("÷", "/")
-    text = re.sub(r"(\d)%", r"\1/100", text)
-    text = re.sub(r" ?([-+*/=()]) ?", r"\1", UNITS.sub("", text))
-    equations = [each for each in dict.fromkeys(EQUATION.findall(text)) if _is_right(each)]
+    candidates = dict.fromkeys(EQUATION.findall(_as_arithmetic(sentences)))
+    equations = [equation for equation in candidates if _is_right(equation)]
     if not equations or not _is_right(f"{equations[-1].partition('=')[2]}={truth}"):
         return ""
     return f"{' '.join(equations)} #### {truth}"
+
+
+def _as_arithmetic(sentences: str) -> str:
+    """Return sentences whose equations have only numbers and + - * / ( ) =."""
+    arithmetic = sentences
+    for pattern, replacement in REWRITES:
+        arithmetic = pattern.sub(replacement, arithmetic)
+    return arithmetic
 
 
 def _is_right(equation: str) -> bool:
@@ -73,10 +88,10 @@ def numbers_of(row: Row) -> tuple[str, ...]:
 
 def right_number(completion: str, ground_truth: str) -> Score:
     """Return 1 if the last number is right. Part `strict`: also, the text ends with #### NUMBER."""
-    text = CURRENCIES_AND_COMMAS.sub("", completion.strip())
-    numbers = SIGNED_NUMBER.findall(text)
+    plain_answer = CURRENCIES_AND_COMMAS.sub("", completion.strip())
+    numbers = SIGNED_NUMBER.findall(plain_answer)
     is_right = bool(numbers) and float(numbers[-1]) == float(ground_truth)
-    is_strict = is_right and STRICT_ANSWER.search(text) is not None
+    is_strict = is_right and STRICT_ANSWER.search(plain_answer) is not None
     return Score(float(is_right), strict=float(is_strict))
 
 
