@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from arealite.api.reward import Score
 from arealite.api.tool import ToolError
+from arealite.base.extras import extra_requirement, import_optional
 from arealite.impl.demo.lesson import Lesson, Message, Row, assistant_message
 from arealite.impl.tool.calculator import evaluate
 
@@ -37,8 +38,7 @@ NUM_ENTRIES = 1000
 
 def draw(rng: random.Random) -> Row:
     """Draw a task."""
-    import reasoning_gym  # an optional package
-
+    reasoning_gym = import_optional("reasoning_gym", extra_requirement("envs"))
     seed = rng.getrandbits(32)
     dataset = reasoning_gym.create_dataset("gsm_symbolic", seed=seed, size=NUM_ENTRIES)
     # Entry 0 is left out: it draws its numbers and its template with the same seed.
