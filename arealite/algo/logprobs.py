@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+
+from arealite.algo.linear import linear, product
 
 
 class LogitChange(NamedTuple):
@@ -120,12 +121,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_z.scatter_add_(1, targets[part, None], grad_logp[part, None])
             grad_z = grad_z.div_(temperature[part, None] / change.scale)
             grad_z = (grad_z if slope is None else grad_z.mul_(slope)).to(hidden.dtype)
-            grad_hidden[part] = grad_z @ weight
+            grad_hidden[part] = product(grad_z, weight.T)
             grad_weight, grad_bias = sums
-            if grad_weight is not None and grad_z.dtype == torch.float32:
-                grad_weight.addmm_(grad_z.T, hidden[part])
-            elif grad_weight is not None:
-                grad_weight += grad_z.T @ hidden[part]
+            if grad_weight is not None:
+                grad_weight += product(grad_z.T, hidden[part].T)
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0, dtype=torch.float32)
         found = [None if total is None else total.to(weight.dtype) for total in sums]

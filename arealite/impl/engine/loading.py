@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel as Model
 
+from arealite.algo import linear
 from arealite.api.engine import Head
 from arealite.base.errors import UserError, one_line
 from arealite.impl.engine.lora import ADAPTER, file_name, fill, first_value, state_tensors
@@ -64,6 +65,11 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
     return all(param.dtype == dtype or ADAPTER in name for name, param in model.named_parameters())
 
 
+def keeps_float32(name: str) -> bool:
+    """Return whether a trained parameter computes in float32, whatever the compute dtype is."""
+    return ADAPTER in name or name == SCORE
+
+
 def load_weights(
     model: Model, names: TensorNames, device: torch.device, *, offload: bool = False, seed: int = 0
 ) -> None:
@@ -89,6 +95,7 @@ def load_weights(
             else:
                 full = names.load(file_name(name))
             fill(tensor, full.to(device))
+    linear.speed_up(model)
 
 
 @contextmanager

@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from arealite.algo import linear
 from arealite.base.errors import UserError, one_line
 from arealite.base.model_folder import check_layers, read_model
 from arealite.impl.engine.loading import DTYPES, attention_of
-from arealite.impl.server.blocked_head import use_blocked_head
 from arealite.impl.server.engine import Job
 from arealite.impl.server.protocol import Refusal
 from arealite.impl.weights.buckets import Layout, Named
@@ -170,7 +170,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         raise UserError(f"model.path={path}: cannot be loaded: {why:.300}") from error
     TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
     model = loaded.to(pick_device(device)).eval().requires_grad_(False)
-    use_blocked_head(model)
+    linear.speed_up(model)
     return model, tokenizer
 
 

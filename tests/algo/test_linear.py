@@ -1,0 +1,92 @@
+"""Linear layers by oneDNN give the outputs and gradients of torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from arealite.algo import linear
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
+)
+
+
+@pytest.fixture(autouse=True)
+def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "USES_ONEDNN", True)
+
+
+@pytest.mark.parametrize("shape", [(7, 16), (2, 3, 16), (1, 1, 16), (0, 16)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_and_gradients_equal_those_of_torch(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    plain, fast = nn.Linear(16, 24, bias=bias), nn.Linear(16, 24, bias=bias)
+    fast.load_state_dict(plain.state_dict())
+    linear.speed_up(nn.Sequential(fast))
+    hidden = torch.randn(shape)
+    found = list[list[torch.Tensor | None]]()
+    for layer in (plain, fast):
+        own = hidden.clone().requires_grad_()
+        out = layer(own)
+        (out * torch.linspace(-1, 1, 24)).sum().backward()
+        found.append([out.detach(), own.grad, *(param.grad for param in layer.parameters())])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_sum_are_right_although_they_are_expanded() -> None:
+    layer, hidden = nn.Linear(16, 24, bias=False), torch.randn(5, 16)
+    linear.linear(hidden, layer.weight).sum().backward()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, hidden.sum(0).expand(24, 16))
+
+
+def test_a_frozen_layer_passes_gradients_on() -> None:
+    layer = nn.Linear(16, 24).requires_grad_(False)
+    linear.speed_up(layer)
+    hidden = torch.randn(5, 16, requires_grad=True)
+    layer(hidden).sum().backward()
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, layer.weight.sum(0).expand(5, 16))
+    assert layer.weight.grad is None
+
+
+def test_new_weights_are_used_at_once() -> None:
+    layer, hidden = nn.Linear(16, 24, bias=False), torch.randn(5, 16)
+    linear.speed_up(layer)
+    with torch.inference_mode():
+        before = layer(hidden)
+        layer.weight.mul_(2.0)
+        torch.testing.assert_close(layer(hidden), 2 * before)
+
+
+def test_products_of_transposed_views_equal_those_of_torch() -> None:
+    left, right = torch.randn(9, 5).T, torch.randn(9, 7).T
+    torch.testing.assert_close(linear.product(left, right), left @ right.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_are_computed_by_torch(dtype: torch.dtype) -> None:
+    layer, hidden = nn.Linear(16, 24, dtype=dtype), torch.randn(5, 16, dtype=dtype)
+    expected = layer(hidden)
+    linear.speed_up(layer)
+    assert torch.equal(layer(hidden), expected)
+    assert torch.equal(linear.product(hidden, layer.weight), hidden @ layer.weight.T)
+
+
+def test_layers_that_have_a_forward_of_their_own_keep_it() -> None:
+    class Doubled(nn.Linear):
+        """A layer that computes something else."""
+
+    layer = Doubled(16, 24)
+    linear.speed_up(layer)
+    assert "forward" not in vars(layer)
+
+
+def test_without_oneDNN_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "USES_ONEDNN", False)
+    layer = nn.Linear(16, 24)
+    linear.speed_up(layer)
+    assert "forward" not in vars(layer)

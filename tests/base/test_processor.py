@@ -1,0 +1,43 @@
+"""Facts about the processor, read from a file of the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arealite.base import processor
+
+AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512_bf16 sse\n"
+INTEL = "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu amx_bf16\n"
+OLD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512_bf16x avx2\n"
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    for cached in (processor.cpu_vendor, processor.has_bfloat16):
+        cached.cache_clear()
+    yield
+    for cached in (processor.cpu_vendor, processor.has_bfloat16):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "vendor", "has_bfloat16"),
+    [(AMD, "AuthenticAMD", True), (INTEL, "GenuineIntel", True), (OLD, "AuthenticAMD", False)],
+)
+def test_vendor_and_instructions_are_read(
+    text: str, vendor: str, has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(text)
+    monkeypatch.setattr(processor, "CPU_INFO", file)
+    assert processor.cpu_vendor() == vendor
+    assert processor.has_bfloat16() == has_bfloat16
+
+
+def test_nothing_is_known_without_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "absent")
+    assert processor.cpu_vendor() == ""
+    assert not processor.has_bfloat16()
