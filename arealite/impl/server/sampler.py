@@ -69,35 +69,43 @@ def ban_stops(logits_BV: Tensor, generations: Sequence[Generation]) -> None:
 def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[Tensor, Tensor]:
     """Return tokens [B] and their log_softmax(logits / T) [B], float32.
 
-    Log-probabilities are not renormalised after top_k and top_p (as SGLang's).
+    Log-probabilities are not renormalised after top_k and top_p (as SGLang's). `logits_BV` may be
+    overwritten: on a CPU, each further copy of it would take a thirtieth of a decode step.
     """
-    logprobs_BV = torch.log_softmax(logits_BV.float() / settings.temperature_B1, dim=-1)
-    if settings.all_greedy:
-        tokens_B = logits_BV.argmax(-1)
+    best_B = None if settings.greedy_B is None else logits_BV.argmax(-1)
+    scores_BV = logits_BV.float().div_(settings.temperature_B1)
+    weights_BV = scores_BV.sub_(scores_BV.amax(-1, keepdim=True)).exp_()
+    blocks_BKW = _blocks(weights_BV)
+    sums_BK = blocks_BKW.sum(-1)
+    total_B1 = sums_BK.sum(-1, keepdim=True)
+    if settings.filtered is not None:
+        rows, top_k, top_p = settings.filtered
+        kept = _blocks(_cut(weights_BV[rows], top_k, top_p * total_B1[rows]))
+        blocks_BKW[rows], sums_BK[rows] = kept, kept.sum(-1)
+    if best_B is not None and settings.all_greedy:
+        tokens_B = best_B
     else:
-        probs_BV = logprobs_BV.exp()
-        if settings.filtered is not None:
-            rows, top_k, top_p = settings.filtered
-            probs_BV[rows] = _cut(probs_BV[rows], top_k, top_p)
-        tokens_B = _draw_token(probs_BV, generator)
-        if settings.greedy_B is not None:
-            tokens_B = torch.where(settings.greedy_B, logits_BV.argmax(-1), tokens_B)
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+        tokens_B = _draw_token(blocks_BKW, sums_BK, generator).clamp(max=logits_BV.shape[-1] - 1)
+        if best_B is not None and settings.greedy_B is not None:
+            tokens_B = torch.where(settings.greedy_B, best_B, tokens_B)
+    return tokens_B, (weights_BV.gather(-1, tokens_B[:, None]) / total_B1).log_()[:, 0]
 
 
-def _draw_token(probs_BV: Tensor, generator: Generator) -> Tensor:
+def _blocks(weights_BV: Tensor) -> Tensor:
+    """Return weights as blocks of the vocabulary [B, blocks, BLOCK]; the last is padded with 0."""
+    missing = -weights_BV.shape[-1] % BLOCK
+    return (pad(weights_BV, (0, missing)) if missing else weights_BV).unflatten(-1, (-1, BLOCK))
+
+
+def _draw_token(blocks_BKW: Tensor, sums_BK: Tensor, generator: Generator) -> Tensor:
     """Draw a token [B] for each row: first a block of the vocabulary, then a token of the block.
 
     One random number for each token, as in torch.multinomial, would take a sixth of a decode step
-    on a CPU with 49,152 tokens.
+    on a CPU with 49,152 tokens. If a weight is NaN, the token may be beyond the vocabulary.
     """
-    missing = -probs_BV.shape[-1] % BLOCK
-    padded = pad(probs_BV, (0, missing)) if missing else probs_BV
-    blocks_BKW = padded.unflatten(-1, (-1, BLOCK))
-    block_B = _draw_index(blocks_BKW.sum(-1), generator)
+    block_B = _draw_index(sums_BK, generator)
     rows_B = torch.arange(len(block_B), device=block_B.device)
-    index_B = block_B * BLOCK + _draw_index(blocks_BKW[rows_B, block_B], generator)
-    return index_B.clamp(max=probs_BV.shape[-1] - 1)  # beyond the end if a weight is NaN
+    return block_B * BLOCK + _draw_index(blocks_BKW[rows_B, block_B], generator)
 
 
 def _draw_index(weights_BK: Tensor, generator: Generator) -> Tensor:
@@ -113,10 +121,10 @@ def _draw_index(weights_BK: Tensor, generator: Generator) -> Tensor:
     return index_B.clamp(max=weights_BK.shape[-1] - 1)
 
 
-def _cut(probs_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor) -> Tensor:
-    """Zero the tokens outside the `top_k` most likely and outside the `top_p` mass."""
-    ordered, order = probs_BV.sort(-1, descending=True)
+def _cut(weights_BV: Tensor, top_k_B1: Tensor, mass_B1: Tensor) -> Tensor:
+    """Zero the tokens outside the `top_k` with the largest weights, and outside the mass."""
+    ordered, order = weights_BV.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    rank = torch.arange(probs_BV.shape[-1], device=probs_BV.device)
-    kept = ordered.masked_fill((rank >= top_k_B1) | (before > top_p_B1), 0.0)
-    return torch.zeros_like(probs_BV).scatter_(-1, order, kept)
+    rank = torch.arange(weights_BV.shape[-1], device=weights_BV.device)
+    kept = ordered.masked_fill((rank >= top_k_B1) | (before > mass_B1), 0.0)
+    return torch.zeros_like(weights_BV).scatter_(-1, order, kept)
