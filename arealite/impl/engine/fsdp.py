@@ -74,7 +74,7 @@ class FSDPEngine(TrainEngine):
         if has_adapter and dist.get_rank() == 0:
             lora.report(self.module, [] if folder else config.lora.targets)
         is_uniform, offload = loading.set_dtypes(self.module, self.dtype), config.cpu_offload
-        plain = is_uniform and dist.get_world_size() == 1 and not offload
+        is_sharded = dist.get_world_size() > 1 or offload
         if head == "value":
             self._model = models.ValueModel(self.module)
         else:
@@ -87,9 +87,9 @@ class FSDPEngine(TrainEngine):
         if config.gradient_checkpointing:
             models.recompute(self.module)
         mesh = models.make_mesh(self.device, config.shard_size)
-        if not plain:
+        if is_sharded:
             models.shard(self._model, mesh, dtype=self.dtype, offload=offload)
-        self.whole_module = self.module if plain else None
+        self.whole_module = self.module if is_uniform and not is_sharded else None
         loading.load_weights(self.module, self.names, self.device, offload=offload, seed=seed)
         if folder and has_adapter:
             lora.load_adapter(self.module, folder)
@@ -120,14 +120,14 @@ class FSDPEngine(TrainEngine):
         """Return the head's outputs; see TrainEngine."""
         results: dict[str, list[np.ndarray]] = {}
         rows, own = self._context.gather_rows(rows)
-        with lora.replaced(self.module, self._adapters), torch.no_grad():
+        replaced = lora.replaced(self.module, self._adapters)
+        with replaced, torch.no_grad(), models.low_precision(self._model, self.dtype):
             for indices in self._plan(rows):
                 part = [rows[i] for i in indices]
                 for name, values_N in self._compute(self._collate(part)).items():
                     result = results.setdefault(name, [np.empty(0)] * len(rows))
-                    if not part:
-                        continue
-                    for i, row in zip(indices, scatter(values_N, part), strict=True):
+                    scattered = scatter(values_N, part) if part else []
+                    for i, row in zip(indices, scattered, strict=True):
                         result[i] = row
         # Without a backward pass gathered parameters stay in memory; `load` would not update them.
         models.reshard(self._model)
@@ -149,26 +149,27 @@ class FSDPEngine(TrainEngine):
         own = sum(max(1, len(row.tokens) - 1) for row in rows) / self._context.size
         inputs = _sum_over_ranks({"inputs": own})["inputs"] if self._balance else 0.0
         totals, computed = dict[str, torch.Tensor | float](), 0
-        for number, indices in enumerate(plan):
-            last = number == len(plan) - 1
-            for root in roots:
-                root.set_requires_all_reduce(last)
-                root.set_is_last_backward(last)
-            part = [rows[i] for i in indices]
-            batch = self._collate(part)
-            if not part:  # other ranks have rows, and their collectives need this rank
-                torch.cat([*self._model(batch).values()]).sum().backward()
-                continue
-            computed += batch.input_ids_BW.numel() * self._context.size
-            scale, loss_of = optimizer.scale.value, loss_fn
-            if self._balance is not None:
-                loss_of = self._balance.added_to(loss_fn, batch.inputs, inputs)
-            stats, recorded = backward(self._compute, batch, loss_of, record_outputs, scale=scale)
-            for name, value in stats.items():
-                totals[name] = totals.get(name, 0.0) + value
-            for field, values_N in recorded.items():
-                for row, values_T in zip(part, scatter(values_N, part), strict=True):
-                    row.fields[field] = values_T
+        with models.low_precision(self._model, self.dtype):
+            for number, indices in enumerate(plan):
+                last = number == len(plan) - 1
+                for root in roots:
+                    root.set_requires_all_reduce(last)
+                    root.set_is_last_backward(last)
+                part = [rows[i] for i in indices]
+                batch = self._collate(part)
+                if not part:  # other ranks have rows, and their collectives need this rank
+                    torch.cat([*self._model(batch).values()]).sum().backward()
+                    continue
+                computed += batch.input_ids_BW.numel() * self._context.size
+                scale, loss = optimizer.scale.value, loss_fn
+                if self._balance is not None:
+                    loss = self._balance.added_to(loss_fn, batch.inputs, inputs)
+                stats, recorded = backward(self._compute, batch, loss, record_outputs, scale=scale)
+                for name, value in stats.items():
+                    totals[name] = totals.get(name, 0.0) + value
+                for field, values_N in recorded.items():
+                    for row, values_T in zip(part, scatter(values_N, part), strict=True):
+                        row.fields[field] = values_T
         counted = {name: float(value) for name, value in totals.items()} | {
             "microbatches": float(len(plan)),
             "tokens": float(sum(len(row.tokens) for row in rows)),
@@ -276,8 +277,7 @@ class FSDPEngine(TrainEngine):
         plan = LAYOUTS[self.layout](input_items(rows), budget, rows_per_example=rows_per_example)
         longest = max((len(row.tokens) for row in rows), default=0)
         most = torch.tensor([max(1, len(plan)), longest], device=self.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
         needed, longest = most.tolist()
         limit = exact_length(self.module.config.get_text_config().to_dict())
         if limit and longest > limit:

@@ -4,6 +4,8 @@ The base model and the head run inside one root module, because FSDP2 gathers th
 inside the root's forward.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ from arealite.algo.logprobs import token_logprobs
 from arealite.base.errors import UserError
 from arealite.impl.engine.batch import MicroBatch
 from arealite.impl.engine.head import decoder_of, logit_change
+from arealite.impl.engine.loading import keeps_float32
 
 
 class LogprobModel(nn.Module):
@@ -123,6 +126,46 @@ def shard(
         # Loss weights are shares of the global minibatch already; gloo has no averaging reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def low_precision(model: LogprobModel | ValueModel, dtype: torch.dtype) -> Iterator[None]:
+    """Compute in `dtype` with copies of the parameters within the context.
+
+    The gradients of the copies are added to those of the float32 parameters, in float32. For
+    sharded parameters FSDP2 does the same, and the context does nothing.
+    """
+    copies = dict[nn.Parameter, nn.Parameter]()
+    modules = [] if fsdp_modules(model) else model.module.named_modules()
+    places = [
+        (part, name, param)
+        for part_name, part in modules
+        for name, param in part.named_parameters(recurse=False)
+        if param.dtype != dtype and not keeps_float32(f"{part_name}.{name}")
+    ]
+    for _, _, param in places:
+        if param not in copies:
+            copy = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+            if param.requires_grad:
+                copy.register_post_accumulate_grad_hook(partial(_move_gradient, param))
+            copies[param] = copy
+    for part, name, param in places:
+        setattr(part, name, copies[param])
+    try:
+        yield
+    finally:
+        for part, name, param in places:
+            setattr(part, name, param)
+
+
+def _move_gradient(param: torch.Tensor, copy: torch.Tensor) -> None:
+    """Add the gradient of a copy to that of its parameter, and free it."""
+    gradient, copy.grad = copy.grad, None
+    assert gradient is not None
+    if param.grad is None:
+        param.grad = gradient.to(param.dtype)
+    else:
+        param.grad.add_(gradient)
 
 
 def fsdp_modules(model: nn.Module) -> list[fsdp.FSDPModule]:

@@ -189,17 +189,19 @@ class TreeAttention(torch.autograd.Function):
         """Attend; the inputs are query, key, value, the PrefixTree and the scale."""
         query, key, value, tree, scale = inputs
         wide = torch.promote_types(query.dtype, torch.float32)
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=wide)
+        wide_inputs = [each.to(wide) for each in inputs[:3]]
+        out, lse = torch.empty_like(wide_inputs[0]), query.new_empty(query.shape[:2], dtype=wide)
         for call in tree.calls:
-            taken = map(call.to_rows, inputs, (call.queries, call.keys, call.keys))
+            taken = map(call.to_rows, wide_inputs, (call.queries, call.keys, call.keys))
             part, sums = map(call.from_rows, _forward(*taken, **call.kernel_options(wide, scale)))
             at = call.drop_padding(call.queries)
             if call.is_branch:
                 before, total = lse[at], torch.logaddexp(lse[at], sums)
-                merged = out[at] * (before - total).exp_()[..., None].to(out.dtype)
-                weight = (sums - total).exp_()[..., None].to(out.dtype)
+                merged = out[at] * (before - total).exp_()[..., None]
+                weight = (sums - total).exp_()[..., None]
                 part, sums = merged.addcmul_(part, weight), total
             out[at], lse[at] = part, sums
+        out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.options = tree, scale
         return out
@@ -210,15 +212,16 @@ class TreeAttention(torch.autograd.Function):
 
         The gradients of a partial result need only the merged output and the merged log-sum-exp.
         """
-        values, (tree, scale) = (grads[0].contiguous(), *ctx.saved_tensors), ctx.options
-        wide = values[-1].dtype
-        sums = [torch.empty_like(each, dtype=wide) for each in values[1:4]]
+        (tree, scale), saved = ctx.options, ctx.saved_tensors  # to be read once
+        wide = saved[-1].dtype
+        values = [each.to(wide) for each in (grads[0].contiguous(), *saved)]
+        sums = [torch.empty_like(each) for each in values[1:4]]
         for call in tree.calls:
             at_q, at_k = call.queries, call.keys
             grad_out, *taken = map(call.to_rows, values, (at_q, at_q, at_k, at_k, at_q, at_q))
             grad_out = grad_out if call.is_token is None else grad_out * call.is_token
             parts = _backward(grad_out, *taken, **call.kernel_options(wide, scale))
             for into, part, where in zip(sums, parts, (at_q, at_k, at_k), strict=True):
-                at, part = call.drop_padding(where), call.from_rows(part).to(wide)
+                at, part = call.drop_padding(where), call.from_rows(part)
                 into[at] = into[at].add_(part) if call.is_branch else part
         return *(each.to(grads[0].dtype) for each in sums), None, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from arealite.api.engine import LossInput, Sequence
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.errors import InvariantError, UserError
+from arealite.impl.engine import model as models
 from arealite.impl.engine.optimizer import LossScale
 from tests.impl.engine.helpers import (
     FIELDS,
@@ -203,6 +205,22 @@ def test_bfloat16_engine_keeps_float32_master_weights(model: Path) -> None:
     assert all(tensor.dtype == torch.bfloat16 for tensor in weights(low).values())
 
 
+def test_16_bit_copies_on_one_rank_train_like_sharded_parameters(model: Path) -> None:
+    rows = make_rows()
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_tokens_per_microbatch": 64}
+    whole = make_engine(model, optimizer={"type": "sgd"}, **options)
+    sharded = make_engine(model, optimizer={"type": "sgd"}, cpu_offload=True, **options)
+    assert not models.fsdp_modules(whole._model)
+    assert models.fsdp_modules(sharded._model)
+    for _ in range(2):
+        norms = [engine.train_batch(rows, LOSS)["grad_norm"] for engine in (whole, sharded)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    ours, theirs = whole.module.state_dict(), sharded.module.state_dict()
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, theirs[name].full_tensor(), rtol=1e-3, atol=1e-4)
+
+
 def test_engine_errors_name_the_fix(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing.*cannot build a lm model from config\.json"):
         make_engine(tmp_path / "nothing")
@@ -305,7 +323,7 @@ def test_broken_float16_parameters_end_in_an_error(model: Path) -> None:
     limit = {"max_skipped_updates": 2}
     engine, rows = make_engine(model, dtype="float16", optimizer=limit), make_rows()
     with torch.no_grad():
-        engine.module.get_decoder().norm.weight.to_local()[0] = torch.nan
+        engine.module.get_decoder().norm.weight[0] = torch.nan
     with pytest.raises(InvariantError, match=r"as model\.norm\.weight"):
         for _ in range(20):
             engine.train_batch(rows, LOSS)
