@@ -25,8 +25,8 @@ class ServedModelConfig:
     path: str = opt("", "Hugging Face folder, id on its hub, or GGUF file; required")
     dtype: str = opt(
         "float32",
-        "data type of a server's weights; auto: bfloat16 if this machine has a GPU with it, "
-        "else float32",
+        "data type of a server's weights; auto: bfloat16 if this machine has a GPU or "
+        "processor with it, else float32",
     )
 
 

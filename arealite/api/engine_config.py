@@ -62,7 +62,7 @@ class FSDPConfig:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = opt(
         "float32",
         "dtype of compute; master weights are float32; float16 scales the loss; auto: bfloat16 if "
-        "this machine has a GPU with it, else float32",
+        "this machine has a GPU or processor with it, else float32",
     )
     gradient_checkpointing: bool = opt(False, "recompute activations in the backward pass")
     cpu_offload: bool = opt(False, "keep parameters and optimizer state in the host's memory")

@@ -7,10 +7,12 @@ import torch
 
 from arealite.api.config import ExperimentConfig, ServerConfig
 from arealite.cli import configs
+from arealite.impl.weights import fast_dtype as module
 from arealite.impl.weights.fast_dtype import fast_dtype
 
 
 def set_gpu(monkeypatch: pytest.MonkeyPatch, *, is_there: bool, has_bfloat16: bool) -> None:
+    monkeypatch.setattr(module, "has_bfloat16", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: has_bfloat16)
 
@@ -24,6 +26,12 @@ def test_bfloat16_is_chosen_on_a_gpu_that_has_it(
 ) -> None:
     set_gpu(monkeypatch, is_there=is_there, has_bfloat16=has_bfloat16)
     assert fast_dtype()[0] == dtype
+
+
+def test_bfloat16_is_chosen_on_a_processor_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, is_there=False, has_bfloat16=False)
+    monkeypatch.setattr(module, "has_bfloat16", lambda: True)
+    assert fast_dtype() == ("bfloat16", "the processor has instructions for bfloat16")
 
 
 def test_auto_is_the_same_dtype_for_server_and_trainer(
