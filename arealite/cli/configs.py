@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,16 +134,22 @@ def with_model(config: Root) -> Root:
 def _with_dtypes(config: Any) -> Any:
     """Return a copy of a config object whose dtypes `auto` are the faster ones of this machine."""
     if isinstance(config, ServedModelConfig | FSDPConfig) and config.dtype == "auto":
-        # Importing torch takes a second, and other configs do not need it here.
-        from arealite.impl.weights.fast_dtype import fast_dtype
-
-        dtype, why = fast_dtype()
-        print(f"dtype=auto: {dtype}, because {why}", file=sys.stderr, flush=True)
-        return replace(config, dtype=dtype)
+        return replace(config, dtype=_announced_dtype())
     parts = ((item.name, getattr(config, item.name)) for item in fields(config))
     resolved = {name: (part, _with_dtypes(part)) for name, part in parts if is_dataclass(part)}
     changed = {name: new for name, (old, new) in resolved.items() if new is not old}
     return replace(config, **changed) if changed else config
+
+
+@cache
+def _announced_dtype() -> str:
+    """Return the dtype of `auto`; the first call prints it."""
+    # Importing torch takes a second, and configs without `auto` do not need it here.
+    from arealite.impl.weights.fast_dtype import fast_dtype
+
+    dtype, why = fast_dtype()
+    print(f"dtype=auto: {dtype}, because {why}", file=sys.stderr, flush=True)
+    return dtype
 
 
 def check_derived() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from arealite.impl.weights.fast_dtype import fast_dtype
 
 
 def set_gpu(monkeypatch: pytest.MonkeyPatch, *, is_there: bool, has_bfloat16: bool) -> None:
+    announced = configs._announced_dtype.__wrapped__
+    monkeypatch.setattr(configs, "_announced_dtype", cache(announced))
     monkeypatch.setattr(module, "has_bfloat16", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: has_bfloat16)
@@ -45,7 +49,7 @@ def test_auto_is_the_same_dtype_for_server_and_trainer(
     assert config.trainer.offline.engine.fsdp.dtype == "float32"
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "dtype=auto: bfloat16, because the GPU has bfloat16" in shown.err
+    assert shown.err == "dtype=auto: bfloat16, because the GPU has bfloat16\n"
     server = configs.parse(ServerConfig, words[:1], command="serve", description="")
     assert server.model.dtype == "bfloat16"
 
