@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from arealite.base.processor import cpu_vendor
 
 USES_ONEDNN = cpu_vendor() == "AuthenticAMD" and torch.backends.mkldnn.is_available()
-"""Whether this module computes by oneDNN. Else it calls torch's own functions."""
+"""Whether float32 products on the CPU are computed by oneDNN instead of torch's default."""
+BLOCK = 4096
+"""Rows of a product that is added to a sum, so that the product needs little memory."""
 
 
 def linear(hidden: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """Return hidden · weightᵀ + bias [..., N] of hidden states [..., K]."""
-    is_float32 = hidden.dtype == weight_NK.dtype == torch.float32
-    if not (USES_ONEDNN and is_float32 and hidden.device.type == "cpu" and hidden.numel()):
+    if hidden.ndim < 2 or not _is_for_onednn(hidden, weight_NK):
         return nn.functional.linear(hidden, weight_NK, bias_N)
     rows_MK = hidden.flatten(0, -2).contiguous()
     apply: Callable[..., Tensor] = _Linear.apply  # pyright: ignore
@@ -31,15 +32,24 @@ def linear(hidden: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> T
 
 
 def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
-    """Return left · rightᵀ [M, N]; both may be transposed views."""
-    is_float32 = left_MK.dtype == right_NK.dtype == torch.float32
-    if USES_ONEDNN and is_float32 and left_MK.device.type == "cpu" and left_MK.numel():
+    """Return left · rightᵀ [M, N], without gradients; both may be transposed views."""
+    if _is_for_onednn(left_MK, right_NK):
         return _product(left_MK, right_NK)
     return left_MK @ right_NK.T
 
 
-def speed_up(model: nn.Module) -> None:
-    """Make the linear layers of a model compute by `linear`; for a model on a CPU."""
+def add_product(total_MN: Tensor, left_MK: Tensor, right_NK: Tensor) -> None:
+    """Add left · rightᵀ to a float32 sum, in place."""
+    if left_MK.dtype == torch.float32 and not _is_for_onednn(left_MK, right_NK):
+        total_MN.addmm_(left_MK, right_NK.T)
+        return
+    for start in range(0, len(total_MN), BLOCK):
+        rows = slice(start, start + BLOCK)
+        total_MN[rows] += product(left_MK[rows], right_NK)
+
+
+def use_fast_linear(model: nn.Module) -> None:
+    """Make the linear layers of a model compute by `linear`."""
     for layer in model.modules() if USES_ONEDNN else ():
         if type(layer) is nn.Linear and "forward" not in vars(layer):
             layer.forward = partial(_forward, layer)
@@ -47,6 +57,11 @@ def speed_up(model: nn.Module) -> None:
 
 def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
     return linear(input, layer.weight, layer.bias)
+
+
+def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
+    is_float32 = left.dtype == right.dtype == torch.float32
+    return USES_ONEDNN and is_float32 and left.device.type == "cpu" and left.numel() > 0
 
 
 def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -57,13 +72,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         rows_MK, weight_NK, bias_N = inputs
-        ctx.save_for_backward(rows_MK, weight_NK)
+        wants_rows, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows_MK if wants_weight else None, weight_NK if wants_rows else None)
         return _product(rows_MK, weight_NK, bias_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_MK, weight_NK = ctx.saved_tensors
-        grad_MN = grads[0].contiguous()  # oneDNN does not read expanded tensors
+        grad_MN = grads[0].contiguous()  # oneDNN misreads strides of 0
         wants_rows, wants_weight, wants_bias = ctx.needs_input_grad
         return (
             _product(grad_MN, weight_NK.T) if wants_rows else None,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arealite.algo.linear import linear, product
+from arealite.algo.linear import add_product, linear, product
 
 
 class LogitChange(NamedTuple):
@@ -124,7 +124,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden[part] = product(grad_z, weight.T)
             grad_weight, grad_bias = sums
             if grad_weight is not None:
-                grad_weight += product(grad_z.T, hidden[part].T)
+                add_product(grad_weight, grad_z.T, hidden[part].T)
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0, dtype=torch.float32)
         found = [None if total is None else total.to(weight.dtype) for total in sums]

@@ -58,7 +58,8 @@ class TrainEngine(ABC):
     """A model, its shards and its optimizer. All ranks call the same methods in the same order."""
 
     whole_module: PreTrainedModel | None = None
-    """The model whose parameters are trained in place; None if its parameters are sharded."""
+    """The model whose parameters are trained in place; None if its parameters are sharded, or are
+    not in the dtype of the forward pass."""
     unused_tensors: frozenset[str] = frozenset()
     """Tensors of the folder that the model ignores. They are not streamed."""
     replays_routing: bool = True

@@ -24,7 +24,7 @@ def test_outputs_and_gradients_equal_those_of_torch(shape: tuple[int, ...], bias
     torch.manual_seed(0)
     plain, fast = nn.Linear(16, 24, bias=bias), nn.Linear(16, 24, bias=bias)
     fast.load_state_dict(plain.state_dict())
-    linear.speed_up(nn.Sequential(fast))
+    linear.use_fast_linear(nn.Sequential(fast))
     hidden = torch.randn(shape)
     found = list[list[torch.Tensor | None]]()
     for layer in (plain, fast):
@@ -45,7 +45,7 @@ def test_gradients_of_a_sum_are_right_although_they_are_expanded() -> None:
 
 def test_a_frozen_layer_passes_gradients_on() -> None:
     layer = nn.Linear(16, 24).requires_grad_(False)
-    linear.speed_up(layer)
+    linear.use_fast_linear(layer)
     hidden = torch.randn(5, 16, requires_grad=True)
     layer(hidden).sum().backward()
     assert hidden.grad is not None
@@ -55,7 +55,7 @@ def test_a_frozen_layer_passes_gradients_on() -> None:
 
 def test_new_weights_are_used_at_once() -> None:
     layer, hidden = nn.Linear(16, 24, bias=False), torch.randn(5, 16)
-    linear.speed_up(layer)
+    linear.use_fast_linear(layer)
     with torch.inference_mode():
         before = layer(hidden)
         layer.weight.mul_(2.0)
@@ -67,11 +67,28 @@ def test_products_of_transposed_views_equal_those_of_torch() -> None:
     torch.testing.assert_close(linear.product(left, right), left @ right.T)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "BLOCK", 2)
+    left, right, total = torch.randn(9, 5).T, torch.randn(7, 9), torch.ones(5, 7)
+    linear.add_product(total, left.to(dtype), right.to(dtype))
+    tolerance = {} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
+    torch.testing.assert_close(total, left @ right.T + 1, **tolerance)
+
+
+def test_a_vector_is_computed_by_torch() -> None:
+    layer = nn.Linear(16, 24)
+    hidden = torch.randn(16)
+    expected = layer(hidden)
+    linear.use_fast_linear(layer)
+    assert torch.equal(layer(hidden), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_are_computed_by_torch(dtype: torch.dtype) -> None:
     layer, hidden = nn.Linear(16, 24, dtype=dtype), torch.randn(5, 16, dtype=dtype)
     expected = layer(hidden)
-    linear.speed_up(layer)
+    linear.use_fast_linear(layer)
     assert torch.equal(layer(hidden), expected)
     assert torch.equal(linear.product(hidden, layer.weight), hidden @ layer.weight.T)
 
@@ -81,12 +98,12 @@ def test_layers_that_have_a_forward_of_their_own_keep_it() -> None:
         """A layer that computes something else."""
 
     layer = Doubled(16, 24)
-    linear.speed_up(layer)
+    linear.use_fast_linear(layer)
     assert "forward" not in vars(layer)
 
 
 def test_without_oneDNN_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "USES_ONEDNN", False)
     layer = nn.Linear(16, 24)
-    linear.speed_up(layer)
+    linear.use_fast_linear(layer)
     assert "forward" not in vars(layer)

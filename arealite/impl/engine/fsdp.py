@@ -1,4 +1,4 @@
-"""The train engine over FSDP2: one Hugging Face model, sharded over the ranks.
+"""The train engine: one Hugging Face model, which FSDP2 shards over several ranks.
 
 This module holds the collective operations and the checkpoints. The modules beside it hold the
 model, the batches, the optimizer and the files of a Hugging Face folder.

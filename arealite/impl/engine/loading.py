@@ -66,7 +66,7 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def keeps_float32(name: str) -> bool:
-    """Return whether a trained parameter computes in float32, whatever the compute dtype is."""
+    """Return whether a parameter stays float32 in passes of another compute dtype."""
     return ADAPTER in name or name == SCORE
 
 
@@ -95,7 +95,7 @@ def load_weights(
             else:
                 full = names.load(file_name(name))
             fill(tensor, full.to(device))
-    linear.speed_up(model)
+    linear.use_fast_linear(model)
 
 
 @contextmanager

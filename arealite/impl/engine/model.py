@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -132,30 +133,44 @@ def shard(
 def low_precision(model: LogprobModel | ValueModel, dtype: torch.dtype) -> Iterator[None]:
     """Compute in `dtype` with copies of the parameters within the context.
 
-    The gradients of the copies are added to those of the float32 parameters, in float32. For
-    sharded parameters FSDP2 does the same, and the context does nothing.
+    The gradients of the copies are added to those of the float32 parameters, in float32. Layers get
+    their inputs in `dtype`. FSDP2 does both for sharded parameters; the context is then a no-op.
     """
     copies = dict[nn.Parameter, nn.Parameter]()
     modules = [] if fsdp_modules(model) else model.module.named_modules()
-    places = [
-        (part, name, param)
-        for part_name, part in modules
-        for name, param in part.named_parameters(recurse=False)
-        if param.dtype != dtype and not keeps_float32(f"{part_name}.{name}")
+    replaced = [
+        (module, name, param)
+        for path, module in modules
+        for name, param in module.named_parameters(recurse=False)
+        if param.dtype != dtype and not keeps_float32(f"{path}.{name}")
     ]
-    for _, _, param in places:
+    for _, _, param in replaced:
         if param not in copies:
             copy = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
             if param.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(_move_gradient, param))
             copies[param] = copy
-    for part, name, param in places:
-        setattr(part, name, copies[param])
+    layers = layers_of(model.module) if replaced else ()
+    to_dtype = partial(_cast_inputs, dtype)
+    hooks = [layer.register_forward_pre_hook(to_dtype, with_kwargs=True) for layer in layers]
+    for module, name, param in replaced:
+        setattr(module, name, copies[param])
     try:
         yield
     finally:
-        for part, name, param in places:
-            setattr(part, name, param)
+        for hook in hooks:
+            hook.remove()
+        for module, name, param in replaced:
+            setattr(module, name, param)
+
+
+def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, options: Any) -> Any:
+    """Return the inputs of a layer, floating-point tensors in `dtype`."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, (args, options))
 
 
 def _move_gradient(param: torch.Tensor, copy: torch.Tensor) -> None:

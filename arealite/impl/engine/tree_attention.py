@@ -189,7 +189,7 @@ class TreeAttention(torch.autograd.Function):
         """Attend; the inputs are query, key, value, the PrefixTree and the scale."""
         query, key, value, tree, scale = inputs
         wide = torch.promote_types(query.dtype, torch.float32)
-        wide_inputs = [each.to(wide) for each in inputs[:3]]
+        wide_inputs = [tensor.to(wide) for tensor in inputs[:3]]
         out, lse = torch.empty_like(wide_inputs[0]), query.new_empty(query.shape[:2], dtype=wide)
         for call in tree.calls:
             taken = map(call.to_rows, wide_inputs, (call.queries, call.keys, call.keys))
@@ -212,9 +212,9 @@ class TreeAttention(torch.autograd.Function):
 
         The gradients of a partial result need only the merged output and the merged log-sum-exp.
         """
-        (tree, scale), saved = ctx.options, ctx.saved_tensors  # to be read once
+        (tree, scale), saved = ctx.options, ctx.saved_tensors
         wide = saved[-1].dtype
-        values = [each.to(wide) for each in (grads[0].contiguous(), *saved)]
+        values = [tensor.to(wide) for tensor in (grads[0].contiguous(), *saved)]
         sums = [torch.empty_like(each) for each in values[1:4]]
         for call in tree.calls:
             at_q, at_k = call.queries, call.keys

@@ -3,7 +3,7 @@
 Rows may have different settings, because a batch mixes agents; the code is vectorised over rows. A
 setting that no row uses is not computed.
 
-Shape letters: B = rows, V = vocabulary.
+Shape letters: B = rows, V = vocabulary, K = blocks of it, W = tokens of a block.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: s
     cut = [
         (row, s.top_k if s.top_k > 0 else vocab_size, s.top_p)
         for row, s in enumerate(wanted)
-        if s.top_p < 1.0 or 0 < s.top_k < vocab_size
+        if not greedy[row] and (s.top_p < 1.0 or 0 < s.top_k < vocab_size)
     ]
     filtered = None
     if cut:
@@ -69,8 +69,8 @@ def ban_stops(logits_BV: Tensor, generations: Sequence[Generation]) -> None:
 def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[Tensor, Tensor]:
     """Return tokens [B] and their log_softmax(logits / T) [B], float32.
 
-    Log-probabilities are not renormalised after top_k and top_p (as SGLang's). `logits_BV` may be
-    overwritten: on a CPU, each further copy of it would take a thirtieth of a decode step.
+    Log-probabilities are not renormalised after top_k and top_p (as SGLang's). Float32 logits are
+    overwritten: on a CPU, each copy of them takes a thirtieth of a decode step.
     """
     best_B = None if settings.greedy_B is None else logits_BV.argmax(-1)
     scores_BV = logits_BV.float().div_(settings.temperature_B1)
@@ -108,17 +108,17 @@ def _draw_token(blocks_BKW: Tensor, sums_BK: Tensor, generator: Generator) -> Te
     return block_B * BLOCK + _draw_index(blocks_BKW[rows_B, block_B], generator)
 
 
-def _draw_index(weights_BK: Tensor, generator: Generator) -> Tensor:
+def _draw_index(weights_BN: Tensor, generator: Generator) -> Tensor:
     """Draw an index [B] for each row with probabilities proportional to its weights.
 
     It needs no host synchronisation, and never takes an index of weight 0.
     """
-    sums_BK = weights_BK.double().cumsum(-1)
-    total_B1 = sums_BK[:, -1:]
+    sums_BN = weights_BN.double().cumsum(-1)
+    total_B1 = sums_BN[:, -1:]
     random_B1 = torch.empty_like(total_B1).uniform_(generator=generator)  # in [0, 1)
     point_B1 = total_B1 * (1.0 - random_B1)  # in (0, total]
-    index_B = torch.searchsorted(sums_BK, point_B1)[:, 0]
-    return index_B.clamp(max=weights_BK.shape[-1] - 1)
+    index_B = torch.searchsorted(sums_BN, point_B1)[:, 0]
+    return index_B.clamp(max=weights_BN.shape[-1] - 1)
 
 
 def _cut(weights_BV: Tensor, top_k_B1: Tensor, mass_B1: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         raise UserError(f"model.path={path}: cannot be loaded: {why:.300}") from error
     TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
     model = loaded.to(pick_device(device)).eval().requires_grad_(False)
-    linear.speed_up(model)
+    linear.use_fast_linear(model)
     return model, tokenizer
 
 

@@ -22,6 +22,7 @@ from tests.impl.engine.helpers import (
     assert_close,
     gradients,
     load,
+    loss_of,
     make_engine,
     make_rows,
     save,
@@ -205,20 +206,23 @@ def test_bfloat16_engine_keeps_float32_master_weights(model: Path) -> None:
     assert all(tensor.dtype == torch.bfloat16 for tensor in weights(low).values())
 
 
-def test_16_bit_copies_on_one_rank_train_like_sharded_parameters(model: Path) -> None:
+@pytest.mark.parametrize("option", [{}, {"gradient_checkpointing": True}, {"head": "value"}])
+def test_16_bit_copies_on_one_rank_train_like_sharded_parameters(
+    model: Path, option: dict[str, Any]
+) -> None:
     rows = make_rows()
-    options: dict[str, Any] = {"dtype": "bfloat16", "max_tokens_per_microbatch": 64}
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_tokens_per_microbatch": 64} | option
     whole = make_engine(model, optimizer={"type": "sgd"}, **options)
     sharded = make_engine(model, optimizer={"type": "sgd"}, cpu_offload=True, **options)
     assert not models.fsdp_modules(whole._model)
     assert models.fsdp_modules(sharded._model)
     for _ in range(2):
-        norms = [engine.train_batch(rows, LOSS)["grad_norm"] for engine in (whole, sharded)]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-    ours, theirs = whole.module.state_dict(), sharded.module.state_dict()
-    for name, tensor in ours.items():
+        for engine in (whole, sharded):
+            assert engine.train_batch(rows, loss_of(engine))["grad_norm"] > 0
+    theirs = sharded.module.state_dict()
+    for name, tensor in whole.module.state_dict().items():
         assert tensor.dtype == torch.float32
-        torch.testing.assert_close(tensor, theirs[name].full_tensor(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(tensor, theirs[name].full_tensor(), rtol=1e-6, atol=1e-6)
 
 
 def test_engine_errors_name_the_fix(model: Path, tmp_path: Path) -> None:

@@ -60,6 +60,19 @@ def test_top_k_of_one_row_does_not_change_other_rows() -> None:
     torch.testing.assert_close(shares, PROBS, atol=0.05, rtol=0)
 
 
+@pytest.mark.parametrize("size", [BLOCK, 2 * BLOCK, 300])
+def test_logprobs_ignore_filters_if_the_vocabulary_fills_whole_blocks(size: int) -> None:
+    params = [SamplingParams(top_k=3), SamplingParams(temperature=0.0, top_k=1)]
+    rows = [Generation(str(i), [1], params[i % 2], 1, frozenset()) for i in range(200)]
+    settings = settings_of(rows, vocab_size=size, device="cpu")
+    logits = torch.linspace(0, 3, size).expand(200, -1).clone()
+    logits[:, 5] = logits[:, -1]  # a tie: one of both is the greedy token
+    expected = logits.log_softmax(-1)
+    tokens, logprobs = draw(logits, settings, torch.Generator().manual_seed(0))
+    assert set(tokens.tolist()) == {5, size - 1, size - 2}
+    torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0])
+
+
 def test_tokens_of_a_large_vocabulary_are_drawn_in_proportion() -> None:
     size, count = 2 * BLOCK + 5, 20_000
     probs = torch.zeros(size, dtype=torch.float64)
