@@ -2,7 +2,7 @@
 
 import random
 
-from arealite.impl.demo.lesson import Lesson, Row
+from arealite.impl.demo.lesson import Lesson, Row, assistant_message
 
 WORDS = """
 apple bird boat book bread bridge brother candle chair city cloud coat corn dance day desk dog
@@ -50,10 +50,18 @@ LESSON = Lesson(
     draw=draw,
     key=lambda row: row["prompt"][-1]["content"],
     reward=f"{__name__}:asked_form",
+    demonstrate=lambda row: [assistant_message(row["ground_truth"])],
+    demonstrations=96,
+    warm_start=[
+        "trainer.offline.lr=3e-5",
+        "trainer.offline.batch_size=16",
+        "trainer.offline.max_steps=6",
+        "trainer.offline.optimizer.warmup_steps=2",
+    ],
     train_rows=256,
     max_new_tokens=16,
     options=[
-        "trainer.ppo.total_steps=60",
+        "trainer.ppo.total_steps=40",
         "trainer.ppo.batch_size=64",
         "trainer.ppo.lr=2e-5",
         "trainer.ppo.optimizer.schedule=linear",
