@@ -20,6 +20,10 @@ def has_bfloat16() -> bool:
 
 def _first_line(key: str) -> str:
     """Return the value of the first line with a key; "": there is none."""
-    text = CPU_INFO.read_text() if CPU_INFO.is_file() else ""
-    lines = (line.partition(":") for line in text.splitlines())
-    return next((value.strip() for name, _, value in lines if name.strip() == key), "")
+    if not CPU_INFO.is_file():
+        return ""
+    for line in CPU_INFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return ""

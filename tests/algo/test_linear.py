@@ -26,13 +26,13 @@ def test_outputs_and_gradients_equal_those_of_torch(shape: tuple[int, ...], bias
     fast.load_state_dict(plain.state_dict())
     linear.use_fast_linear(nn.Sequential(fast))
     hidden = torch.randn(shape)
-    found = list[list[torch.Tensor | None]]()
+    results = list[list[torch.Tensor | None]]()
     for layer in (plain, fast):
-        own = hidden.clone().requires_grad_()
-        out = layer(own)
+        leaf = hidden.clone().requires_grad_()
+        out = layer(leaf)
         (out * torch.linspace(-1, 1, 24)).sum().backward()
-        found.append([out.detach(), own.grad, *(param.grad for param in layer.parameters())])
-    for ours, theirs in zip(found[1], found[0], strict=True):
+        results.append([out.detach(), leaf.grad, *(param.grad for param in layer.parameters())])
+    for ours, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

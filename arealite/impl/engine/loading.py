@@ -60,7 +60,7 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
         dtype and compute in their own.
     """
     for name, param in model.named_parameters():
-        if not param.requires_grad and name != SCORE:
+        if not param.requires_grad and not keeps_float32(name):
             param.data = param.data.to(dtype)
     return all(param.dtype == dtype or ADAPTER in name for name, param in model.named_parameters())
 

@@ -175,8 +175,9 @@ def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, options: Any) 
 
 def _move_gradient(param: torch.Tensor, copy: torch.Tensor) -> None:
     """Add the gradient of a copy to that of its parameter, and free it."""
-    gradient, copy.grad = copy.grad, None
+    gradient = copy.grad
     assert gradient is not None
+    copy.grad = None
     if param.grad is None:
         param.grad = gradient.to(param.dtype)
     else:
