@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arealite.base.processor import cpu_vendor
+from arealite.base.host import cpu_vendor
 
 USES_ONEDNN = cpu_vendor() == "AuthenticAMD" and torch.backends.mkldnn.is_available()
 """Whether float32 products on the CPU are computed by oneDNN instead of torch's default."""

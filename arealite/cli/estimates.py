@@ -1,7 +1,6 @@
 """Estimate memory, concurrent episodes and disk of a run. `arealite check` prints the results."""
 
 import math
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.engine_config import LoRAConfig
 from arealite.base.adapter_folder import adapted, counted, read_adapter
 from arealite.base.errors import UserError
+from arealite.base.host import available_memory
 from arealite.base.model_folder import Shapes, text_part
 from arealite.cli import configs
 from arealite.cli.info import output_of
@@ -56,7 +56,7 @@ def memory_lines(
     needs = [*memory(config, model, shapes, longest)]
     yield from (("memory", f"{need.role}: about {decimal(int(need.size))}") for need in needs)
     gpu, where = _gpu_memory(), "this host has free"
-    has = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    has = available_memory()
     total = sum(need.size * need.processes for need in needs)
     if gpu:
         has, total, where = gpu, max(need.size for need in needs), "a GPU has"

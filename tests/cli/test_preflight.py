@@ -366,7 +366,7 @@ def test_required_chat_template_must_exist(words: list[str], model: Path, capsys
 
 
 def test_too_little_memory_is_a_warning(words: list[str], capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(estimates.os, "sysconf", lambda name: 1)
+    monkeypatch.setattr(estimates, "available_memory", lambda: 1)
     monkeypatch.setattr(estimates, "_gpu_memory", lambda: 0)
     assert main(words) == 0
     assert "this host has free 1 byte" in said(capsys)["WARNING"]

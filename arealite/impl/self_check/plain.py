@@ -1,6 +1,5 @@
 """A second copy of the model in plain transformers: the reference of the self-check."""
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from arealite.api.engine import Sequence
+from arealite.base.host import available_memory
 from arealite.base.model_folder import read_json
 from arealite.impl.engine.loading import DTYPES
 from arealite.impl.weights.buckets import Named
@@ -22,6 +23,8 @@ from arealite.impl.weights.names import TensorNames
 
 LARGEST = 2 * 10**9
 """Parameters of the largest model that is loaded a second time."""
+BYTES_PER_PARAMETER = 5
+"""Memory of the second copy: float32, and a quarter more for one forward pass."""
 TOLERANCES = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.2}
 """Largest relative difference of a module's output, by the dtype of the trainer."""
 WATCHED = re.compile(r".*(embed_tokens|layers\.\d+(\.\w+)?)")
@@ -30,10 +33,13 @@ WATCHED = re.compile(r".*(embed_tokens|layers\.\d+(\.\w+)?)")
 
 def obstacle(numel: int) -> str:
     """Return why a model of `numel` parameters is not loaded beside the trainer; "" if it is."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free
-    is_small = numel <= LARGEST and numel * 5 < free
-    return "" if is_small else f"{numel / 1e9:.1f} B parameters are too large for a second copy"
+    if numel > LARGEST:
+        return f"{numel / 1e9:.1f} B parameters are too large for a second copy"
+    free_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else available_memory()
+    copy_bytes = numel * BYTES_PER_PARAMETER
+    if copy_bytes > free_bytes:
+        return f"a second copy needs {decimal(copy_bytes)}, and {decimal(free_bytes)} are free"
+    return ""
 
 
 class PlainModel:

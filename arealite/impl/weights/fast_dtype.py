@@ -2,7 +2,7 @@
 
 import torch
 
-from arealite.base.processor import has_bfloat16
+from arealite.base.host import has_bfloat16
 
 
 def fast_dtype() -> tuple[str, str]:

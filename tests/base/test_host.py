@@ -1,4 +1,4 @@
-"""Facts about the processor, read from a file of the kernel."""
+"""Facts about the processor and the memory, read from files of the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arealite.base import processor
+from arealite.base import host
 
 AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512_bf16 sse\n"
 INTEL = "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu amx_bf16\n"
@@ -16,10 +16,10 @@ OLD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512_bf16x av
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    for cached in (processor.cpu_vendor, processor.has_bfloat16):
+    for cached in (host.cpu_vendor, host.has_bfloat16):
         cached.cache_clear()
     yield
-    for cached in (processor.cpu_vendor, processor.has_bfloat16):
+    for cached in (host.cpu_vendor, host.has_bfloat16):
         cached.cache_clear()
 
 
@@ -32,12 +32,25 @@ def test_vendor_and_instructions_are_read(
 ) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text(text)
-    monkeypatch.setattr(processor, "CPU_INFO", file)
-    assert processor.cpu_vendor() == vendor
-    assert processor.has_bfloat16() == has_bfloat16
+    monkeypatch.setattr(host, "CPU_INFO", file)
+    assert host.cpu_vendor() == vendor
+    assert host.has_bfloat16() == has_bfloat16
 
 
 def test_nothing_is_known_without_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "absent")
-    assert processor.cpu_vendor() == ""
-    assert not processor.has_bfloat16()
+    monkeypatch.setattr(host, "CPU_INFO", tmp_path / "absent")
+    assert host.cpu_vendor() == ""
+    assert not host.has_bfloat16()
+
+
+def test_memory_of_cached_files_is_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "meminfo"
+    file.write_text(
+        "MemTotal:  2000 kB\nMemFree:  10 kB\nMemAvailable:  1500 kB\nCached: 1490 kB\n"
+    )
+    monkeypatch.setattr(host, "MEMORY_INFO", file)
+    assert host.available_memory() == 1500 * 1024
+    monkeypatch.setattr(host, "MEMORY_INFO", tmp_path / "absent")
+    assert host.available_memory() > 1500 * 1024
