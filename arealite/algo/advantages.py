@@ -96,7 +96,8 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) ->
 
 def discounted_returns(rewards_N: np.ndarray, *, gamma: float) -> np.ndarray:
     """Return G_t = r_t + gamma · G_{t+1} of each token, float64 [N]."""
-    later, returns = 0.0, list[float]()
+    later = 0.0
+    returns = list[float]()
     for reward in rewards_N[::-1].tolist():
         later = reward + gamma * later
         returns.append(later)

@@ -95,7 +95,8 @@ class Autoscaler:
             self.damping = min(1.0, self.damping * INCREASE)
 
     def _update(self, readings: Sequence[Reading]) -> None:
-        running, waiting = fmean(r.running for r in readings), fmean(r.waiting for r in readings)
+        running = fmean(r.running for r in readings)
+        waiting = fmean(r.waiting for r in readings)
         capacity = math.inf
         if all(r.capacity for r in readings):
             capacity = fmean(r.capacity for r in readings)

@@ -101,7 +101,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in reversed(range(0, len(targets), chunk)):
             part = slice(start, start + chunk)
             slope = None
-            logp, ctx.last_logp = ctx.last_logp, None
+            logp = ctx.last_logp
+            ctx.last_logp = None
             if logp is None:
                 logits = head.logits(hidden[part])
                 # ∂ cap · tanh(x / cap) / ∂x = 1 − tanh²

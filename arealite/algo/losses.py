@@ -35,7 +35,8 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
     kl_coef = kl.coef if kl is not None and kl.place == "loss" else 0.0
 
     def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
-        fields, logprobs_N = batch.fields, batch.outputs["logprobs"]
+        fields = batch.fields
+        logprobs_N = batch.outputs["logprobs"]
         old_N = fields["prox_logprobs" if config.decoupled else "behav_logprobs"]
         log_ratio_N = _log_ratio(logprobs_N - old_N, batch.rows_N, config.ratio)
         ratio_N = log_ratio_N.exp()
@@ -125,7 +126,9 @@ def _behav_weight(
     """
     diff_N = fields["prox_logprobs"] - fields["behav_logprobs"]
     raw_N = _log_ratio(diff_N, rows_N, config.behav_weight_level).exp()
-    w_N, mask_N, cap = raw_N, None, config.behav_weight_cap
+    w_N = raw_N
+    mask_N = None
+    cap = config.behav_weight_cap
     masks = config.behav_weight == "mask"
     if cap is not None and masks:
         mask_N = ((raw_N <= cap) & (raw_N >= 1.0 / cap)).to(raw_N.dtype)
@@ -144,9 +147,11 @@ def _ratio_stats(
     """Return stats of the ratio; `clip_frac_*` count tokens whose gradient a clip changes."""
     stats = {"ratio": ratio_N, "approx_kl": ratio_N - 1.0 - log_ratio_N}
     if config.objective in ("ppo", "cispo"):
-        low_N, high_N = ratio_N < 1.0 - config.eps_low, ratio_N > 1.0 + config.eps_high
+        low_N = ratio_N < 1.0 - config.eps_low
+        high_N = ratio_N > 1.0 + config.eps_high
         if config.objective == "ppo":
-            low_N, high_N = low_N & (advantages_N < 0), high_N & (advantages_N > 0)
+            low_N = low_N & (advantages_N < 0)
+            high_N = high_N & (advantages_N > 0)
         stats |= {"clip_frac_low": low_N, "clip_frac_high": high_N}
     return stats
 
@@ -179,8 +184,10 @@ def make_value_loss(config: CriticConfig) -> LossFn:
     """
 
     def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
-        values_N, old_N = batch.outputs["values"], batch.fields["values"]
-        returns_N, weight_N = batch.fields["returns"], batch.fields["loss_weight"]
+        values_N = batch.outputs["values"]
+        old_N = batch.fields["values"]
+        returns_N = batch.fields["returns"]
+        weight_N = batch.fields["loss_weight"]
         squares_N = (values_N - returns_N).square()
         error_N = returns_N - old_N
         stats = {

@@ -35,7 +35,8 @@ def padded(rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1
         padding += (width - longest[example]) * size
         if not plan or (len(plan[-1]) + size) * width > budget or padding > OVERHEAD:
             plan.append([])
-            width, padding = longest[example], 0
+            width = longest[example]
+            padding = 0
         plan[-1] += range(example * size, (example + 1) * size)
     return plan
 
@@ -65,7 +66,8 @@ def packed(rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1
         for part, number in enumerate(balanced):
             loads[number] += tokens[part]
         if max(loads) <= max([budget, *tokens]):
-            bins, bin_of = count, balanced
+            bins = count
+            bin_of = balanced
             break
     plan: Plan = [[] for _ in range(bins)]
     for part, number in enumerate(bin_of):

@@ -61,17 +61,21 @@ def balance_groups(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[i
     for index, header in enumerate(headers):
         key = header.group_id, header.prompt or header.trajectory_id
         prompts.setdefault(key, []).append(index)
-    size, best, result = max(map(len, prompts.values()), default=1), float("inf"), list[int]()
+    size = max(map(len, prompts.values()), default=1)
+    best = float("inf")
+    result = list[int]()
     while size:
         parts = [one[i : i + size] for one in prompts.values() for i in range(0, len(one), size)]
         costs = [_computed([headers[i] for i in part]) for part in parts]
-        loads, found = [0] * ranks, [0] * len(headers)
+        loads = [0] * ranks
+        found = [0] * len(headers)
         for part, cost, rank in zip(parts, costs, balance(costs, ranks=ranks), strict=True):
             loads[rank] += cost
             for index in part:
                 found[index] = rank
         if max(loads) < best:
-            best, result = max(loads), found
+            best = max(loads)
+            result = found
         size //= 2
     return result
 
@@ -87,7 +91,8 @@ def partition(
 ) -> tuple[list[int], list[int]]:
     """Return (minibatch, rank) of each trajectory; ranks are balanced within each minibatch."""
     group_ids = [header.group_id for header in headers]
-    minibatches, rank_of = deal_groups(group_ids, updates=updates, seed=seed), [0] * len(headers)
+    minibatches = deal_groups(group_ids, updates=updates, seed=seed)
+    rank_of = [0] * len(headers)
     for update in range(updates):
         rows = [index for index, at in enumerate(minibatches) if at == update]
         for index, rank in zip(
@@ -115,7 +120,8 @@ def batch_for_rank(
         waits: Metrics of the datapipe.
     """
     updates = min(updates, len({header.group_id for header in headers}))
-    seed, size = seed + request.step, request.world_size
+    seed = seed + request.step
+    size = request.world_size
     minibatches, ranks = partition(headers, updates=updates, ranks=size, seed=seed)
     mine = [index for index, rank in enumerate(ranks) if rank == request.rank]
     return Batch(request.step, headers, ranks, minibatches, mine, waits)

@@ -51,7 +51,9 @@ def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Estimate | None
     """
     if not (values := [pass_at_k(n, c, k) for n, c in counts if n >= k]):
         return None
-    mean, trials, z2 = fmean(values), len(values), Z_95**2
+    mean = fmean(values)
+    trials = len(values)
+    z2 = Z_95**2
     centre = (mean + z2 / (2 * trials)) / (1 + z2 / trials)
     half = Z_95 * sqrt(mean * (1 - mean) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
     return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))

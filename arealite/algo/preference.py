@@ -25,7 +25,8 @@ def dpo_terms(margins: Tensor, config: DPOConfig) -> Tensor:
         margins: The margins, of any shape.
         config: Options of DPO.
     """
-    beta, smoothing = config.beta, config.label_smoothing
+    beta = config.beta
+    smoothing = config.label_smoothing
 
     def term(h: Tensor) -> Tensor:
         if config.loss == "sigmoid":
@@ -82,7 +83,8 @@ def _finish(
     weight_R = torch.zeros_like(scores_R)
     weight_R[batch.rows_N] = batch.fields["loss_weight"]
     weight_P = weight_R[::2]
-    chosen_P, rejected_P = scores_R[::2], scores_R[1::2]
+    chosen_P = scores_R[::2]
+    rejected_P = scores_R[1::2]
     margins_P = chosen_P - rejected_P
     loss = (weight_P * terms(margins_P)).sum()
     with torch.no_grad():
@@ -102,7 +104,8 @@ def cross_entropy(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     `is_answer` is 1 for tokens of the assistant and 0 for the tokens that follow. It only splits
     the sum in the stats: `answer` + `next_state` = `loss`.
     """
-    weight_N, is_answer_N = batch.fields["loss_weight"], batch.fields["is_answer"]
+    weight_N = batch.fields["loss_weight"]
+    is_answer_N = batch.fields["is_answer"]
     terms_N = -weight_N * batch.outputs["logprobs"]
     loss = terms_N.sum()
     with torch.no_grad():

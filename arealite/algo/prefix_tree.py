@@ -68,7 +68,9 @@ def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
     """
     roots = _Draft(0, 0, 0)
     for number, row in enumerate(rows):
-        path, at, child = [roots], 0, roots
+        path = [roots]
+        at = 0
+        child = roots
         while at == child.end and (found := path[-1].children.get(_key(row, at))) is not None:
             child, stop = found, min(found.end, len(row))
             differs = rows[child.row][at:stop] != row[at:stop]
@@ -86,7 +88,8 @@ def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
         else:
             own = path[-1]
         own.ends.append(number)
-    nodes, last = list[Node](), [0] * len(rows)
+    nodes = list[Node]()
+    last = [0] * len(rows)
     waiting = [(child, -1) for child in reversed(roots.children.values())]
     while waiting:
         draft, parent = waiting.pop()
@@ -115,10 +118,13 @@ def tree_parts(
         (row indices of each part, computed tokens of each part), largest parts first.
     """
     size, forest = rows_per_example, prefix_forest(rows)
-    found, path = list[tuple[int, list[int]]](), set[int]()
+    found = list[tuple[int, list[int]]]()
+    path = set[int]()
     order = sorted(range(len(rows)), key=lambda row: forest.last[row] if size == 1 else row)
     for number, row in enumerate(order):
-        before, path, node = path, set[int](), forest.last[row]
+        before = path
+        path = set[int]()
+        node = forest.last[row]
         while node >= 0:
             path.add(node)
             node = forest.nodes[node].parent

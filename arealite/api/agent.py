@@ -96,7 +96,9 @@ class Agent(ABC):
             extends: A response of this agent that the prompt was built on: the prompt begins with
                 its prompt and its tokens. None: the prompt is compared with earlier turns.
         """
-        record, seat, begin = self.record, self.seat, time.perf_counter()
+        record = self.record
+        seat = self.seat
+        begin = time.perf_counter()
         sampling = sampling or seat.sampling
         turn = record.begin(input_ids, sampling, origin, extends)
         response = turn.response
@@ -121,7 +123,9 @@ class AgentFactory:
     """Creates agents by their `type`. All agents use one client and one tokenizer."""
 
     def __init__(self, args: ExperimentConfig, *, client: LLMClient, tokenizer: Tokenizer) -> None:
-        self.args, self.client, self.tokenizer = args, client, tokenizer
+        self.args = args
+        self.client = client
+        self.tokenizer = tokenizer
         self._shared: dict[int, object] = {}
 
     async def share(self, config: AgentConfig, stack: AsyncExitStack) -> None:
@@ -132,7 +136,8 @@ class AgentFactory:
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
         """Return a new agent for one seat of one episode; None: a default seat."""
-        kind, own = agents.get(config.type), agents.options(config)
+        kind = agents.get(config.type)
+        own = agents.options(config)
         agent = kind(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
         agent.shared = self._shared.get(id(config))
         return agent

@@ -43,8 +43,10 @@ class LossConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints on the policy loss."""
-        cap, masks = self.behav_weight_cap, self.behav_weight == "mask"
-        objective, is_plain = f"objective={self.objective}", self.objective == "reinforce"
+        cap = self.behav_weight_cap
+        masks = self.behav_weight == "mask"
+        objective = f"objective={self.objective}"
+        is_plain = self.objective == "reinforce"
         what = f"dual_clip requires objective=ppo, not {objective}"
         yield self.dual_clip is None or self.objective == "ppo", f"{what}. Use dual_clip=null."
         what = f"{objective} has no ratio, so decoupled=false leaves off-policy tokens uncorrected"

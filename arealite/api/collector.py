@@ -66,7 +66,8 @@ class CollectorConfig:
         yield not bad, f"envs.{''.join(bad[:1])}: use letters, digits, '_' and '-' only."
         what = "sampling.temperature must be above 0: greedy sampling does not explore."
         yield self.sampling.temperature > 0, what
-        least, most = self.autoscale.min_concurrency, self.concurrency
+        least = self.autoscale.min_concurrency
+        most = self.concurrency
         what = f"autoscale.min_concurrency={least} is above collector.concurrency={most}"
         yield least <= most or not self.autoscale.enabled, f"{what}. Lower one or raise the other."
 

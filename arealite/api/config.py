@@ -94,18 +94,22 @@ class ExperimentConfig(TrialConfig):
 
     def constraints(self) -> Constraints:
         """Yield the constraints between sections, for a run with servers and workers."""
-        trainer, ppo, launcher = self.trainer, self.trainer.ppo, self.launcher
+        trainer = self.trainer
+        ppo = self.trainer.ppo
+        launcher = self.launcher
         what = f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}"
         fix = "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
         yield trainer.type != "ppo" or ppo.max_staleness == 0, f"{what}. {fix}"
-        most, least = launcher.max_workers, launcher.rollout_workers
+        most = launcher.max_workers
+        least = launcher.rollout_workers
         what = f"launcher.max_workers={most} must be at least launcher.rollout_workers={least}"
         fix = "needs collector.autoscale.enabled=true. Use 0 for a fixed number of workers."
         is_scaled = most >= least and ppo.collector.autoscale.enabled
         yield most == 0 or is_scaled, f"{what}, and {fix}"
         if ppo.publisher.type != "shared":
             return
-        fsdp, key = ppo.engine.fsdp, "trainer.ppo.publisher.type=shared"
+        fsdp = ppo.engine.fsdp
+        key = "trainer.ppo.publisher.type=shared"
         what = f"{key} needs launcher.trainer_ranks=1, not {launcher.trainer_ranks}."
         yield launcher.trainer_ranks == 1, what
         what = f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers."

@@ -118,7 +118,8 @@ class StepEnv(Env):
         while not done:
             result = await self.step(state, action := await agent.act(observation))
             agent.reward(result.reward)
-            observation, done = result.observation, result.done or action.is_last
+            observation = result.observation
+            done = result.done or action.is_last
 
 
 envs = Registry[Env].built_in("env")

@@ -72,9 +72,11 @@ class Record(msgspec.Struct):
         place(turn, input_ids, self.turns, extends)
         stored = self._recall(turn, sampling.max_new_tokens) if self.recorded else None
         if stored is None:
-            turn.index, self.next_index = self.next_index, self.next_index + 1
+            turn.index = self.next_index
+            self.next_index = self.next_index + 1
         else:
-            turn.index, turn.response = stored.index, stored.response
+            turn.index = stored.index
+            turn.response = stored.response
             turn.is_stored = bool(turn.response.stop_reason)
             self.resumed_tokens += len(turn.response.output_ids)
         return turn
@@ -99,7 +101,8 @@ class Record(msgspec.Struct):
 
     def add(self, turn: Turn, response: LLMResponse) -> None:
         """Add a turn of `begin` with its finished response."""
-        turn.response, turn.sampled = response, arrays(response)
+        turn.response = response
+        turn.sampled = arrays(response)
         self.partial.pop(turn.index, None)
         self.turns.append(turn)
         if turn.parent is not None:

@@ -41,7 +41,8 @@ class HarnessConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints of each way to run an agent."""
-        source, seats = self.reward_from, self.seats
+        source = self.reward_from
+        seats = self.seats
         needed = {"return": "run", "file": "command", "last_line": "command"}.get(source)
         is_given = needed is None or bool(getattr(self, needed))
         yield is_given, f"reward_from={source} needs {needed}. Set {needed}, or reward_from=auto."

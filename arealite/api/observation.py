@@ -78,7 +78,8 @@ def observe(observation: object) -> Observation:
 def is_message(value: object) -> bool:
     """Return whether a value is a chat message: it has a role, and a text or tool calls."""
     message = cast(dict[str, object], value) if isinstance(value, dict) else {}
-    content, calls = message.get("content"), message.get("tool_calls")
+    content = message.get("content")
+    calls = message.get("tool_calls")
     has_calls = content is None and isinstance(calls, list) and calls != []
     return isinstance(message.get("role"), str) and (isinstance(content, str) or has_calls)
 

@@ -47,22 +47,28 @@ def decode_segments(payload: bytes) -> list[Segment]:
         msgspec.MsgspecError: The bytes are no payload.
     """
     prompt, rest = split_prompt(payload)
-    found, tokens, total = list[Segment](), prompt[5:], 0
+    found = list[Segment]()
+    tokens = prompt[5:]
+    total = 0
     for segment in _decode(rest):
-        count, most = segment.common, min(len(tokens) // 4, MOST_TOKENS - total)
+        count = segment.common
+        most = min(len(tokens) // 4, MOST_TOKENS - total)
         if count > most:
             raise msgspec.ValidationError(f"a segment leaves out {count} tokens, at most {most}")
-        zeros, ones = bytes(4 * count), b"\xff" * 4 * count
+        zeros = bytes(4 * count)
+        ones = b"\xff" * 4 * count
         begins = zip(ARRAYS, (tokens[: 4 * count], bytes(count), zeros, ones, zeros), strict=True)
         whole = {name: begin + getattr(segment, name) for name, begin in begins}
         found.append(msgspec.structs.replace(segment, common=0, **whole))
-        tokens, total = found[-1].tokens, total + len(found[-1].loss_mask)
+        tokens = found[-1].tokens
+        total = total + len(found[-1].loss_mask)
     return found
 
 
 def drop_repeated_prompts(payloads: Sequence[bytes]) -> list[bytes]:
     """Return payloads without each prompt block that equals the block before it."""
-    found, last = list[bytes](), b""
+    found = list[bytes]()
+    last = b""
     for payload in payloads:
         prompt, rest = split_prompt(payload)
         found.append(REPEATED + rest if prompt and prompt == last else payload)
@@ -75,10 +81,13 @@ def restore_prompts(frames: Iterable[bytes]) -> list[bytes]:
 
     Beyond MOST_BYTES, frames stay as they are, and are no payloads.
     """
-    found, last, left = list[bytes](), b"", MOST_BYTES
+    found = list[bytes]()
+    last = b""
+    left = MOST_BYTES
     for frame in frames:
         if frame[:1] == REPEATED and left > 0:
-            frame, left = last + frame[1:], left - len(last)
+            frame = last + frame[1:]
+            left = left - len(last)
         last = split_prompt(frame)[0] or last
         found.append(frame)
     return found
@@ -87,7 +96,8 @@ def restore_prompts(frames: Iterable[bytes]) -> list[bytes]:
 def _without_common(before: bytes, segment: Segment) -> Segment:
     """Return the segment without the tokens that it has in common with `before`, up to its first
     sampled token."""
-    low, high = 0, min(len(before) // 4, (segment.loss_mask + b"\1").index(1))
+    low = 0
+    high = min(len(before) // 4, (segment.loss_mask + b"\1").index(1))
     while low < high:
         middle = (low + high + 1) // 2
         same = before[: 4 * middle] == segment.tokens[: 4 * middle]

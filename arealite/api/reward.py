@@ -38,7 +38,8 @@ class RewardConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraint that `function.paths` are used."""
-        paths, kind = self.function.paths, self.type
+        paths = self.function.paths
+        kind = self.type
         fix = "Set type=function, or remove function.paths"
         yield kind == "function" or not paths, f"type={kind} uses no function.paths={paths}. {fix}."
 

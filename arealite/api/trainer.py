@@ -62,15 +62,19 @@ class PPOConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints between sizes, advantage, filters and critic."""
-        size, group, sampling = self.batch_size, self.collector.group_size, self.collector.sampling
-        groups, kind = -(-size // group), f"advantage.type={self.advantage.type}"
+        size = self.batch_size
+        group = self.collector.group_size
+        sampling = self.collector.sampling
+        groups = -(-size // group)
+        kind = f"advantage.type={self.advantage.type}"
         what = f"collector.group_size {group} does not divide batch_size {size}"
         fix = f"Use a multiple of {group}, as in trainer.ppo.batch_size={groups * group}."
         yield size % group == 0, f"{what}: a batch holds whole groups. {fix}"
         what = f"updates {self.updates} does not divide the {groups} groups of a batch"
         fix = f"(batch_size {size} / group_size {group}). Use a divisor of {groups}."
         yield groups % self.updates == 0, f"{what} {fix}"
-        most, buffer = sampling.max_new_tokens, self.reward.overlong_buffer
+        most = sampling.max_new_tokens
+        buffer = self.reward.overlong_buffer
         what = f"must be at most collector.sampling.max_new_tokens={most}."
         yield buffer <= most, f"reward.overlong_buffer={buffer} {what}"
         what = f"{kind} compares the episodes of a group, but collector.group_size is 1"

@@ -28,7 +28,9 @@ def place(turn: Turn, ids: list[int], turns: Sequence[Turn], extends: LLMRespons
     """
     parent = _longest(ids, turn.temperature, turns, extends) if turns else ROOT
     new = ids[parent.end :]
-    turn.parent, turn.start, turn.added = parent, len(ids), pack("i", new)
+    turn.parent = parent
+    turn.start = len(ids)
+    turn.added = pack("i", new)
     turn.state = parent.state.copy()
     turn.state.update(parent.sampled[0] + turn.added)
     turn.prompt = turn.state.digest()
@@ -45,7 +47,9 @@ def _longest(
     for turn in reversed(turns):
         if turn.response is extends and turn.temperature == temperature:
             return turn
-    raw, best, found = pack("i", ids), ROOT, {ROOT}
+    raw = pack("i", ids)
+    best = ROOT
+    found = {ROOT}
     for turn in turns:  # a parent is before its children
         if turn.parent in found and turn.temperature == temperature:
             is_prompt = raw.startswith(turn.added, 4 * turn.known)

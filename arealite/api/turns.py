@@ -72,7 +72,8 @@ class Turn(msgspec.Struct, eq=False):
     @property
     def raw_prompt(self) -> bytes:
         """The prompt as int32."""
-        parts, turn = [self.added], self.parent
+        parts = [self.added]
+        turn = self.parent
         while turn is not None:
             parts += turn.sampled[0], turn.added
             turn = turn.parent
@@ -84,7 +85,8 @@ class Turn(msgspec.Struct, eq=False):
 
         The tokens of `parent` have the experts of their own turn.
         """
-        stop, turn = self.end - 1, self
+        stop = self.end - 1
+        turn = self
         size = len(self.response.routing) // max(1, stop - self.routing_start)
         parts = [b"\xff" * size]
         while turn is not None and stop and size:
@@ -125,7 +127,8 @@ def pack(kind: str, values: list[Any]) -> bytes:
 
 def arrays(response: LLMResponse) -> tuple[bytes, bytes, bytes]:
     """Return the ids, logprobs and versions of a response as bytes."""
-    ids, versions = pack("i", response.output_ids), pack("i", response.versions)
+    ids = pack("i", response.output_ids)
+    versions = pack("i", response.versions)
     return ids, pack("f", response.logprobs), versions
 
 

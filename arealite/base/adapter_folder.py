@@ -56,7 +56,8 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
         UserError: The folder has no plain LoRA adapter, or the adapter is of another model.
     """
     folder = Path(path).expanduser()
-    config, what = read_json(folder, "adapter_config.json"), f"{key}={path}"
+    config = read_json(folder, "adapter_config.json")
+    what = f"{key}={path}"
     if config.get("peft_type") != "LORA":
         fix = "Name a folder with adapter_config.json and adapter_model.safetensors."
         raise UserError(f"{what} is no LoRA adapter that peft wrote. {fix}")

@@ -117,7 +117,8 @@ def convert_saved(layer: object, schema: object) -> None:
     """Remove keys from `layer` that the config class `schema` does not have; rename old values."""
     if not (isinstance(layer, DictConfig) and dataclasses.is_dataclass(schema)):
         return
-    hints, items = _hints(schema), {item.name: item for item in dataclasses.fields(schema)}
+    hints = _hints(schema)
+    items = {item.name: item for item in dataclasses.fields(schema)}
     for key in [*layer]:
         if key not in hints:
             del layer[key]
@@ -260,7 +261,8 @@ def _changed(config: Any, default: Any, tree: dict[str, Any]) -> dict[str, Any]:
         default = type(config)()
     changed = dict[str, Any]()
     for name, options in tree.items():
-        value, usual = getattr(config, name), getattr(default, name)
+        value = getattr(config, name)
+        usual = getattr(default, name)
         if dataclasses.is_dataclass(value):
             if inner := _changed(value, usual, options):
                 changed[name] = inner
@@ -337,7 +339,8 @@ def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fi
     """Yield (dotted key, field, type) of every option of a config class."""
     hints = _hints(schema)
     for item in dataclasses.fields(schema):
-        annotation, path = hints[item.name], f"{prefix}{item.name}"
+        annotation = hints[item.name]
+        path = f"{prefix}{item.name}"
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             yield from leaves(annotation, f"{path}.")
         else:

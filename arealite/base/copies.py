@@ -15,7 +15,8 @@ class Copier(Generic[T]):
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(original)
-        self._pickle, self._classes = file.getvalue(), [*pickler.classes]
+        self._pickle = file.getvalue()
+        self._classes = [*pickler.classes]
 
     def copy(self) -> T:
         """Return a copy of the object as it was at first."""

@@ -84,7 +84,8 @@ def read_headers(folder: Path) -> dict[str, Header]:
     Raises:
         RoleError: A file is broken or missing.
     """
-    headers, opened = dict[str, Header](), cast(Any, safe_open)
+    headers = dict[str, Header]()
+    opened = cast(Any, safe_open)
     for path in weight_files(folder):
         try:
             with opened(path, framework="numpy") as file:
@@ -169,7 +170,8 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
             what = f"{name} has shape {shape}, but config.json has {field}={config[field]!r}"
             raise UserError(f"{key}={path}: {what}. The files are of different models.")
     vocab: Any = read_json(folder, "tokenizer.json").get("model", {}).get("vocab") or [0]
-    size, ids = vocab_size(config), getattr(vocab, "values", lambda: [len(vocab) - 1])
+    size = vocab_size(config)
+    ids = getattr(vocab, "values", lambda: [len(vocab) - 1])
     if size and (top := max(ids())) >= size:
         what = f"{key}={path}: its tokenizer has token {top}, but its model only {size} tokens"
         raise UserError(f"{what}. Use the tokenizer that the model was trained with.")
@@ -186,7 +188,8 @@ def check_layers(config: dict[str, Any], path: Path | str) -> None:
     if config.get("quantization_config"):
         fix = "Use weights in bfloat16, and a config.json without quantization_config."
         raise UserError(f"model.path={path} is quantized, which cannot be trained. {fix}")
-    kind, names = config.get("model_type", "(none)"), config.get("architectures") or [""]
+    kind = config.get("model_type", "(none)")
+    names = config.get("architectures") or [""]
     known = causal_types()
     if config.get("is_encoder_decoder") or any(name.endswith(ENCODERS) for name in names):
         what = f"a {names[0] or kind}, which cannot continue a text"
@@ -221,7 +224,8 @@ def causal_types() -> set[str]:
 
 def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> None:
     """Raise UserError unless groups of `size` of the `ranks` can share the tokens of a row."""
-    key, text = f"engine.fsdp.context_parallel={size}", text_part(config)
+    key = f"engine.fsdp.context_parallel={size}"
+    text = text_part(config)
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     layers: list[str] = text.get("layer_types") or []
     other = {*layers} - known
@@ -246,7 +250,8 @@ def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> No
     """
     if path is None or path == "initial":
         return
-    theirs, ours = vocab_size(read_model(path, key)[0]), vocab_size(model)
+    theirs = vocab_size(read_model(path, key)[0])
+    ours = vocab_size(model)
     if theirs != ours:
         what = f"{key}={path} has {theirs} token ids, but model.path has {ours}"
         raise UserError(f"{what}. Use a model with the same vocabulary.")

@@ -142,7 +142,8 @@ def module_named(name: str) -> str:
 
     The module is searched in `arealite.impl` and in the working directory.
     """
-    impl, own = Path(__file__).resolve().parents[1] / "impl", Path(f"{name}.py")
+    impl = Path(__file__).resolve().parents[1] / "impl"
+    own = Path(f"{name}.py")
     files = [*impl.rglob(own.name), own] if name.isidentifier() else []
     for file in filter(Path.is_file, files):
         if re.search(rf"register\(\s*[\"']{name}[\"']", file.read_text(errors="replace")):
@@ -191,7 +192,8 @@ def import_user_module(module: str, option: str) -> ModuleType:
         UserError: The module cannot be found, its import fails, or its import has not ended (to
             import it here could wait for the importing thread forever).
     """
-    file, is_file = Path(module).expanduser().resolve(), module.endswith(".py")
+    file = Path(module).expanduser().resolve()
+    is_file = module.endswith(".py")
     name, folder = file.stem if is_file else module, str(file.parent)
     if is_new := is_file and folder not in sys.path:
         sys.path.insert(0, folder)

@@ -66,7 +66,8 @@ def select(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:
 
     A trajectory without a score is within no bound, and comes after all others.
     """
-    low, high = config.min_reward, config.max_reward
+    low = config.min_reward
+    high = config.max_reward
     found: defaultdict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
     for task, member, headers in samples.headers():
         for header in headers if task < tasks and member < config.n else ():

@@ -42,7 +42,8 @@ def memory(
         shapes: The shape of each tensor of the model.
         longest: Tokens of the longest request; None: requests may fill the context.
     """
-    ranks, text = config.launcher.trainer_ranks, text_part(model)
+    ranks = config.launcher.trainer_ranks
+    text = text_part(model)
     row = min(longest or 0, text.get("max_position_embeddings") or sys.maxsize)
     yield Need(f"trainer, each of {ranks}", ranks, _trainer_bytes(config, text, shapes, row))
     if not config.trainer.is_offline:
@@ -55,18 +56,22 @@ def memory_lines(
     """Yield a line for each role, and a warning if this host has too little memory."""
     needs = [*memory(config, model, shapes, longest)]
     yield from (("memory", f"{need.role}: about {decimal(int(need.size))}") for need in needs)
-    gpu, where = _gpu_memory(), "this host has free"
+    gpu = _gpu_memory()
+    where = "this host has free"
     has = available_memory()
     total = sum(need.size * need.processes for need in needs)
     if gpu:
-        has, total, where = gpu, max(need.size for need in needs), "a GPU has"
+        has = gpu
+        total = max(need.size for need in needs)
+        where = "a GPU has"
     if total > has and config.launcher.type == "local":
         yield "WARNING", f"{decimal(int(total))} in total, but {where} {decimal(int(has))}"
 
 
 def staleness(config: ExperimentConfig) -> str:
     """Compare the trajectories that the staleness bound allows with the slots of the workers."""
-    ppo, workers = config.trainer.ppo, config.launcher.rollout_workers
+    ppo = config.trainer.ppo
+    workers = config.launcher.rollout_workers
     bound = (ppo.max_staleness + 1) * ppo.batch_size
     slots = workers * ppo.collector.concurrency
     text = f"η={ppo.max_staleness}: at most (η + 1) × batch_size = {bound} trajectories in flight"
@@ -86,7 +91,8 @@ def short_warm_ups(config: ExperimentConfig, num_rows: int) -> Iterator[str]:
         config: The run.
         num_rows: Number of training rows; only offline trainers use it.
     """
-    trainer, ppo = config.trainer, config.trainer.ppo
+    trainer = config.trainer
+    ppo = config.trainer.ppo
     if trainer.is_offline:
         updates = trainer.offline.total_steps(num_rows)
         optimizers = {"trainer.offline": trainer.offline.optimizer}
@@ -109,7 +115,8 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
     Raises:
         UserError: Adapter or targets do not fit the model, or options differ from the adapter.
     """
-    lora, path = config.trainer.own.engine.fsdp.lora, config.model.adapter
+    lora = config.trainer.own.engine.fsdp.lora
+    path = config.model.adapter
     if not path:
         if lora.targets != ["all-linear"] and "all-linear" in lora.targets:
             what = f"engine.fsdp.lora.targets {lora.targets}: all-linear means all layers"
@@ -142,7 +149,8 @@ def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
 
 def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
     """Estimate the size of checkpoints, export and ledger; compare it with the free space."""
-    trainer, ppo = config.trainer, config.trainer.ppo
+    trainer = config.trainer
+    ppo = config.trainer.ppo
     kept = trainer.offline.checkpoint_keep if trainer.is_offline else ppo.checkpoint.keep
     saved = 12 * numel * (kept + 1) + BYTES[trainer.own.engine.fsdp.dtype] * numel
     tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
@@ -166,10 +174,14 @@ def _trainer_bytes(config: ExperimentConfig, text: Json, shapes: Shapes, row: in
     Args:
         row: Tokens of the longest row, 0 if unknown; context parallelism divides them.
     """
-    trainer, ppo, ranks = config.trainer, config.trainer.ppo, config.launcher.trainer_ranks
-    own, numel = trainer.own, count(shapes)
+    trainer = config.trainer
+    ppo = config.trainer.ppo
+    ranks = config.launcher.trainer_ranks
+    own = trainer.own
+    numel = count(shapes)
     fsdp = own.engine.fsdp
-    shards, low = fsdp.shard_size or ranks, BYTES[fsdp.dtype]
+    shards = fsdp.shard_size or ranks
+    low = BYTES[fsdp.dtype]
     hidden, layers = _hidden_and_layers(text)
     frozen = low / shards
     trained = (16 if own.optimizer.type == "adamw" else 12) / shards
@@ -198,24 +210,28 @@ def _servers(config: ExperimentConfig, text: Json, numel: int, longest: int) -> 
 
     The cache has a row for each request, as long as the longest request.
     """
-    context, ppo = text.get("max_position_embeddings", 0), config.trainer.ppo
+    context = text.get("max_position_embeddings", 0)
+    ppo = config.trainer.ppo
     queries = text.get("num_attention_heads") or 1
     heads = text.get("num_key_value_heads") or queries
     hidden, layers = _hidden_and_layers(text)
     token = 2 * layers * heads * (text.get("head_dim") or hidden // queries)
     if ppo.publisher.type == "shared":  # generates with the trainer's weights
-        rows, each = ppo.publisher.shared.max_running_requests, BYTES[ppo.engine.fsdp.dtype]
+        rows = ppo.publisher.shared.max_running_requests
+        each = BYTES[ppo.engine.fsdp.dtype]
         yield Need("shared server", 1, token * each * rows * min(context, longest))
     if servers := config.launcher.llm_servers:
         own = configs.own_server(config)
         if own.llm_server.type == "embedded":  # SGLang takes what mem_fraction gives it
-            rows, each = own.llm_server.embedded.max_running_requests, BYTES.get(own.model.dtype, 2)
+            rows = own.llm_server.embedded.max_running_requests
+            each = BYTES.get(own.model.dtype, 2)
             width = min(own.llm_server.context_length or context, longest)
             yield Need(f"server, each of {servers}", servers, each * (numel + token * rows * width))
 
 
 def _hidden_and_layers(text: Json) -> tuple[int, int]:
-    hidden, layers = text.get("hidden_size"), text.get("num_hidden_layers")
+    hidden = text.get("hidden_size")
+    layers = text.get("num_hidden_layers")
     return hidden or text.get("n_embd", 0), layers or text.get("n_layer", 1)
 
 

@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in argv[:1] or "--help" in argv[:1]:
         print(fold(USAGE))
         return 0
-    where, words = next(iter(argv), ""), [word for word in argv[1:] if word != "--print"]
+    where = next(iter(argv), "")
+    words = [word for word in argv[1:] if word != "--print"]
     if where not in CLUSTERS:
         raise UserError(USAGE)
     description = "Run an experiment on a cluster. --print only prints the job."

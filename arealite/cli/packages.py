@@ -25,7 +25,8 @@ def check_training_packages(config: ExperimentConfig) -> None:
     Raises:
         UserError: A module is not installed.
     """
-    trainer, engine = config.trainer, config.trainer.own.engine
+    trainer = config.trainer
+    engine = config.trainer.own.engine
     section = "trainer.offline" if trainer.is_offline else "trainer.ppo"
     peft = extra_requirement("lora")
     if engine.type == "fsdp" and engine.fsdp.lora.rank:
@@ -45,7 +46,8 @@ def check_sampling_packages(config: ExperimentConfig) -> None:
     Raises:
         UserError: A module is not installed.
     """
-    collector, launcher = config.trainer.ppo.collector, config.launcher
+    collector = config.trainer.ppo.collector
+    launcher = config.launcher
     for name, part in collector.parts.items():
         section = f"envs.{name}.env" if collector.envs else "env"
         if part.env.runtime.type in ("in_process", "subprocess"):  # else it is not imported here
@@ -58,7 +60,8 @@ def check_sampling_packages(config: ExperimentConfig) -> None:
 
 
 def _check_env(env: EnvConfig, section: str) -> None:
-    base, options = envs.base_of(env.type), envs.options(env)
+    base = envs.base_of(env.type)
+    options = envs.options(env)
     if base in ENVS and not getattr(options, "factory", ""):
         module, requirement = ENVS[base]
         check_installed(module, requirement, f"{section}.type={env.type}")

@@ -95,7 +95,8 @@ class Player(Agent):
 
         A scripted agent can only choose. Without choices, the person plays its turn.
         """
-        seen, other = observe(observation), self.other
+        seen = observe(observation)
+        other = self.other
         can_write = getattr(getattr(other, "config", None), "policy", "answers") == "answers"
         if other is not None and (seen.choices or can_write):
             action = await other.act(observation)
@@ -132,7 +133,8 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> Namespace:
     """Parse the command line."""
-    about, form = fold(str(__doc__)), RawDescriptionHelpFormatter
+    about = fold(str(__doc__))
+    form = RawDescriptionHelpFormatter
     parser = ArgumentParser(
         prog="arealite play", description=about, formatter_class=form, allow_abbrev=False
     )
@@ -184,7 +186,9 @@ def find_task(config: ExperimentConfig, options: Namespace) -> Task:
     Raises:
         UserError: There is no task with this number, or the environment generates no tasks.
     """
-    row, file, env = options.row, options.task, config.trainer.ppo.collector.env
+    row = options.row
+    file = options.task
+    env = config.trainer.ppo.collector.env
     drawn: Iterable[Task] = generate(env, "play", options.seed)
     if file:
         drawn = load_tasks(file, "play", config.dataset.columns, keep=reads_columns(env))
@@ -201,7 +205,8 @@ async def make_players(
     Raises:
         UserError: A seat or an agent is unknown, or an agent needs the policy of a run.
     """
-    collector, lines = config.trainer.ppo.collector, Lines()
+    collector = config.trainer.ppo.collector
+    lines = Lines()
     nothing = cast(Any, object())  # these agents do not use the run's client and tokenizer
     factory = AgentFactory(config, client=nothing, tokenizer=nothing)
     mine = [*names] if options.seat == ["all"] else options.seat or names[:1]

@@ -106,8 +106,10 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     is_served = bool(config.llm_server.addresses or NameRegistry.of(config).list("llm_server"))
     facts = preflight(config, has_servers=is_served)
     check_tensors(config)
-    model, numel = facts.model, estimates.count(facts.shapes)
-    kind, context = model.get("model_type", "?"), model.get("max_position_embeddings", "?")
+    model = facts.model
+    numel = estimates.count(facts.shapes)
+    kind = model.get("model_type", "?")
+    context = model.get("max_position_embeddings", "?")
     yield "model", f"{kind}, {numel / 1e6:,.2f} M parameters, context {context}"
     if config.trainer.is_offline:
         yield from describe_rows(config)
@@ -135,7 +137,9 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     NameRegistry.of(config).check()
     check_options(config)
     model, shapes = check_model_folder(config)
-    trainer, ppo, free = config.trainer, config.trainer.ppo, check_run_folder(config)
+    trainer = config.trainer
+    ppo = config.trainer.ppo
+    free = check_run_folder(config)
     check_addresses(config)
     if config.view.web:
         check_address("127.0.0.1", config.view.port, at="view")
@@ -152,7 +156,8 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
         return Facts(model, shapes, free)
     check_sources(config)
     check_first_rows(config)
-    tasks, held_out = load_split(config, "train"), load_split(config, "eval")
+    tasks = load_split(config, "train")
+    held_out = load_split(config, "eval")
     if len(tasks) < ppo.num_groups:
         size = f"batch_size {ppo.batch_size} / group_size {ppo.collector.group_size}"
         what = f"{len(tasks)} rows, a batch needs {ppo.num_groups} ({size})"
@@ -199,9 +204,11 @@ def print_warm_ups(config: ExperimentConfig, num_rows: int = 0) -> None:
 
 def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:
     """Check the model's files, and the options that depend on them; see read_model."""
-    path, trainer = config.model.path, config.trainer
+    path = config.model.path
+    trainer = config.trainer
     model, shapes = model_folder.read_model(required(path, "model.path"))
-    ranks, size = config.launcher.trainer_ranks, trainer.own.engine.fsdp.context_parallel
+    ranks = config.launcher.trainer_ranks
+    size = trainer.own.engine.fsdp.context_parallel
     model_folder.check_context_parallel(model, size=size, ranks=ranks)
     estimates.lora_of(config, shapes)
     if trainer.type != "reward":
@@ -220,7 +227,8 @@ def check_tensors(config: ExperimentConfig) -> None:
     from arealite.impl.engine import loading, lora
     from arealite.impl.weights.names import TensorNames
 
-    head, path = "value" if config.trainer.type == "reward" else "lm", config.model.path
+    head = "value" if config.trainer.type == "reward" else "lm"
+    path = config.model.path
     model = loading.empty_model(Path(path).expanduser(), head)
     TensorNames(model, Path(path).expanduser())
     folder = Path(config.model.adapter).expanduser() if config.model.adapter else None
@@ -261,7 +269,8 @@ def check_envs(config: ExperimentConfig) -> None:
 
     If an environment determines its seats at run time, the workers check them.
     """
-    collector, rows = config.trainer.ppo.collector, config.dataset.rows
+    collector = config.trainer.ppo.collector
+    rows = config.dataset.rows
     counts = shares({name: part.weight for name, part in collector.envs.items()}, rows)
     if none := [name for name, count in counts.items() if not count]:
         where = f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g}"
@@ -303,13 +312,15 @@ def check_run_folder(config: ExperimentConfig) -> int:
 
 def check_addresses(config: ExperimentConfig) -> None:
     """Check that the roles of this host can listen at their addresses."""
-    where, publisher = config.launcher.type, config.trainer.ppo.publisher
+    where = config.launcher.type
+    publisher = config.trainer.ppo.publisher
     if config.trainer.is_offline or where == "slurm":
         return
     if config.cluster.host != "auto":
         check_address(config.cluster.host, at="cluster")
     if where == "local" and publisher.type == "distributed":
-        at, port = "trainer.ppo.publisher.distributed", publisher.distributed.port
+        at = "trainer.ppo.publisher.distributed"
+        port = publisher.distributed.port
         check_address(config.cluster.host, port, at=at)
     if where == "local" and config.launcher.llm_servers:
         server = configs.own_server(config).llm_server
@@ -335,7 +346,8 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
         UserError: There is no server within `server_wait_s`, or one has another model.
     """
     names = NameRegistry.of(config)
-    known, wait_s = names.list("llm_server"), config.server_wait_s
+    known = names.list("llm_server")
+    wait_s = config.server_wait_s
     try:
         if config.llm_server.addresses:
             from arealite.impl.server import external  # imports aiohttp
@@ -346,7 +358,8 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
                 print(f"waiting up to {wait_s:g} s for a language-model server", flush=True)
             found = asyncio.run(names.wait("llm_server", seconds=wait_s, owner="train.py"))
     except DeadlineError as error:
-        experiment, trial = config.experiment_name, config.trial_name
+        experiment = config.experiment_name
+        trial = config.trial_name
         what = f"no language-model server for {experiment}/{trial} within {wait_s:g} s"
         words = f"experiment_name={experiment} trial_name={trial} model.path={config.model.path}"
         fix = f"Start one: python3 arealite/launch_llm_server.py {words}, or let the run start one"
@@ -374,7 +387,8 @@ def _server_hint(config: ExperimentConfig) -> str:
     if is_self_served(config):
         return "started with the run" if config.launcher.llm_servers else "the trainer itself"
     words = [f"{key}={getattr(config, key)}" for key in ("experiment_name", "trial_name")]
-    own, default = asdict(config.cluster), asdict(ClusterConfig())  # the server must use the same
+    own = asdict(config.cluster)
+    default = asdict(ClusterConfig())  # the server must use the same
     words += [f"cluster.{key}={own[key]}" for key in own if own[key] != default[key]]
     if config.cluster.bound != ServerConfig().llm_server.host:
         words.append(f"llm_server.host={config.cluster.bound}")

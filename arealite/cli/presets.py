@@ -41,7 +41,8 @@ def find(name: str) -> Path:
     Raises:
         UserError: There is no such file and no such preset.
     """
-    file, short = Path(name).expanduser(), name.removeprefix("config/").removesuffix(".yaml")
+    file = Path(name).expanduser()
+    short = name.removeprefix("config/").removesuffix(".yaml")
     found = [known for known in names() if f"/{known}".endswith(f"/{short}")]
     if found and not file.is_file():
         return CONFIG_DIR / f"{found[0]}.yaml"

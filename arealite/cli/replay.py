@@ -83,7 +83,8 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     if rows[-1][0] != len(rows) - 1:
         raise UserError(f"{paths.ledger} lacks steps. Run `arealite audit {paths.root}`.")
     starts = paths.starts
-    config, found = starts.get(0, paths.config), list[Segment]()
+    config = starts.get(0, paths.config)
+    found = list[Segment]()
     for step, ranks, _ in rows:
         new = starts.get(step, config)
         config = config if new.read_text() == config.read_text() else new
@@ -137,7 +138,9 @@ def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) 
             print(f"equal up to step {step + 1}", flush=True)
 
     try:
-        loaded, folder, end = load(Path(config)), Path(scratch), int(stop)
+        loaded = load(Path(config))
+        folder = Path(scratch)
+        end = int(stop)
         replay(loaded, paths.ledger, scratch=folder, stop=end, leave=bool(leave), on_step=on_step)
     except Differs as error:
         print(fold(f"{error}\n{TEXTS['replay_differs']}", sys.stderr), file=sys.stderr)

@@ -18,7 +18,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.trajectories < 0:
         parser.error(f"--trajectories {options.trajectories}: use a number of at least 0")
-    paths, began = RunPaths(options.run), time.monotonic()
+    paths = RunPaths(options.run)
+    began = time.monotonic()
     out: Path = options.out or paths.report
     made = write_report(paths, out, most=options.trajectories)
     left_out = made["trajectories"] - made["shown"]

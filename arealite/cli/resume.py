@@ -47,7 +47,8 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
         raise UserError(f"resume={config.resume} is no valid checkpoint. {listed} {hint}.")
     if wanted == "must" and not good:
         raise UserError(f"resume=must, but {paths.root} has no run to resume. {listed}")
-    is_offline, newest = config.trainer.is_offline, paths.checkpoints / (good or [""])[-1]
+    is_offline = config.trainer.is_offline
+    newest = paths.checkpoints / (good or [""])[-1]
     stored, named = read_identity(newest) if is_offline else read_facts(paths.ledger)
     if not stored:
         if good:

@@ -52,8 +52,10 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
     from arealite.system.data.tasks import load_split
     from arealite.system.datapipe.datapipe import Datapipe
 
-    train, held_out = load_split(config, "train"), load_split(config, "eval")
-    names, address = NameRegistry.of(config), f"tcp://{config.cluster.host}:0"
+    train = load_split(config, "train")
+    held_out = load_split(config, "eval")
+    names = NameRegistry.of(config)
+    address = f"tcp://{config.cluster.host}:0"
     pipe = Datapipe(config, train=train, eval=held_out, registry=names, address=address)
     warm_parent.freeze()
     with lock_file(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
@@ -94,7 +96,8 @@ def rollout(config: ExperimentConfig, index: int) -> None:
     from arealite.impl.rollout.worker import RolloutWorker
     from arealite.system.links.worker_link import WorkerLink
 
-    collector, names = config.trainer.ppo.collector, NameRegistry.of(config)
+    collector = config.trainer.ppo.collector
+    names = NameRegistry.of(config)
     link = WorkerLink(
         lambda: names.address("datapipe"),
         worker_id=f"rollout-{index}@{socket.gethostname()}",

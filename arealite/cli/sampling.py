@@ -64,7 +64,8 @@ def with_defaults(config: Config, given: set[str], split: str) -> Config:
         given: The flags on the command line.
         split: "eval" or "train", the option of `dataset`.
     """
-    data, launcher = config.dataset, config.launcher
+    data = config.dataset
+    launcher = config.launcher
     if "--environment" in given and not getattr(data, split):
         config = replace(config, dataset=replace(data, **{split: GENERATED}))
     is_served = launcher.llm_servers or config.llm_server.addresses
@@ -114,7 +115,8 @@ def sample(
     try:
         return uvloop.run(until_stopped(_sample(config, tasks, samples, split)))
     except asyncio.CancelledError:
-        kept, all_ = len(samples.done()), sum(counts)
+        kept = len(samples.done())
+        all_ = sum(counts)
         what = f"{kept} of {all_} samples are stored in {config.folder}"
         print(f"{what}: the same command resumes from there", file=sys.stderr)
         raise KeyboardInterrupt from None

@@ -10,7 +10,8 @@ from arealite.cli import configs
 from arealite.system.names.registry import NameRegistry
 from arealite.system.names.secret import FILE, read_secret, rotate_secret
 
-ROTATE, TOKEN = "--rotate", "--token"
+ROTATE = "--rotate"
+TOKEN = "--token"
 
 
 def main(argv: Sequence[str]) -> int:

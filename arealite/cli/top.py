@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     log.setup("top", "error")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    watch, terminal = RunReader(RunPaths(options.run)), Terminal()
+    watch = RunReader(RunPaths(options.run))
+    terminal = Terminal()
     with suppress(KeyboardInterrupt):
         if options.web or options.port is not None:
             from arealite.impl.view.live import serve  # imports aiohttp

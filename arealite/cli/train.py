@@ -115,7 +115,8 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     from arealite.cli import resume
     from arealite.cli.preflight import preflight
 
-    paths, fix = run_paths(config), "Stop it, or choose another trial_name."
+    paths = run_paths(config)
+    fix = "Stop it, or choose another trial_name."
     names = name_dir(config)
     new = [folder for folder in (paths.root, *paths.root.parents) if not folder.exists()]
     with ExitStack() as stack:

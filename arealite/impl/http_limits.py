@@ -65,7 +65,8 @@ class LimitedRunner(web.AppRunner):
         if self.server is None:  # after `cleanup`
             return
         loop = asyncio.get_running_loop()
-        before, now = self._idle_since, loop.time()
+        before = self._idle_since
+        now = loop.time()
         self._idle_since = {each: before.get(each, now) for each in self.server.connections}
         idle = {each: since for each, since in self._idle_since.items() if since <= now}
         limit_s = CROWDED_S if len(idle) > MAX_IDLE else IDLE_S

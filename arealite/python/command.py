@@ -99,8 +99,11 @@ def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
     Raises:
         UserError: The run has no such part, or no other process can import it.
     """
-    at, collector = "trainer.ppo.collector", base.trainer.ppo.collector
-    found, imports, env = dict[str, object](), [*base.imports], collector.env.type
+    at = "trainer.ppo.collector"
+    collector = base.trainer.ppo.collector
+    found = dict[str, object]()
+    imports = [*base.imports]
+    env = collector.env.type
     if (base.trainer.is_offline or collector.envs) and (wrong := [*parts.keys() - {"model"}]):
         what = f"several environments: set {at}.envs.NAME in overrides" if collector.envs else ""
         what = what or f"no environment, because trainer.type={base.trainer.type}: remove it"
@@ -192,7 +195,8 @@ class Command:
 
     def error(self, what: str) -> ArealiteError:
         """Return the error of a command that failed: its end, its last error line, its log."""
-        code, text = self.code or 0, self.log.read_text("utf-8", "replace")
+        code = self.code or 0
+        text = self.log.read_text("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines() if line.strip().startswith(ERROR)]
         why = (lines or [exit_reason(text, code)])[-1].removeprefix(ERROR)
         kind = UserError if code == UserError.exit_code else RoleError

@@ -56,7 +56,8 @@ def train(
     """
 
     def check() -> tuple[ExperimentConfig, list[str]]:
-        own, rows = words(overrides), {"dataset.train": dataset, "dataset.eval": eval_dataset}
+        own = words(overrides)
+        rows = {"dataset.train": dataset, "dataset.eval": eval_dataset}
         parts = {"model": model, "reward": reward, "env": env, "agent": agent}
         made = resolve(ExperimentConfig, config, own + words(None, trial_name=trial), rows, parts)
         preflight.preflight(made[0])
@@ -94,7 +95,8 @@ def evaluate(
         ArealiteError: The evaluation failed.
     """
     parts = {"model": model, "reward": reward, "env": env, "agent": agent}
-    own, rows = words(overrides, n=n), {"dataset.eval": dataset}
+    own = words(overrides, n=n)
+    rows = {"dataset.eval": dataset}
     found = json.loads(sample("eval", EvaluateConfig, config, own, rows, parts).read_text())
     facts = Facts(model=found["model"], n=n, failed=sum(found["failed"].values()))
     for row in found["results"]:
@@ -132,7 +134,8 @@ def collect(
         ArealiteError: The collection failed.
     """
     parts = {"model": model, "reward": reward, "env": env, "agent": agent}
-    own, rows = words(overrides, n=n), {"dataset.train": dataset}
+    own = words(overrides, n=n)
+    rows = {"dataset.train": dataset}
     out = sample("collect", CollectConfig, config, own, rows, parts)
     return [row for _, row in read_rows(str(out), "train", ())]
 
@@ -188,7 +191,8 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
     def check() -> tuple[EnvServerConfig, list[str]]:
         wanted = [envs] if isinstance(envs, str | type) else envs
         parts = [registered(each, env_api.envs) for each in wanted]
-        names, modules = [name for name, _ in parts], [each for _, more in parts for each in more]
+        names = [name for name, _ in parts]
+        modules = [each for _, more in parts for each in more]
         own = words(overrides, **{"server.port": port, "imports": modules or None})
         own += words({"environments": names} if names[1:] else {"env.type": names[0]})
         return configs.load(EnvServerConfig, configs.CONFIG_DIR / "env_server.yaml", own), own

@@ -30,7 +30,8 @@ def import_path(value: Any, option: str) -> str:
     Raises:
         UserError: No other process can import the object.
     """
-    name, home = getattr(value, "__qualname__", ""), getattr(value, "__module__", None) or ""
+    name = getattr(value, "__qualname__", "")
+    home = getattr(value, "__module__", None) or ""
     module = sys.modules.get(home)
     if home == "__main__":
         file = Path(getattr(module, "__file__", None) or "")
@@ -54,7 +55,8 @@ def registered(value: Any, registry: Registry[Any]) -> tuple[str, list[str]]:
     if isinstance(value, str):
         registry.check(value)
         return value, []
-    kind, name = registry.kind, registry.name_of(value)
+    kind = registry.kind
+    name = registry.name_of(value)
     if name is None:
         what = f"{kind}={getattr(value, '__name__', value)} is not registered"
         fix = f'Write @arealite.{kind}s.register("NAME") above the class'

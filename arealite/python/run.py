@@ -67,7 +67,8 @@ class Run:
     def __init__(self, folder: str | Path, *, _command: Command | None = None) -> None:
         self.paths = RunPaths(Path(folder).expanduser().absolute())
         """The run's files: `root`, `logs`, `checkpoints`, `export` (the final model) and others."""
-        self._command, self._is_stopped = _command, False
+        self._command = _command
+        self._is_stopped = False
         self._reader = None if _command else RunReader(self.paths)
 
     def wait(self) -> "Run":
@@ -91,18 +92,21 @@ class Run:
         Raises:
             UserError: Another process started the run.
         """
-        command, self._is_stopped = self._started(), True
+        command = self._started()
+        self._is_stopped = True
         command.stop(signal.SIGINT)
 
     def progress(self) -> Facts:
         """Return the present state, step, reward and other figures of the run."""
-        state, folder = self._state(), str(self.paths.root)
+        state = self._state()
+        folder = str(self.paths.root)
         try:
             self._reader = self._reader or RunReader(self.paths)
         except UserError:  # the config is not yet written
             return Facts(state=state, step=0, folder=folder)
         shot = self._reader.read()
-        newest, failed = shot.metrics.newest, sum(shot.failures.values())
+        newest = shot.metrics.newest
+        failed = sum(shot.failures.values())
         steps = {"step": shot.metrics.steps, "total_steps": shot.total_steps}
         shown = {name: newest[key] for name, key in SHOWN.items() if key in newest}
         state = state or shot.state
@@ -111,7 +115,8 @@ class Run:
     @property
     def summary(self) -> Facts:
         """First and last reward, held-out result before and after, and the ledger's audit."""
-        found, metrics = self.progress(), self.metrics()
+        found = self.progress()
+        metrics = self.metrics()
         for name in ("reward", "loss", "accuracy"):
             for label, key in ((name, SHOWN[name]), (f"held_out_{name}", f"eval/{name}")):
                 if values := [line[key] for line in metrics if key in line]:

@@ -60,7 +60,9 @@ class Bench:
 
     async def run(self, row: Row) -> None:
         """Run one check; rank 0 prints and writes its result."""
-        self.numbers, self.failures, began = {}, [], time.perf_counter()
+        self.numbers = {}
+        self.failures = []
+        began = time.perf_counter()
         module, name = row["run"].split(":")
         check = getattr(import_module(module), name)
         if (waiting := check(self, **row["options"])) is not None:

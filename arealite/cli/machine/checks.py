@@ -50,7 +50,8 @@ def reference(bench: Bench) -> None:
     make_models(bench)
     load: Any = AutoModelForCausalLM.from_pretrained
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    model, rows = load(bench.folder / "window", **options), make_rows(bench)
+    model = load(bench.folder / "window", **options)
+    rows = make_rows(bench)
     weights = torch.from_numpy(np.concatenate([row.fields["loss_weight"] for row in rows]))
     before = torch.cat([_logprobs(model, row) for row in rows])
     (-(before * weights).sum()).backward()
@@ -89,7 +90,8 @@ def replay(bench: Bench) -> None:
 
 def save(bench: Bench) -> None:
     """Write a checkpoint between two updates, and the log-probabilities after them."""
-    engine, path = make_engine(bench, optimizer=ADAMW), bench.folder / f"ranks-{bench.world.size}"
+    engine = make_engine(bench, optimizer=ADAMW)
+    path = bench.folder / f"ranks-{bench.world.size}"
     train(bench, engine)
     write_engines(path, {".": engine}, {"step": 1}, bench.world)
     train(bench, engine)
@@ -98,7 +100,8 @@ def save(bench: Bench) -> None:
 
 def resume(bench: Bench, *, source: int) -> None:
     """Load the checkpoint of `source` ranks, and repeat the update after it."""
-    engine, path = make_engine(bench, optimizer=ADAMW), bench.folder / f"ranks-{source}"
+    engine = make_engine(bench, optimizer=ADAMW)
+    path = bench.folder / f"ranks-{source}"
     read_engines(path, {".": engine})
     train(bench, engine)
     error = np.abs(outputs(bench, engine) - np.load(path / "after-0.npy")).max()
@@ -141,12 +144,14 @@ def all_reduce(bench: Bench) -> None:
 
 def step(bench: Bench, *, dtype: str) -> None:
     """Train a larger model with AdamW: tokens/s, share of the peak, memory against the estimate."""
-    on_gpu, path = bench.device.type == "cuda", bench.folder / "large"
+    on_gpu = bench.device.type == "cuda"
+    path = bench.folder / "large"
     hidden, layers, tokens = (256, 2, 128) if bench.plan["quick"] else (512, 8, 2048)
     if on_gpu and not bench.plan["quick"]:  # 1.1 B parameters and 44 GB, or 0.3 B and 11 GB
         is_large = torch.cuda.get_device_properties(bench.device).total_memory > 60 << 30
         hidden, layers, tokens = (2048, 16, 8192) if is_large else (1024, 16, 4096)
-    heads, context = hidden // 64, 4096
+    heads = hidden // 64
+    context = 4096
     shape = TinyModel(hidden=hidden, layers=layers, heads=heads, vocab_size=8000, context=context)
     make_tiny_model(path, shape)
     fsdp = {"dtype": dtype, "max_tokens_per_microbatch": tokens}
@@ -206,7 +211,8 @@ def make_models(bench: Bench) -> None:
 
 def make_rows(bench: Bench) -> list[Sequence]:
     """Draw rows of different lengths, some longer than the window; loss on scattered tokens."""
-    rng, longest = np.random.default_rng(SEED), 40 if bench.plan["quick"] else 200
+    rng = np.random.default_rng(SEED)
+    longest = 40 if bench.plan["quick"] else 200
     rows = list[Sequence]()
     for length in rng.integers(3, longest, 12):
         mask = (rng.random(length) < 0.6) & (np.arange(length) > 0)
@@ -229,7 +235,8 @@ def make_engine(
 
 def train(bench: Bench, engine: FSDPEngine) -> dict[str, float]:
     """Apply one update on the rows, which the ranks share; return its stats."""
-    rows, size = make_rows(bench), bench.world.size
+    rows = make_rows(bench)
+    size = bench.world.size
     return engine.train_batch(rows[bench.world.rank :: size], weighted_loss)
 
 

@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
 def explain_missing(rows: list[Row], plan: Row) -> None:
     """Set status and text of the rows that do not run: of this machine, or with --quick."""
-    sglang, gpus = "", plan["gpus"]
+    sglang = ""
+    gpus = plan["gpus"]
     if any(row["server"] == "sglang" for row in rows):
         try:
             probe(plan["python"], "auto" if gpus else "cpu")
@@ -88,7 +89,8 @@ def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
     Consecutive rows with equal ranks and server share processes. A row that crashes them or exceeds
     `limit_s` fails; the next row gets new processes.
     """
-    path, results = folder / "results.jsonl", list[Row]()
+    path = folder / "results.jsonl"
+    results = list[Row]()
     for _, group in groupby(rows, lambda row: (row["ranks"], row["server"])):
         left = [*group]
         while left:
@@ -118,7 +120,8 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
     from arealite.cli.machine.bench import main
 
     multiprocessing.set_forkserver_preload([main.__module__])
-    gpus, count = plan["gpus"], rows[0]["ranks"]
+    gpus = plan["gpus"]
+    count = rows[0]["ranks"]
     environments = rank_environments(count)
     if rows[0]["server"]:  # the server has the first GPU, the trainer the last
         environments[0]["LOCAL_RANK"] = str(max(0, gpus - 1))

@@ -29,7 +29,9 @@ class Site:
 
     def __init__(self, bench: Bench, server: str) -> None:
         """Load the engines; `server` is the type of the server, "": the publisher shared."""
-        self.bench, self.server, self.version = bench, server, -1
+        self.bench = bench
+        self.server = server
+        self.version = -1
         self.dtype = "bfloat16" if bench.device.type == "cuda" and server else "float32"
         sglang = "llm_server.sglang."
         args = [f"llm_server.type={server}", f"{sglang}python={bench.plan['python']}"]
@@ -76,13 +78,16 @@ class Site:
 
     async def generate(self, new: int, **options: Any) -> LLMResponse:
         """Generate `new` tokens under the newest version."""
-        name, sampling = f"machine-{time.monotonic_ns()}", SamplingConfig(max_new_tokens=new)
+        name = f"machine-{time.monotonic_ns()}"
+        sampling = SamplingConfig(max_new_tokens=new)
         request = LLMRequest(name, name, PROMPT, sampling, min_version=self.version, **options)
         return await self.client.generate(request)
 
     async def compare(self) -> None:
         """Generate under the newest version; compare the answers with the new engine."""
-        bench, bound, began = self.bench, BOUNDS[self.dtype], time.perf_counter()
+        bench = self.bench
+        bound = BOUNDS[self.dtype]
+        began = time.perf_counter()
         answers = await asyncio.gather(*(self.generate(64) for _ in range(8)))
         bench.numbers["tokens/s"] = round(8 * 64 / (time.perf_counter() - began))
         versions = {version for answer in answers for version in answer.versions}
@@ -119,7 +124,8 @@ async def shared(bench: Bench) -> None:
 
 async def interrupt(bench: Bench, *, mode: str, server: str) -> None:
     """Publish during a generation; each token must have the log-probability of its version."""
-    site, started = await _site(bench, server), asyncio.Event()
+    site = await _site(bench, server)
+    started = asyncio.Event()
     await asyncio.to_thread(site.publish, site.old)
     # Long enough to be running when the update arrives; SGLang needs 15 ms for a token on a CPU.
     length = 300 if (site.server, bench.device.type) == ("sglang", "cpu") else 1500
@@ -128,12 +134,14 @@ async def interrupt(bench: Bench, *, mode: str, server: str) -> None:
     await started.wait()
     report = await asyncio.to_thread(site.publish, site.new, pause_mode=mode)
     answer = await answering
-    is_new, expected = np.array(answer.versions) == site.version, [site.version - 1, site.version]
+    is_new = np.array(answer.versions) == site.version
+    expected = [site.version - 1, site.version]
     bench.numbers |= {"tokens before": int((~is_new).sum()), "tokens after": int(is_new.sum())}
     bench.numbers["stall s"] = report.stall_s
     found = [*dict.fromkeys(answer.versions)]
     bench.require(found == expected, f"the tokens have versions {found}, not {expected}")
-    bound, after = BOUNDS[site.dtype], errors(site.new, answer)[is_new].max(initial=0.0)
+    bound = BOUNDS[site.dtype]
+    after = errors(site.new, answer)[is_new].max(initial=0.0)
     bench.bound("error before", errors(site.old, answer)[~is_new].max(initial=0.0), bound)
     # In place, the tokens after the update attend to keys and values of the old weights.
     bench.bound("error after", after, np.inf if mode == "in_place" else bound)
@@ -150,7 +158,8 @@ def errors(engine: FSDPEngine, answer: LLMResponse) -> np.ndarray:
 async def _site(bench: Bench, server: str) -> Site:
     """Return the session's site; the first call starts its server."""
     if "site" not in bench.cache:
-        site, began = Site(bench, server), time.perf_counter()
+        site = Site(bench, server)
+        began = time.perf_counter()
         await bench.stack.enter_async_context(own_servers(site.config(), bench.folder))
         await site.client.start()
         bench.stack.push_async_callback(site.client.close)

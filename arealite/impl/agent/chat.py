@@ -32,10 +32,12 @@ class ChatAgent(Agent):
         """
         if self.is_over():
             return Action("", is_last=True)
-        seen, history = observe(observation), self.history
+        seen = observe(observation)
+        history = self.history
         system = None if history.messages else self.config.system_prompt
         prompt = history.ask(messages(seen, system=system), seen.tools)
-        cap, needed = self.config.max_tokens, len(prompt) + self.seat.sampling.max_new_tokens
+        cap = self.config.max_tokens
+        needed = len(prompt) + self.seat.sampling.max_new_tokens
         if cap is None or needed <= cap:
             return self.read(await self.generate(prompt))
         if self.record.turns:

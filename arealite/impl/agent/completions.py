@@ -68,7 +68,8 @@ class Completions:
     def __init__(self, config: FixedPolicyConfig, session: aiohttp.ClientSession, key: str) -> None:
         self.config = config
         self.url = config.base_url.rstrip("/") + "/chat/completions"
-        self._session, self._key = session, key
+        self._session = session
+        self._key = key
         self._slots = asyncio.Semaphore(config.connections)
 
     @classmethod
@@ -110,7 +111,8 @@ class Completions:
         Raises:
             FixedPolicyFailed: The endpoint refused the request, or all attempts failed.
         """
-        sampling, config = self.config.sampling, self.config
+        sampling = self.config.sampling
+        config = self.config
         body: dict[str, object] = {
             "model": config.model,
             "messages": messages,

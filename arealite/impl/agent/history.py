@@ -99,7 +99,9 @@ class History:
             ids = encode_after(self.tokenizer, self.pieces[-1].ids, text[len(past) :])
         else:
             self._warn(past, text)
-            self.pieces, past, ids = [], "", encode(self.tokenizer, text)
+            self.pieces = []
+            past = ""
+            ids = encode(self.tokenizer, text)
         self.pieces.append(Piece(ids, text[len(past) :]))
         return [token for piece in self.pieces for token in piece.ids]
 
@@ -130,7 +132,8 @@ class History:
         if text is None:
             raise UserError("the model's chat template refuses the messages after an answer")
         last = self.pieces[-1].ids
-        stop, turn = ending(self.tokenizer, last[-1]), renderer.ending(kinds, answer).turn
+        stop = ending(self.tokenizer, last[-1])
+        turn = renderer.ending(kinds, answer).turn
         return renderer.remaining(text, stop, turn)
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
@@ -168,5 +171,6 @@ class History:
         _warned.add(template)
         at = common_prefix_length(past, text)
         hint = "a turn whose prompt does not extend the last one starts a new training segment"
-        was, now = past[at : at + SHOWN], text[at : at + SHOWN]
+        was = past[at : at + SHOWN]
+        now = text[at : at + SHOWN]
         logger.warning("chat template rewrites earlier turns", hint=hint, at=at, was=was, now=now)

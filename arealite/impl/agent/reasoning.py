@@ -35,7 +35,9 @@ class ReasoningAgent(ChatAgent):
 
     def read(self, response: LLMResponse) -> Action:
         """Return an action with the text after the thought; "" if the thought does not end."""
-        history, begin, end = self.history, self.config.begin, self.config.end
+        history = self.history
+        begin = self.config.begin
+        end = self.config.end
         prompt = history.pieces[-1]
         beginning = history.beginning
         _, has_ended, answer_start = beginning.rpartition(end)
@@ -86,13 +88,18 @@ def drop(history: History, thought: Thought) -> None:
 
     The thought stays if it ends inside a token, or if the message does not start with it.
     """
-    prompt, answer, opening = thought.prompt, thought.answer, thought.opening
-    content, rest = thought.message["content"], history.decode(answer.ids[thought.length :])
+    prompt = thought.prompt
+    answer = thought.answer
+    opening = thought.opening
+    content = thought.message["content"]
+    rest = history.decode(answer.ids[thought.length :])
     text = answer.text.removesuffix(rest)
     ends = (len(prompt.ids) - count for count in range(len(opening.encode()) + 1))
     end = next((end for end in ends if history.decode(prompt.ids[end:]) == opening), None)
     if not thought.length or end is None or not content.startswith(opening + text):
         return
-    prompt.ids, prompt.text = prompt.ids[:end], prompt.text.removesuffix(opening)
-    answer.ids, answer.text = answer.ids[thought.length :], rest
+    prompt.ids = prompt.ids[:end]
+    prompt.text = prompt.text.removesuffix(opening)
+    answer.ids = answer.ids[thought.length :]
+    answer.text = rest
     thought.message["content"] = content[len(opening + text) :]

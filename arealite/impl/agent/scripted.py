@@ -35,8 +35,10 @@ class ScriptedAgent(Agent):
         Raises:
             UserError: The observation offers no choices.
         """
-        config, seat = self.config, self.seat
-        turn, self.turn = self.turn, self.turn + 1
+        config = self.config
+        seat = self.seat
+        turn = self.turn
+        self.turn = self.turn + 1
         options = config.answers if config.policy == "answers" else observe(observation).choices
         if not options:
             what = f"seat '{seat.name}', agent.type=scripted: policy={config.policy} needs an"

@@ -40,7 +40,8 @@ class ToolUseAgent(ChatAgent):
         reward part `malformed_calls` counts them; its weight is zero. The ids of calls have nine
         letters and digits, the form that the strictest templates require.
         """
-        tools, ids = self.history.tools, f"c{len(self.record.turns):04}{{:04}}"
+        tools = self.history.tools
+        ids = f"c{len(self.record.turns):04}{{:04}}"
         family = format_of(self.tokenizer, self.config.format)
         answer = self.history.beginning + self.history.add(response)
         text, calls = read_calls(answer, family, tools, ids=ids)

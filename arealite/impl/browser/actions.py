@@ -41,7 +41,8 @@ def parse(text: str) -> Command:
     """
     if not (found := LINE.findall(text)):
         raise BadAction("that is no action; write one, as in: click [3]")
-    verb, rest = found[-1][0].lower(), found[-1][1].strip()
+    verb = found[-1][0].lower()
+    rest = found[-1][1].strip()
     if len(rest) > MAX_TEXT:
         raise BadAction(f"an action has at most {MAX_TEXT} characters")
     if verb in ("click", "type", "select"):

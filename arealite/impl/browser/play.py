@@ -40,7 +40,8 @@ async def play(
     Returns:
         The answer of the agent's `stop`, None if it did not stop; and the last view.
     """
-    rules, view = RULES[page.config.rules], await look()
+    rules = RULES[page.config.rules]
+    view = await look()
     for _ in range(max_steps):
         where = f"Page: {view.title} ({view.url})" if shows_address else ""
         lines = (rules, f"Goal: {goal}", *page.notes, where, view.text)

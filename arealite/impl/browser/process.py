@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 logger = log.get(__name__)
 
-START_S, STOP_S = 60.0, 10.0
+START_S = 60.0
+STOP_S = 10.0
 MAX_USES = 500
 """Episodes of a context before it is replaced: data that pages leave in a context adds up."""
 ARGUMENTS = (
@@ -177,8 +178,10 @@ class Browser:
 
     async def _stop(self) -> None:
         self._idle.clear()
-        chromium, self._chromium = self._chromium, None
-        playwright, self._playwright = self._playwright, None
+        chromium = self._chromium
+        self._chromium = None
+        playwright = self._playwright
+        self._playwright = None
         for end in [chromium and chromium.close, playwright and playwright.stop]:
             if end:
                 wait = Wait("the browser's end", owner="browser", on="chromium", seconds=STOP_S)

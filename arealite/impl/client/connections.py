@@ -62,7 +62,8 @@ class Pool:
             Exception: `on_data` raised it.
         """
         async with self._slots:
-            loop, idle = asyncio.get_running_loop(), self._idle[endpoint.place]
+            loop = asyncio.get_running_loop()
+            idle = self._idle[endpoint.place]
             while idle and idle[0].idle_since < loop.time() - KEEPALIVE_S:
                 idle.pop(0).transport.close()
             while idle and idle[-1].transport.is_closing():
@@ -135,7 +136,8 @@ class Connection(asyncio.Protocol):
 
     def exchange(self, head: bytes, body: bytes, on_data: OnData | None) -> asyncio.Future[Reply]:
         """Send a request; return a future of its reply. `Pool.post` explains `on_data`."""
-        self._reply, self._on_data = asyncio.get_running_loop().create_future(), on_data
+        self._reply = asyncio.get_running_loop().create_future()
+        self._on_data = on_data
         self.transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
         return self._reply
 
@@ -149,7 +151,8 @@ class Connection(asyncio.Protocol):
                     raise ValueError("bytes without a request, or headers without an end")
                 if not end:
                     return
-                self._head, self._data = read_head(bytes(text)), rest
+                self._head = read_head(bytes(text))
+                self._data = rest
             if self._head.is_chunked:
                 self._read_chunks(self._head)
             elif self._head.length is not None and len(self._data) >= self._head.length:
@@ -166,7 +169,9 @@ class Connection(asyncio.Protocol):
 
     def _read_chunks(self, head: Head) -> None:
         """Move complete chunks into the body; finish the reply at the chunk of size 0."""
-        data, at, size = self._data, 0, -1
+        data = self._data
+        at = 0
+        size = -1
         while (end := data.find(b"\r\n", at)) >= 0:
             size = int(b"0" + data[at:end].partition(b";")[0], 16)
             if size == 0 or len(data) < end + 4 + size:
@@ -189,7 +194,9 @@ class Connection(asyncio.Protocol):
         """Set the reply. A connection that got more bytes is not used again."""
         if head.is_last or len(body) > length:
             self.transport.close()
-        self._data, self._head, self._chunks = bytearray(), None, bytearray()
+        self._data = bytearray()
+        self._head = None
+        self._chunks = bytearray()
         if (reply := self._take_reply()) is not None:
             reply.set_result((head.status, bytes(body[:length])))
 
@@ -199,5 +206,6 @@ class Connection(asyncio.Protocol):
             reply.set_exception(error)
 
     def _take_reply(self) -> asyncio.Future[Reply] | None:
-        reply, self._reply = self._reply, None
+        reply = self._reply
+        self._reply = None
         return None if reply is None or reply.done() else reply

@@ -80,7 +80,8 @@ class Directory:
 
     def _read_entry(self, entry: Entry, *, written: float) -> None:
         """Update a server from its entry, unless the entry is older than a failure seen here."""
-        servers, value = self.router.servers, entry.value
+        servers = self.router.servers
+        value = entry.value
         server = servers.get(entry.id)
         if server is None or server.address != value["address"]:
             if server is not None:

@@ -93,7 +93,8 @@ class SGLangClient(LLMClient):
         own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
         self._server_wait_s = max(args.server_wait_s, own)
         self._router = Router()
-        names, refresh_s = NameRegistry.of(args), self.config.refresh_s
+        names = NameRegistry.of(args)
+        refresh_s = self.config.refresh_s
         self._directory = Directory(self._router, names, refresh_s=refresh_s)
         self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
@@ -248,7 +249,8 @@ class SGLangClient(LLMClient):
         Args:
             acknowledged: version that the server had reported before the request was sent.
         """
-        meta, newest = answer.meta_info, acknowledged
+        meta = answer.meta_info
+        newest = acknowledged
         if meta.weight_version is not None:
             newest = wire.parse_version(meta.weight_version)
         logprobs = wire.token_logprobs(answer)
@@ -280,7 +282,8 @@ class SGLangClient(LLMClient):
         if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:
             raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
         generation.interruptions += 1
-        sampling, length = generation.request.sampling, len(generation.output_ids)
+        sampling = generation.request.sampling
+        length = len(generation.output_ids)
         return wire.end_of_aborted(answer, sampling, length, self._eos)
 
     # ------------------------------------------------------------ failures and retries
@@ -308,7 +311,8 @@ class SGLangClient(LLMClient):
 
     async def _wait_for_server(self, generation: Generation) -> Server:
         """Return a server that can take the request; wait for one until the deadline."""
-        request, begin = generation.request, time.perf_counter()
+        request = generation.request
+        begin = time.perf_counter()
         self._stats["server_waits"] += 1
         self._directory.request_refresh()
         try:

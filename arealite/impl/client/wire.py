@@ -179,7 +179,8 @@ def routing(answer: Answer, experts: Experts | None, tokens: int) -> bytes:
     if experts is None or not answer.meta_info.routed_experts:
         return b""
     found = np.frombuffer(b64decode(answer.meta_info.routed_experts), "<i4")
-    size, top = tokens * experts.layers * experts.per_token, int(found.max(initial=0))
+    size = tokens * experts.layers * experts.per_token
+    top = int(found.max(initial=0))
     finish = answer.meta_info.finish_reason
     if len(found) != size and (finish is None or finish.type == "abort"):
         return b""  # the next answer has the record of all tokens
@@ -258,7 +259,8 @@ class Stream:
                     self._add(answer)
 
     def _add(self, answer: Answer) -> None:
-        meta, before = answer.meta_info, len(self._ids)
+        meta = answer.meta_info
+        before = len(self._ids)
         pairs = meta.output_token_logprobs
         total = len(pairs) if meta.completion_tokens is None else meta.completion_tokens
         new = pairs[before - total :] if before < total else []
@@ -272,8 +274,10 @@ class Stream:
             self._text = text if len(pairs) == total else self._text + text
             answer.text = msgspec.Raw(msgspec.json.encode(self._text))
         self._add_versions(meta, before, total)
-        answer.output_ids, meta.output_token_logprobs = self._ids, self._pairs
-        meta.weight_versions, self.answer = self._spans or None, answer
+        answer.output_ids = self._ids
+        meta.output_token_logprobs = self._pairs
+        meta.weight_versions = self._spans or None
+        self.answer = answer
         if ids and not self._withholds and self._request.on_tokens is not None:
             self._request.on_tokens(ids)
 

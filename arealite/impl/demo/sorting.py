@@ -14,7 +14,8 @@ from arealite.base.files import follow_umask
 from arealite.impl.demo.tiny_model import TinyModel, make_tiny_model
 
 NUM_DIGITS = 6
-TRAIN_ROWS, EVAL_ROWS = 8192, 512
+TRAIN_ROWS = 8192
+EVAL_ROWS = 512
 SHAPE = TinyModel(hidden=64, layers=2, heads=4, alphabet="123456789=", context=64)
 LR = 2e-3
 
@@ -31,7 +32,8 @@ def answer(digits: str) -> str:
 
 def draw(rng: random.Random, count: int, *, without: Iterable[str] = ()) -> list[str]:
     """Draw `count` different strings of six digits 1-9, none of them in `without`."""
-    taken, drawn = {*without}, dict[str, None]()
+    taken = {*without}
+    drawn = dict[str, None]()
     while len(drawn) < count:
         digits = "".join(rng.choices("123456789", k=NUM_DIGITS))
         if digits not in taken:

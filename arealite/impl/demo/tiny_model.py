@@ -11,7 +11,8 @@ from typing import Any
 
 from arealite.base.files import follow_umask
 
-PAD, EOS = "<pad>", "<eos>"
+PAD = "<pad>"
+EOS = "<eos>"
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}"
@@ -46,7 +47,8 @@ def make_tiny_model(folder: Path | str, shape: TinyModel | None = None) -> Path:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    folder, shape = Path(folder), shape or TinyModel()
+    folder = Path(folder)
+    shape = shape or TinyModel()
     tokenizer = make_tokenizer(shape.alphabet, context=shape.context, words=shape.words)
     tokens = len(tokenizer)
     vocab_size = shape.vocab_size or tokens

@@ -89,7 +89,8 @@ def attend(
     path and to itself. Without `prefix_tree`, this function is transformers' SDPA, for an embedded
     server that shares the model.
     """
-    tree, name = options.get("prefix_tree"), type(module).__name__
+    tree = options.get("prefix_tree")
+    name = type(module).__name__
     has_window = getattr(getattr(module, "config", None), "sliding_window", None)
     ignores_window = tree is not None and has_window and "sliding_window" not in options
     if (tree is None) == (attention_mask is None) or ignores_window:
@@ -97,7 +98,8 @@ def attend(
         raise UserError(f"{name} cannot be packed: {FIX}")
     if options.get("position_bias") is not None:
         raise UserError(f"{name} cannot be packed (position_bias): {FIX}")
-    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    softcap = options.get("softcap")
+    sinks = options.get("s_aux")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     changes: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
     if tree is None:
@@ -107,7 +109,8 @@ def attend(
         return attended.transpose(1, 2).contiguous(), None
     if query.is_meta:
         return query.new_empty((*query.shape[:-1], value.shape[-1])).transpose(1, 2), None
-    window, width = options.get("sliding_window") or 0, query.shape[-1]
+    window = options.get("sliding_window") or 0
+    width = query.shape[-1]
     is_plain = sinks is None and softcap is None and value.shape[-1] <= width
     has_kernel = sinks is None and (softcap is None or HAS_FLASH_ATTN)
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -121,10 +124,13 @@ def attend(
         return TreeAttention.apply(*flat, tree, scale)[None, ..., : value.shape[-1]], None
     parts = list[Tensor]()
     for path, (begin, end) in zip(tree.paths, pairwise(tree.bounds), strict=True):
-        total, places = len(path), tree.put(path)
+        total = len(path)
+        places = tree.put(path)
         mask = query.new_ones(end - begin, total, dtype=torch.bool)
         mask = mask.tril(total - end + begin).triu(total - end + begin + 1 - (window or total))
-        q, k, v = query[:, :, begin:end], key[:, :, places], value[:, :, places]
+        q = query[:, :, begin:end]
+        k = key[:, :, places]
+        v = value[:, :, places]
         parts.append(_row(q, k, v, mask, **changes))
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
@@ -142,7 +148,8 @@ def _flash(
     width = value.shape[-1]
     value = pad(value, (0, query.shape[-1] - width))  # the kernels need one width
     if tree.keys is not None:
-        key, value = key[tree.keys], value[tree.keys]
+        key = key[tree.keys]
+        value = value[tree.keys]
     query, key, value = (tensor.contiguous() for tensor in (query, key, value))
     bounds = tree.flash_bounds
     # A window of w tokens sees itself and w − 1 to the left; −1 sees all.

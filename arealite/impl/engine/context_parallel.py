@@ -46,7 +46,9 @@ class ContextGroup:
             UserError: `size` does not divide the ranks or the heads, or tokens of the model depend
                 on each other outside attention.
         """
-        self.size, self.rank, ranks = size, dist.get_rank() % size, dist.get_world_size()
+        self.size = size
+        self.rank = dist.get_rank() % size
+        ranks = dist.get_world_size()
         if size == 1:
             return
         config = model.config.get_text_config()
@@ -85,7 +87,8 @@ class ContextGroup:
             return batch
         width = batch.input_ids_BW.shape[1]
         part = -(-width // self.size)
-        begin, missing = self.rank * part, part * self.size - width
+        begin = self.rank * part
+        missing = part * self.size - width
         mine = slice(begin, begin + part)
         positions: Any = batch.attention.get("position_ids")
         if positions is None:  # they continue in the padding: a restart would mean packed rows

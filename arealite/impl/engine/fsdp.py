@@ -73,7 +73,8 @@ class FSDPEngine(TrainEngine):
         self.adapter = lora.inject(self.module, config.lora, head, folder) if has_adapter else None
         if has_adapter and dist.get_rank() == 0:
             lora.report(self.module, [] if folder else config.lora.targets)
-        is_uniform, offload = loading.set_dtypes(self.module, self.dtype), config.cpu_offload
+        is_uniform = loading.set_dtypes(self.module, self.dtype)
+        offload = config.cpu_offload
         is_sharded = dist.get_world_size() > 1 or offload
         if head == "value":
             self._model = models.ValueModel(self.module)
@@ -144,11 +145,13 @@ class FSDPEngine(TrainEngine):
     ) -> dict[str, float]:
         """Apply one update; see TrainEngine. Adds microbatches, tokens and computed_tokens."""
         rows, _ = self._context.gather_rows(rows)
-        optimizer, plan = self.optimizer, self._plan(rows, rows_per_example)
+        optimizer = self.optimizer
+        plan = self._plan(rows, rows_per_example)
         roots = models.fsdp_modules(self._model)[:1]
         own = sum(max(1, len(row.tokens) - 1) for row in rows) / self._context.size
         inputs = _sum_over_ranks({"inputs": own})["inputs"] if self._balance else 0.0
-        totals, computed = dict[str, torch.Tensor | float](), 0
+        totals = dict[str, torch.Tensor | float]()
+        computed = 0
         with models.low_precision(self._model, self.dtype):
             for number, indices in enumerate(plan):
                 last = number == len(plan) - 1
@@ -161,7 +164,8 @@ class FSDPEngine(TrainEngine):
                     torch.cat([*self._model(batch).values()]).sum().backward()
                     continue
                 computed += batch.input_ids_BW.numel() * self._context.size
-                scale, loss = optimizer.scale.value, loss_fn
+                scale = optimizer.scale.value
+                loss = loss_fn
                 if self._balance is not None:
                     loss = self._balance.added_to(loss_fn, batch.inputs, inputs)
                 stats, recorded = backward(self._compute, batch, loss, record_outputs, scale=scale)

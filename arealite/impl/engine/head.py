@@ -43,7 +43,9 @@ def logit_change(module: Any) -> LogitChange:
         UserError: The head is no linear layer, it does not get the decoder's output, or the change
             is neither a scale nor a softcap.
     """
-    name, head, decoder = type(module).__name__, module.get_output_embeddings(), decoder_of(module)
+    name = type(module).__name__
+    head = module.get_output_embeddings()
+    decoder = decoder_of(module)
     if type(head) is not nn.Linear:
         raise UserError(f"{name} has no linear output head ({type(head).__name__}): not supported.")
     base = next((part for part in module.children() if decoder in part.modules()), None)
@@ -54,7 +56,8 @@ def logit_change(module: Any) -> LogitChange:
     hidden = torch.randn(1, PROBES, width, generator=generator, dtype=torch.float64)
     ramp = torch.logspace(-3, 0, PROBES, dtype=torch.float64)[:, None] * WIDEST
     raw = torch.randn(1, PROBES, vocabulary, generator=generator, dtype=torch.float64) * ramp
-    raw[0, 0, 0], raw[0, -1, -1] = 2.0**-20, 2.0**40  # they show the slope at 0, and the cap
+    raw[0, 0, 0] = 2.0**-20
+    raw[0, -1, -1] = 2.0**40  # they show the slope at 0, and the cap
     given = list[Tensor]()
 
     def product(states: Tensor) -> Tensor:
@@ -75,7 +78,8 @@ def logit_change(module: Any) -> LogitChange:
     is_same = before and _close(given[0], before * hidden)
     if not is_same or (before != 1.0 and head.bias is not None):
         raise UserError(f"{name} changes the decoder's output before its head: not supported.")
-    scale, bound = _snapped(got[0, 0, 0] / raw[0, 0, 0]), float(got[0, -1, -1])
+    scale = _snapped(got[0, 0, 0] / raw[0, 0, 0])
+    bound = float(got[0, -1, -1])
     softcap = bound if abs(bound) < abs(0.5 * scale * float(raw[0, -1, -1])) else 0.0
     if not scale or not _close(got, LogitChange(scale, softcap).apply(raw.clone())):
         raise UserError(f"{name} changes its logits in a way that is not supported.")

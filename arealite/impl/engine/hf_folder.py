@@ -43,7 +43,8 @@ def write_weights(folder: Path, weights: Iterable[Named], max_bytes: int | None 
 
     A file has at most `max_bytes` of tensors (None: FILE_BYTES), or one larger tensor.
     """
-    total, weight_map = 0, dict[str, str]()
+    total = 0
+    weight_map = dict[str, str]()
     max_bytes = FILE_BYTES if max_bytes is None else max_bytes
     for number, part in enumerate(split(weights, max_bytes), 1):
         file = f"model-{number:05d}.safetensors"

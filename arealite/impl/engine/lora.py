@@ -29,8 +29,11 @@ from arealite.base.model_folder import weight_files
 from arealite.impl.engine.head import decoder_of
 
 log = get(__name__)
-BASE, ADAPTER, NAME = ".base_layer.", ".lora_", "default"
-ALL, LINEAR = "all-linear", (nn.Linear, Conv1D)
+BASE = ".base_layer."
+ADAPTER = ".lora_"
+NAME = "default"
+ALL = "all-linear"
+LINEAR = (nn.Linear, Conv1D)
 Full = Callable[[torch.Tensor], torch.Tensor]
 """Gathers a parameter's shards, on all ranks."""
 
@@ -53,8 +56,10 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
     """
     peft = import_optional("peft", extra_requirement("lora"))
     if folder:
-        made, key = peft.LoraConfig.from_pretrained(str(folder)), f"model.adapter={folder}"
-        made.inference_mode, made.init_lora_weights = False, True
+        made = peft.LoraConfig.from_pretrained(str(folder))
+        key = f"model.adapter={folder}"
+        made.inference_mode = False
+        made.init_lora_weights = True
         fix = "Merge the adapter into a model folder"
     else:
         size = {"r": config.rank, "lora_alpha": config.alpha}
@@ -169,7 +174,8 @@ def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
     """Copy a full tensor, or this rank's shard of it, into a tensor of the model."""
     if isinstance(tensor, DTensor):
         # src_data_rank=None: every rank cuts its own shard from `full`, without communication.
-        mesh, placements = tensor.device_mesh, tensor.placements
+        mesh = tensor.device_mesh
+        placements = tensor.placements
         full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
         tensor = tensor.to_local()
     tensor.copy_(full)
@@ -245,7 +251,8 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
 @contextmanager
 def replaced(module: nn.Module, others: dict[str, torch.Tensor]) -> Iterator[None]:
     """Set the adapters of `module` to `others`, from `values`, within the context; {}: no-op."""
-    now, named = values(module) if others else {}, dict(module.named_parameters())
+    now = values(module) if others else {}
+    named = dict(module.named_parameters())
     for name, value in others.items():
         named[name].data.copy_(value)
     try:

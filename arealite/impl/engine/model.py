@@ -39,9 +39,11 @@ class LogprobModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return logprobs and entropy, float32 [N]."""
-        hidden_NH, output = _hidden(self.module, batch), self.module.get_output_embeddings()
+        hidden_NH = _hidden(self.module, batch)
+        output = self.module.get_output_embeddings()
         head = OutputHead(output.weight, output.bias, self.change)
-        targets_N, temperature_N = batch.targets_N, batch.temperature_N
+        targets_N = batch.targets_N
+        temperature_N = batch.temperature_N
         logprobs_N, entropy_N = token_logprobs(
             hidden_NH, head, targets_N, temperature_N=temperature_N, chunk=self.chunk
         )

@@ -14,7 +14,9 @@ from arealite.algo.schedules import learning_rate
 from arealite.api.engine import Training
 from arealite.base.errors import InvariantError
 
-FIRST_SCALE, LARGEST_SCALE, GROWTH_UPDATES = 2.0**16, 2.0**24, 2000
+FIRST_SCALE = 2.0**16
+LARGEST_SCALE = 2.0**24
+GROWTH_UPDATES = 2000
 
 
 class LossScale:
@@ -24,7 +26,8 @@ class LossScale:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self.enabled, self.clean = enabled, 0
+        self.enabled = enabled
+        self.clean = 0
         self.value = FIRST_SCALE if enabled else 1.0
 
     def update(self, *, finite: bool) -> bool:
@@ -34,7 +37,8 @@ class LossScale:
         self.clean = self.clean + 1 if finite else 0
         before = self.value
         if self.clean == GROWTH_UPDATES:
-            self.clean, self.value = 0, min(LARGEST_SCALE, 2 * before)
+            self.clean = 0
+            self.value = min(LARGEST_SCALE, 2 * before)
         elif not finite:
             self.value = max(1.0, before / 2)
         return self.value < before
@@ -49,9 +53,11 @@ class Optimizer:
     def __init__(self, model: nn.Module, training: Training, *, scales_loss: bool = False) -> None:
         self.updates = self.skipped = 0
         self.scale = LossScale(enabled=scales_loss)
-        self._training, config = training, training.optimizer
+        self._training = training
+        config = training.optimizer
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        params, lr = self._named.values(), training.lr
+        params = self._named.values()
+        lr = training.lr
         mesh = getattr(next(iter(params)), "device_mesh", None)
         self._copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
         # Weight decay is applied here: torch's SGD would add it to the momentum.
@@ -80,7 +86,8 @@ class Optimizer:
             InvariantError: `max_skipped_updates` updates in a row had non-finite gradients.
         """
         training = self._training
-        total, config = training.total_updates, training.optimizer
+        total = training.total_updates
+        config = training.optimizer
         lr = learning_rate(self.updates, lr=training.lr, total=total, config=config)
         gradients = [_local(p.grad) for p in self._named.values() if p.grad is not None]
         scale = self.scale.value

@@ -28,7 +28,8 @@ from arealite.base.model_folder import Experts, experts_of
 from arealite.impl.engine.model import layers_of
 
 T = TypeVar("T")
-TOPK, FILL = (torch.topk, Tensor.topk), (torch.masked_fill, Tensor.masked_fill)
+TOPK = (torch.topk, Tensor.topk)
+FILL = (torch.masked_fill, Tensor.masked_fill)
 NAME = "_arealite_routing"
 """Attribute of a model."""
 BALANCE = "load_balancing_loss_func"
@@ -45,7 +46,8 @@ class Routing:
 
     def __init__(self, model: PreTrainedModel, experts: Experts) -> None:
         """Wrap the forward method of each decoder layer, before it is sharded or recomputed."""
-        self.experts, self._replaces = experts, True
+        self.experts = experts
+        self._replaces = True
         self._has_record = self._is_read = False
         self._chosen: dict[int, Tensor] | None = None
         self._recorded_NDK: Tensor | None = None
@@ -92,7 +94,8 @@ class Routing:
         Raises:
             InvariantError: The record is of another model.
         """
-        self._recorded_NDK, self._replaces = None, replaces
+        self._recorded_NDK = None
+        self._replaces = replaces
         if recorded is None:
             return
         if recorded.shape[-1] != self.experts.token_bytes:
@@ -136,7 +139,8 @@ class Routing:
         if self._recorded_NDK is None:
             return free
         recorded = self._recorded_NDK[:, layer].to(torch.int64)
-        known, ordered = recorded[:, 0] >= 0, recorded.sort().values
+        known = recorded[:, 0] >= 0
+        ordered = recorded.sort().values
         valid = (ordered[:, 1:] != ordered[:, :-1]).all(1) & (ordered[:, 0] >= 0)
         valid &= ordered[:, -1] < self.experts.number
         same = (ordered == free.sort().values).all(1)
@@ -151,7 +155,8 @@ class _Topk(TorchFunctionMode):
 
     def __init__(self, choose: Callable[[Tensor], Tensor], experts: Experts) -> None:
         super().__init__()
-        self._choose, self._sizes = choose, (experts.number, experts.per_token)
+        self._choose = choose
+        self._sizes = (experts.number, experts.per_token)
         self._filled: tuple[Any, Any] = (None, None)
         """(scores with the experts of other groups masked, the same scores without the mask)."""
 

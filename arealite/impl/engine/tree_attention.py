@@ -116,14 +116,16 @@ class PrefixTree:
     @cached_property
     def flash_bounds(self) -> tuple[Tensor, Tensor, int, int]:
         """Bounds of each node's queries and keys, int32, and the largest numbers of both."""
-        queries, keys = np.diff(self.bounds), [len(path) for path in self.paths]
+        queries = np.diff(self.bounds)
+        keys = [len(path) for path in self.paths]
         starts = self.put(self.bounds, torch.int32), self.put([0, *accumulate(keys)], torch.int32)
         return *starts, int(queries.max()), max(keys)
 
     @cached_property
     def chains(self) -> list[int]:
         """For each node, the index of the first node of its chain."""
-        found, is_small = list[int](), False
+        found = list[int]()
+        is_small = False
         for node, parent in enumerate(self.parents):
             if parent < 0:
                 is_small = self.stops[node] - self.bounds[node] <= SMALL_TREE
@@ -143,7 +145,9 @@ class PrefixTree:
     @cached_property
     def calls(self) -> list[Call]:
         """The calls of the kernel: first those of chains, each chain in one, then the branches."""
-        chains, bounds, branched = self.chains, self.bounds, set[int]()
+        chains = self.chains
+        bounds = self.bounds
+        branched = set[int]()
         begins = [bounds[node] for node, first in enumerate(chains) if first == node]
         spans = [(end - begin, begin) for begin, end in pairwise([*begins, bounds[-1]])]
         runs = [list(run) for _, run in groupby(spans, key=lambda span: span[0])]
@@ -166,7 +170,8 @@ class PrefixTree:
         """Return the call of chains; a span is (tokens, first position), the longest first."""
         (lengths, begins), column = np.array(spans).T[:, :, None], np.arange(spans[0][0])
         at = begins + np.minimum(column, lengths - 1)
-        begin, end = int(at[0, 0]), int(at[-1, -1]) + 1
+        begin = int(at[0, 0])
+        end = int(at[-1, -1]) + 1
         is_slice = (at.reshape(-1) == np.arange(begin, begin + at.size)).all()
         positions = slice(begin, end) if is_slice else torch.from_numpy(at.reshape(-1))
         call = Call(len(spans), positions, positions)
@@ -175,7 +180,8 @@ class PrefixTree:
         if len(column) < MIN_UNPADDED:
             stops = np.repeat(self.stops, np.diff(self.bounds))[at]
             if (stops <= at[:, -1:]).any():  # a chain is a small tree with branches
-                keys, queries = (begins + column)[:, None], at[:, :, None]
+                keys = (begins + column)[:, None]
+                queries = at[:, :, None]
                 seen = torch.from_numpy((keys <= queries) & (queries < stops[:, None]))[:, None]
                 call.attn_mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
         return call
@@ -190,17 +196,21 @@ class TreeAttention(torch.autograd.Function):
         query, key, value, tree, scale = inputs
         wide = torch.promote_types(query.dtype, torch.float32)
         wide_inputs = [tensor.to(wide) for tensor in inputs[:3]]
-        out, lse = torch.empty_like(wide_inputs[0]), query.new_empty(query.shape[:2], dtype=wide)
+        out = torch.empty_like(wide_inputs[0])
+        lse = query.new_empty(query.shape[:2], dtype=wide)
         for call in tree.calls:
             taken = map(call.to_rows, wide_inputs, (call.queries, call.keys, call.keys))
             part, sums = map(call.from_rows, _forward(*taken, **call.kernel_options(wide, scale)))
             at = call.drop_padding(call.queries)
             if call.is_branch:
-                before, total = lse[at], torch.logaddexp(lse[at], sums)
+                before = lse[at]
+                total = torch.logaddexp(lse[at], sums)
                 merged = out[at] * (before - total).exp_()[..., None]
                 weight = (sums - total).exp_()[..., None]
-                part, sums = merged.addcmul_(part, weight), total
-            out[at], lse[at] = part, sums
+                part = merged.addcmul_(part, weight)
+                sums = total
+            out[at] = part
+            lse[at] = sums
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.options = tree, scale
@@ -217,11 +227,13 @@ class TreeAttention(torch.autograd.Function):
         values = [tensor.to(wide) for tensor in (grads[0].contiguous(), *saved)]
         sums = [torch.empty_like(each) for each in values[1:4]]
         for call in tree.calls:
-            at_q, at_k = call.queries, call.keys
+            at_q = call.queries
+            at_k = call.keys
             grad_out, *taken = map(call.to_rows, values, (at_q, at_q, at_k, at_k, at_q, at_q))
             grad_out = grad_out if call.is_token is None else grad_out * call.is_token
             parts = _backward(grad_out, *taken, **call.kernel_options(wide, scale))
             for into, part, where in zip(sums, parts, (at_q, at_k, at_k), strict=True):
-                at, part = call.drop_padding(where), call.from_rows(part)
+                at = call.drop_padding(where)
+                part = call.from_rows(part)
                 into[at] = into[at].add_(part) if call.is_branch else part
         return *(each.to(grads[0].dtype) for each in sums), None, None

@@ -68,7 +68,9 @@ class ToolsEnv(Env):
         """
         self.check_row(task)
         _ = self.scorer.needs_truth and task.truth
-        agent, calls, wanted = agents["agent"], Calls(), task.extra_info.get("tools")
+        agent = agents["agent"]
+        calls = Calls()
+        wanted = task.extra_info.get("tools")
         async with self.box.episode(task) as states:
             action = await self._converse(task, agent, states, calls)
         begin = time.perf_counter()
@@ -76,7 +78,8 @@ class ToolsEnv(Env):
         if not action.calls:
             correct = await self.scorer.score_task(action.text, task)
         agent.record.seconds_scoring += time.perf_counter() - begin
-        parts, kinds = scores(correct, calls, wanted), Counter(kind for _, kind in calls)
+        parts = scores(correct, calls, wanted)
+        kinds = Counter(kind for _, kind in calls)
         weights = {name: getattr(self.config.weights, name) for name in parts}
         value = sum(weights[name] * part for name, part in parts.items())
         parts["unanswered"] = float(bool(action.calls) or not action.text)
@@ -148,7 +151,8 @@ def arithmetic(config: ArithmeticConfig, *, split: str, seed: int) -> Iterator[R
         text = f"prompt={config.prompt!r} must contain {{}}, which is replaced by the task"
         raise UserError(f"env.tools.arithmetic: {signs}, and {text}.")
     rng = random.Random(f"arithmetic {split} {seed}")
-    low, high = 10 ** (config.digits - 1), 10**config.digits
+    low = 10 ** (config.digits - 1)
+    high = 10**config.digits
     while True:
         if is_easy := rng.random() < config.easy:
             first = rng.randrange(1, 9)

@@ -19,7 +19,8 @@ def make_env(args: TrialConfig, config: EnvConfig) -> Env:
     Raises:
         UserError: An option of the runtime is missing, or Docker.
     """
-    runtime, made = config.runtime, envs.get(config.type)
+    runtime = config.runtime
+    made = envs.get(config.type)
     if runtime.type == "docker":
         from arealite.impl.env_client.docker import Containers, check_docker
 

@@ -82,7 +82,8 @@ class ServerState:
 
     def mark_lost(self) -> None:
         """Use the server no more; fail the requests that wait for its answers."""
-        self.alive, self.lost = False, True
+        self.alive = False
+        self.lost = True
         for channel in self.channels:
             channel.pending.cancel()
 
@@ -112,7 +113,8 @@ class Channel(Generic[T]):
         """
         self.check()
         text = frame(kind, data, self._config.max_message_kb * 1024)
-        seconds, name = self._config.answer_s, self.server.name
+        seconds = self._config.answer_s
+        name = self.server.name
         try:
             with Wait(f"the answer to {kind}", owner="episode", on=name, seconds=seconds):
                 await self._socket.send_str(text)
@@ -169,7 +171,8 @@ class Channel(Generic[T]):
 
     def _close_reason(self, message: WSMessage) -> EpisodeError:
         """Return the error for a message without content: the session was closed."""
-        code, name = self._socket.close_code, self.server.name
+        code = self._socket.close_code
+        name = self.server.name
         if code == WSCloseCode.MESSAGE_TOO_BIG:
             what = f"{name}: a message is longer than max_message_kb={self._config.max_message_kb}"
             other = "the server's server.max_message_kb"

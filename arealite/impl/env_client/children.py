@@ -70,7 +70,8 @@ class Children:
         limits = EnvServerOptions(max_sessions=2**20, idle_s=1e6, episode_s=1e6)
         own = {name: getattr(self.runtime, name) for name in ("max_message_kb", "token_env")}
         trial = {each.name: getattr(args, each.name) for each in fields(TrialConfig)}
-        env, server = replace(config, runtime=RuntimeConfig()), replace(limits, **own)
+        env = replace(config, runtime=RuntimeConfig())
+        server = replace(limits, **own)
         self._config = EnvServerConfig(**trial, env=env, server=server)
         self._running = set[Running]()
         self._tasks = set[asyncio.Task[None]]()
@@ -140,7 +141,8 @@ class Children:
                 child = child or await self._start()
                 why, grace_s = await self._wait_for_replacement(child)
             except (UserError, DeadlineError) as error:
-                why, grace_s = str(error), 0.0
+                why = str(error)
+                grace_s = 0.0
             if child and grace_s:
                 logger.info("environment process recycled", name=self.name, why=why)
                 self._create_task(self._retire(child, grace_s))
@@ -167,7 +169,8 @@ class Children:
             The reason, and the grace period in seconds for the child's running episodes; 0: the
             child is dead or does not answer.
         """
-        server, limit_mb = child.server, self.max_memory_mb
+        server = child.server
+        limit_mb = self.max_memory_mb
         while True:
             await asyncio.wait((child.exit,), timeout=CHECK_S)
             if child.exit.done():

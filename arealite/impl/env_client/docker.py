@@ -88,7 +88,8 @@ class Containers(Children):
 
     async def _launch(self) -> tuple[Child, str]:
         """Start a container; return it and its address when the server answers."""
-        runtime, address = self.runtime, f"127.0.0.1:{free_port()}"
+        runtime = self.runtime
+        address = f"127.0.0.1:{free_port()}"
         name = f"arealite-{os.getpid()}-{secrets.token_hex(4)}"
         words = [runtime.docker, "run", "--rm", "--pull=never", f"--name={name}"]
         words += [f"--label={self._label}", f"--publish={address}:{runtime.port}"]

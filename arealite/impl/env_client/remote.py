@@ -54,7 +54,8 @@ class RemoteEnv(Env):
             config = replace(config, runtime=replace(config.runtime, token_env=TOKEN))
         super().__init__(args, config)
         hosted = envs.get(config.type)(args, envs.options(config))
-        self.seats, self.resumable = hosted.seats, hosted.resumable
+        self.seats = hosted.seats
+        self.resumable = hosted.resumable
         runtime = config.runtime
         if runtime.type == "remote" and not runtime.addresses:
             what = "env.runtime.type=remote needs env.runtime.addresses=[host:port,…]"
@@ -77,7 +78,8 @@ class RemoteEnv(Env):
             self.cleanup.push_async_callback(children.close)
             await children.start()
         try:
-            what, on = "an environment server", "environment servers"
+            what = "an environment server"
+            on = "environment servers"
             with waits.Wait(what, owner="collector", on=on, seconds=runtime.wait_s):
                 await self.servers.wait_until(self._is_any_alive)
         except DeadlineError as error:
@@ -117,14 +119,16 @@ class RemoteEnv(Env):
                 found = f"{', '.join(named) or hosted.name} with seats {hosted.seats}"
                 fix = f"This run needs {self.config.type}, with the same seats in all servers."
                 raise UserError(f"{server.name} hosts environment {found}. {fix}")
-            self.seats, self.resumable = hosted.seats, hosted.resumable
+            self.seats = hosted.seats
+            self.resumable = hosted.resumable
 
 
 class _Episode:
     """One episode of a session."""
 
     def __init__(self, channel: Channel[Reply], agents: dict[str, Agent]) -> None:
-        self.channel, self.agents = channel, agents
+        self.channel = channel
+        self.agents = agents
         self._acting = dict[asyncio.Future[Action], SeatObservation]()
         self._latest = dict.fromkeys(agents, 0)
         """Number of each seat's latest turn."""
@@ -167,14 +171,16 @@ class _Episode:
         await asyncio.wait((*self._acting, pending), return_when=asyncio.FIRST_COMPLETED)
         self.channel.check()
         task = next(task for task in self._acting if task.done())
-        wait, action = self._acting.pop(task), task.result()
+        wait = self._acting.pop(task)
+        action = task.result()
         self._record_lengths[wait.seat, wait.turn] = len(self.agents[wait.seat].record.turns)
         reason = action.response.stop_reason if action.response else ""
         return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, reason)
 
     def _reward(self, given: SeatReward) -> None:
         """Add a reward to the turn it was given for; the agent may have acted since."""
-        agent, turns = self.agents[given.seat], self.agents[given.seat].record.turns
+        agent = self.agents[given.seat]
+        turns = self.agents[given.seat].record.turns
         length = self._record_lengths.get((given.seat, given.turn), 0)
         if given.value is None or not 0 < length < len(turns):
             agent.reward(given.value, **given.parts)

@@ -62,7 +62,8 @@ class ServerPool(Generic[T]):
         """Start the health checks of the servers at `addresses`."""
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(_no_redirect)
-        connector, jar = aiohttp.TCPConnector(limit=0), aiohttp.DummyCookieJar()
+        connector = aiohttp.TCPConnector(limit=0)
+        jar = aiohttp.DummyCookieJar()
         self._session = aiohttp.ClientSession(
             connector=connector, headers=self._headers, trace_configs=[trace], cookie_jar=jar
         )
@@ -157,7 +158,8 @@ class ServerPool(Generic[T]):
 
     async def _wait_for_server(self, end: float) -> ServerState:
         """Return the free server with the fewest episodes; wait for one until `end`."""
-        what, on = "an environment server with room", "environment servers"
+        what = "an environment server with room"
+        on = "environment servers"
         seconds = max(0.0, end - time.monotonic())
         try:
             with Wait(what, owner="episode", on=on, seconds=seconds):
@@ -181,7 +183,8 @@ class ServerPool(Generic[T]):
         server.started += 1
         try:
             with Wait("a session", owner="episode", on=server.name, seconds=CONNECT_S):
-                size, url = self.config.max_message_kb * 1024, server.url / "ws"
+                size = self.config.max_message_kb * 1024
+                url = server.url / "ws"
                 socket = await self._session.ws_connect(url, max_msg_size=size)
         except BaseException as error:
             server.load -= 1
@@ -208,7 +211,8 @@ class ServerPool(Generic[T]):
             else:
                 if not server.alive:
                     logger.info("environment server found", server=server.name)
-                server.last_seen, server.alive = time.monotonic(), True
+                server.last_seen = time.monotonic()
+                server.alive = True
                 server.full = server.lost = False
                 self.changed.set()
             await asyncio.sleep(PROBE_S)

@@ -33,7 +33,9 @@ from arealite.system.data.tasks import GENERATED, generate, reads_columns
 from arealite.system.health.waits import END_S, Wait
 
 logger = log.get(__name__)
-decode, decode_reset, decode_step = wire.decoder(Message), wire.decoder(Reset), wire.decoder(Step)
+decode = wire.decoder(Message)
+decode_reset = wire.decoder(Reset)
+decode_step = wire.decoder(Step)
 decode_members = wire.decoder(dict[str, msgspec.Raw])
 
 CLOSE_S = 1.0
@@ -60,7 +62,8 @@ class EnvServer:
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
         """Cancelled episodes that still clean up."""
-        path, keep = config.tasks, reads_columns(config.env)
+        path = config.tasks
+        keep = reads_columns(config.env)
         self._tasks = [] if path == GENERATED else load_tasks(path, "train", keep=keep)
         self._seeds = count(config.seed)
         self._max_bytes = self.options.max_message_kb * 1024
@@ -76,7 +79,8 @@ class EnvServer:
         Raises:
             UserError: The server cannot listen at `server.host` and `server.port`.
         """
-        host, port = self.options.host, self.options.port
+        host = self.options.host
+        port = self.options.port
         await asyncio.to_thread(check_address, host, port, at="server")  # before the costly `setup`
         async with AsyncExitStack() as stack:
             for env in self.envs.values():
@@ -150,7 +154,8 @@ class EnvServer:
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         """Answer each message of a socket until it closes or has been idle for `idle_s`."""
-        name, size = self._name(request), self._max_bytes
+        name = self._name(request)
+        size = self._max_bytes
         socket = web.WebSocketResponse(max_msg_size=size, compress=False, timeout=CLOSE_S)
         await socket.prepare(request)
         try:
@@ -254,7 +259,8 @@ class EnvServer:
             finally:
                 self._close(session)
         except (msgspec.MsgspecError, wire.Refused) as error:
-            kind, data = "error", wire.refusal(error)
+            kind = "error"
+            data = wire.refusal(error)
         return _json(data, STATUS.get(data.code, 422) if kind == "error" else 200)
 
     def _get(self, describe: Callable[[str], object]) -> Handler:
@@ -264,7 +270,8 @@ class EnvServer:
         return answer
 
     def _health(self, name: str) -> dict[str, object]:
-        most, sessions = self.options.max_sessions, len(self.sessions)
+        most = self.options.max_sessions
+        sessions = len(self.sessions)
         state = {"status": "healthy", "sessions": sessions, "max_sessions": most}
         return {**state, "environments": [*self.envs]}
 
@@ -279,7 +286,8 @@ class EnvServer:
         }
 
     def _schema(self, name: str) -> dict[str, object]:
-        action, observation = msgspec.json.schema(Step), msgspec.json.schema(Reply)
+        action = msgspec.json.schema(Step)
+        observation = msgspec.json.schema(Reply)
         return {"action": action, "observation": observation, "state": {"type": "object"}}
 
 

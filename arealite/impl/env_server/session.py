@@ -39,9 +39,11 @@ class RemoteSeat(Agent):
     trainable = False
 
     def __init__(self, name: str, session: "Session", *, trainable: bool) -> None:
-        unused, seat = cast(Any, None), Seat(name, episode_id=str(session.episode_id))
+        unused = cast(Any, None)
+        seat = Seat(name, episode_id=str(session.episode_id))
         super().__init__(None, client=unused, tokenizer=unused, seat=seat)
-        self.trainable, self._session = trainable, session
+        self.trainable = trainable
+        self._session = session
         self._turn = 0
 
     async def act(self, observation: object) -> Action:
@@ -79,7 +81,8 @@ class Session:
 
     def describe(self) -> dict[str, object]:
         """Return the session's state, without the text of its messages."""
-        run, now = self._run, time.monotonic()
+        run = self._run
+        now = time.monotonic()
         playing = "waiting" if self._waits else "running"
         return {
             "id": self.id,
@@ -105,10 +108,13 @@ class Session:
         await self.end()
         self.env = env or self.env
         self.episode_id = reset.episode_id or str(uuid.uuid4())
-        self.steps, self.rewards, self._failure = 0, [], None
+        self.steps = 0
+        self.rewards = []
+        self._failure = None
         self.episodes += 1
         self._turns.clear()
-        frozen, names = reset.untrained, self.env.seats
+        frozen = reset.untrained
+        names = self.env.seats
         seats = {name: RemoteSeat(name, self, trainable=name not in frozen) for name in names}
         playing = self._play(task.copy(), seats)
         self._run = asyncio.create_task(playing, name=f"episode {self.episode_id}")
@@ -170,7 +176,8 @@ class Session:
             self._waits.pop(key, None)
 
     async def _play(self, task: Task, seats: dict[str, RemoteSeat]) -> None:
-        on, seconds = "environment", self._episode_s
+        on = "environment"
+        seconds = self._episode_s
         wait = waits.Wait("an episode", owner="env server", on=on, seconds=seconds)
         try:
             with wait:
@@ -199,14 +206,16 @@ class Session:
 
     async def _reply(self) -> Reply:
         """Wait until a seat waits or the episode is over; return what has happened since."""
-        run, seats = self._run, len(self.env.seats)
+        run = self._run
+        seats = len(self.env.seats)
         assert run is not None
         while not self._waits and not run.done():
             self._changed.clear()
             await self._changed.wait()
             for _ in range(SETTLE_TURNS if seats > 1 else 0):
                 await asyncio.sleep(0)
-        rewards, self.rewards = self.rewards, []
+        rewards = self.rewards
+        self.rewards = []
         if self._failure is not None:
             raise self._failure
         waits = [] if run.done() else [wait for wait, _ in self._waits.values()]

@@ -13,12 +13,14 @@ from arealite.base.errors import ArealiteError, EpisodeError, InvariantError, Us
 encode = msgspec.json.Encoder().encode
 SERVING = "serving on "
 """Start of the line that a listening server prints to stdout; host:port follows."""
-CAPACITY, INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
+CAPACITY = "CAPACITY_REACHED"
+INVALID = "VALIDATION_ERROR"
 FATAL = {f"error:{kind.__name__}": kind for kind in (UserError, InvariantError)}
 """By failure class: errors that stop the whole run, wherever the environment runs."""
 INVALID_ACTION = "env_action_invalid"
 """Failure class: the server refused a message as invalid. Its session is unchanged."""
-MAX_NAME, MAX_TEXT = 64, 2000
+MAX_NAME = 64
+MAX_TEXT = 2000
 MAX_PARTS = 2**16
 """Maximum number of brackets and braces in a message, including those in strings. Each list or
 object costs about 0.5 us of CPU time, because Python's garbage collector visits it."""

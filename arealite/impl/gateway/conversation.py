@@ -77,7 +77,8 @@ class Conversation:
         if request.prompt is not None:
             return await _run(len(request.prompt), self._complete, request.prompt)
         node, base, reason = self._find(request)
-        size, is_checked = node.characters, False
+        size = node.characters
+        is_checked = False
         if base is not None:
             is_checked = not self.is_incremental or base.turns & (base.turns - 1) == 0
             size -= 0 if is_checked else base.node.characters
@@ -91,12 +92,14 @@ class Conversation:
 
     def add(self, prompt: Prompt, answer: Answer) -> None:
         """Add an answer to the tree."""
-        response, node = answer.response, prompt.node
+        response = answer.response
+        node = prompt.node
         output = response.output_ids if response else []
         is_ended = response is not None and response.stop_reason == "stop" and bool(output)
         stop = ending(self.renderer.tokenizer, output[-1]) if is_ended else ""
         if node is None:
-            text, ids = prompt.text + answer.text, prompt.ids + output
+            text = prompt.text + answer.text
+            ids = prompt.ids + output
             if stop:  # a client may go on without the token that ended the answer
                 self._completions.append(Completion(text, ids[:-1], "edited"))
             self._completions.append(Completion(text + (answer.stop_string or stop), ids))
@@ -105,8 +108,10 @@ class Conversation:
         item = Item(tree.key_of(message), self._acceptable(node, message, prompt, output, stop))
         turns = prompt.base.turns + 1 if prompt.base else 1
         child = node.children[item.key] = self._child(node, self._with_call_ids(item))
-        start, own = prompt.base.length if prompt.base else 0, replace(prompt, ids=[])
-        new, length = prompt.ids[start:] + output, len(prompt.ids) + len(output)
+        start = prompt.base.length if prompt.base else 0
+        own = replace(prompt, ids=[])
+        new = prompt.ids[start:] + output
+        length = len(prompt.ids) + len(output)
         sample = Sample(own, new, length, stop, item.message, child, turns, response)
         child.samples.append(sample)
         self._samples[answer.id] = sample
@@ -132,11 +137,16 @@ class Conversation:
             The last message, the last sampled answer before it, and the reason for a new branch if
             there is no such answer.
         """
-        items, tools, previous = request.items, request.tools, request.previous
+        items = request.items
+        tools = request.tools
+        previous = request.previous
         known, same, node, base = self._latest
-        reason, wanted = "edited", None
+        reason = "edited"
+        wanted = None
         if previous or not known or items[: len(known)] != known or tools != same:
-            known, base, name = [], None, msgspec.json.encode(tools)
+            known = []
+            base = None
+            name = msgspec.json.encode(tools)
             reason = "edited" if name in self._roots else "tools"
             node = self._roots.setdefault(name, Node(kinds=TOOLS if tools else 0))
         parsed = [item for raw in items[len(known) :] for item in _parse(raw)]
@@ -162,10 +172,12 @@ class Conversation:
             items: Messages.
             wanted: The answer to prefer among several with equal texts.
         """
-        ids, at = dict[object, object](), 0
+        ids = dict[object, object]()
+        at = 0
         while at < len(items):
             item, size = tree.merge(node, items, at)
-            item, at = self._renamed(item, ids), at + size
+            item = self._renamed(item, ids)
+            at = at + size
             node = node.children.get(self._with_call_ids(item).key) or self._child(node, item)
             if node.samples:
                 base = wanted if wanted in node.samples else tree.choose(node.samples, item.message)
@@ -216,7 +228,8 @@ class Conversation:
             kinds |= THOUGHTS if message.get("reasoning_content") else 0
         size = node.characters + len(text) + sum([len(arguments) for _, arguments in calls])
         if item.is_system and node.depth and not self.renderer.has_late_system:
-            kinds, message = node.kinds, {**message, "role": "user"}
+            kinds = node.kinds
+            message = {**message, "role": "user"}
         message = self.renderer.prepare(message)
         made = Node(node, item.key, message, kinds, size, node.depth + 1)
         node.children[item.key] = made
@@ -227,19 +240,24 @@ class Conversation:
     def _make(
         self, request: ChatRequest, node: Node, base: Sample | None, reason: str, is_checked: bool
     ) -> Prompt:
-        renderer, forced = self.renderer, self._forced(request)
+        renderer = self.renderer
+        forced = self._forced(request)
         start = self._start(node, base, request.tools, is_checked)
         if base is not start.base and reason != "resampled":
             reason = "rewritten"
         opener = renderer.opening(start.text)
         empty = f"\n{renderer.family.think[1]}\n\n" if forced and opener else ""
-        opening, rest = opener + empty + forced, start.rest + empty + forced
-        ids, reused = start.reused, len(start.reused)
+        opening = opener + empty + forced
+        rest = start.rest + empty + forced
+        ids = start.reused
+        reused = len(start.reused)
         new = renderer.encode(rest, ids) if reused else first(renderer.tokenizer, rest)
-        end, count = renderer.encode(opening, ()), len(new)
+        end = renderer.encode(opening, ())
+        count = len(new)
         header = reused + count - len(end) if new[count - len(end) :] == end else None
         ids += new
-        origin, text = Origin(reused, count, reason), start.text.removesuffix(opener)
+        origin = Origin(reused, count, reason)
+        text = start.text.removesuffix(opener)
         return Prompt(ids, origin, opening, node, start.base, text, header)
 
     def _forced(self, request: ChatRequest) -> str:
@@ -248,7 +266,8 @@ class Conversation:
         Raises:
             ApiError: 400: the model's calls cannot be forced.
         """
-        choice, family = request.tool_choice, self.renderer.family
+        choice = request.tool_choice
+        family = self.renderer.family
         if choice in ("auto", "none"):
             return ""
         if not (text := family.opening(choice[1:] if choice.startswith("=") else None)):
@@ -258,7 +277,8 @@ class Conversation:
 
     def _start(self, node: Node, base: Sample | None, tools: list[Any], is_checked: bool) -> Start:
         """Return the tokens to keep and the text to tokenise for an answer to `node`."""
-        renderer, after = self.renderer, None
+        renderer = self.renderer
+        after = None
         if base is None or base.prompt.node is None:
             text = self._whole(node, [], tools)
             return Start(None, [], text, text)
@@ -292,11 +312,13 @@ class Conversation:
             if found == good:
                 break
             good = found
-        text, prompt = text[at:], chain[good].prompt
+        text = text[at:]
+        prompt = chain[good].prompt
         start = self._after(chain[good - 1], text) if good else Start(None, [], text, text)
         if prompt.header is None or not text.startswith(prompt.text):
             return start
-        reused, rest = chain[good].ids[: prompt.header], text[len(prompt.text) :]
+        reused = chain[good].ids[: prompt.header]
+        rest = text[len(prompt.text) :]
         return start._replace(reused=reused, rest=rest)
 
     def _after(self, base: Sample, text: str) -> Start:
@@ -312,7 +334,8 @@ class Conversation:
 
     def _complete(self, prompt: str | list[int]) -> Prompt:
         """Return the prompt of a text or of tokens, which may continue an earlier completion."""
-        tokenizer, known = self.renderer.tokenizer, self._completions
+        tokenizer = self.renderer.tokenizer
+        known = self._completions
         size = len(tokenizer)
         if isinstance(prompt, str):
             found = [each for each in known if prompt.startswith(each.text)]
@@ -323,11 +346,14 @@ class Conversation:
         anew = Completion("", [], "edited" if known else "first")
         best = max(found, key=lambda each: len(each.ids), default=anew)
         if not isinstance(prompt, str):
-            text, ids = tokenizer.decode(prompt), prompt
+            text = tokenizer.decode(prompt)
+            ids = prompt
         elif not best.ids:
-            text, ids = prompt, tokenize(tokenizer, prompt)
+            text = prompt
+            ids = tokenize(tokenizer, prompt)
         else:
-            text, ids = prompt, best.ids + self.renderer.encode(prompt[len(best.text) :], best.ids)
+            text = prompt
+            ids = best.ids + self.renderer.encode(prompt[len(best.text) :], best.ids)
         origin = Origin(len(best.ids), len(ids) - len(best.ids), best.reason)
         best.reason = "edited"
         return Prompt(ids, origin, text=text)

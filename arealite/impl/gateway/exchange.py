@@ -23,7 +23,9 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status = status
+        self.message = message
+        self.code = code
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):

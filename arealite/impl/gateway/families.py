@@ -113,7 +113,8 @@ def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
     """Read calls that are JSON, or whose arguments are; or the header of a message."""
     if (head := re.compile(family.head).match(text, at)) is None:
         raise CallError(f"a call must have the form {family.named}…{family.close}")
-    begin, close = head.end(), family.close
+    begin = head.end()
+    close = family.close
     if family.has_channels and not head["name"]:
         return Part(begin, mode="thought" if head["channel"] == "analysis" else "text")
     try:
@@ -124,7 +125,9 @@ def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
         raise CallError(f"not JSON: {error}", wrong) from error
     if close and not text.startswith(close, after := skip(text, end, r"\s`")):
         raise CallError(f"the call does not end with {close}", end)
-    body, raw, calls = text[begin:end], text[at : after + len(close)], list[Call]()
+    body = text[begin:end]
+    raw = text[at : after + len(close)]
+    calls = list[Call]()
     if name := (named := head.groupdict()).get("name"):
         calls.append(Call(named.get("id") or "", name, body, raw=raw))
     else:
@@ -191,7 +194,8 @@ _decode_calls = msgspec.json.Decoder(Annotated[list[_Object], msgspec.Meta(min_l
 
 DATA: dict[str, dict[str, Any]] = read_toml(__file__, "families.toml")
 FAMILIES = {name: Family(name=name, **options) for name, options in DATA["families"].items()}
-HERMES, THINK = FAMILIES["qwen2_5"], FAMILIES["qwen3"].think
+HERMES = FAMILIES["qwen2_5"]
+THINK = FAMILIES["qwen3"].think
 FOREIGN = re.compile("|".join(f"(?P<{k}>{v})" for k, v in DATA["foreign"].items()), re.MULTILINE)
 
 

@@ -59,7 +59,9 @@ class Gateway:
             args: Options of the trial.
             token: Token that agents need to take tasks; "": none can take tasks.
         """
-        self.config, self.args, self._token = config, args, token.encode()
+        self.config = config
+        self.args = args
+        self._token = token.encode()
         self.offered = asyncio.Queue[Session]()
         """Sessions that agents can take."""
         self.url = ""
@@ -91,7 +93,9 @@ class Gateway:
         Raises:
             UserError: The address cannot be used.
         """
-        config, host, runner = self.config, self.config.host or "127.0.0.1", self._runner
+        config = self.config
+        host = self.config.host or "127.0.0.1"
+        runner = self._runner
         await asyncio.to_thread(check_address, host, config.port, at="gateway")
         await runner.setup()
         await web.TCPSite(runner, host, config.port).start()
@@ -185,7 +189,8 @@ class Gateway:
             raise ApiError(415, "compressed bodies are not supported; send it uncompressed")
         if (seat := self._seat(request)) is None:
             return await handler(request)
-        session, most = seat.session, self.config.max_in_flight
+        session = seat.session
+        most = self.config.max_in_flight
         if session.in_flight >= most:
             text = f"the session has {most} requests in flight; wait for their answers"
             raise ApiError(429, text, "too_many_requests")
@@ -203,7 +208,8 @@ class Gateway:
         Raises:
             ApiError: The key is unknown, or its session has ended.
         """
-        ended, headers = False, request.headers
+        ended = False
+        headers = request.headers
         scheme, _, bearer = headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         for key in (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")):
             if seat := self._seats.get(key):
@@ -231,8 +237,11 @@ class Gateway:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for a generation, streamed or not."""
-        api, seat, headers = APIS[request.path], self._own_seat(request), request.headers
-        key, body = headers.get("Idempotency-Key", ""), await request.read()
+        api = APIS[request.path]
+        seat = self._own_seat(request)
+        headers = request.headers
+        key = headers.get("Idempotency-Key", "")
+        body = await request.read()
         is_retry = headers.get("x-stainless-retry-count", "0") != "0"
         reply = seat.reply(api, request.path, body, key=key, is_retry=is_retry)
         if reply.is_stream:
@@ -247,12 +256,14 @@ class Gateway:
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        seat, api = self._own_seat(request), APIS[COUNT_TOKENS]
+        seat = self._own_seat(request)
+        api = APIS[COUNT_TOKENS]
         prompt = await seat.conversation.ask(api.decode(await request.read()), is_count_only=True)
         return _json({"input_tokens": len(prompt.ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
-        name, known = request.match_info.get("id"), self.config.model
+        name = request.match_info.get("id")
+        known = self.config.model
         model = {"id": known, "object": "model", "created": 0, "owned_by": "arealite"}
         if name not in (None, known):
             raise ApiError(404, f"model {name!r} is unknown; use {known!r}", "model_not_found")
@@ -295,7 +306,8 @@ class Gateway:
         Raises:
             ApiError: It does not run, or the key belongs to another session.
         """
-        seat, name = self._seat(request), request.match_info["id"]
+        seat = self._seat(request)
+        name = request.match_info["id"]
         own = self.sessions.get(name) if seat is None else seat.session
         if own is None or name not in (own.id, "current"):
             raise ApiError(404, f"session {name!r} does not run, or has another key", "not_found")
@@ -304,7 +316,8 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Store the reward of a session; a later one replaces it."""
-        session, body = self._session(request), decode_reward(await request.read())
+        session = self._session(request)
+        body = decode_reward(await request.read())
         value = sum(body.parts.values()) if body.reward is None else body.reward
         if not math.isfinite(value) or (body.reward is None and not body.parts):
             text = f"send a finite reward, parts, or both; got {body.reward} and {body.parts}"
@@ -326,7 +339,8 @@ class Gateway:
         turns: list[dict[str, object]] = []
         for seat, agent in session.agents.items():
             for turn in agent.record.turns:
-                sampled, stop_reason = len(turn.response.output_ids), turn.response.stop_reason
+                sampled = len(turn.response.output_ids)
+                stop_reason = turn.response.stop_reason
                 own = {"seat": seat, "sampled": sampled, "stop_reason": stop_reason}
                 turns.append(own | (msgspec.to_builtins(turn.origin) or {}))
         return _json(_describe(session) | {"turns": turns})
@@ -339,7 +353,8 @@ def _describe(session: Session) -> dict[str, Any]:
 
 
 def _json(data: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    body, kind = data if isinstance(data, bytes) else encode(data), "application/json"
+    body = data if isinstance(data, bytes) else encode(data)
+    kind = "application/json"
     return web.Response(body=body, status=status, headers=headers, content_type=kind)
 
 
@@ -369,9 +384,11 @@ async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamRes
         ConnectionError: The client has disconnected, or does not read.
     """
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    response, sent = web.StreamResponse(headers=headers), 0
+    response = web.StreamResponse(headers=headers)
+    sent = 0
     while not reply.is_done or sent < len(reply.chunks):
-        data, sent = b"".join(reply.chunks[sent:]), len(reply.chunks)
+        data = b"".join(reply.chunks[sent:])
+        sent = len(reply.chunks)
         if not data:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S):

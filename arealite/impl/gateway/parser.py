@@ -37,8 +37,12 @@ class Scanner:
     def __init__(self, family: Family, tools: Tools = (), *, has_calls: bool = True) -> None:
         if not has_calls and not family.has_channels:
             family = replace(family, openers=(), first=(), noise=())
-        self.family, self.tools = family, tools
-        self.mode, self.rest, self.at, self.new = "start", "", 0, ""
+        self.family = family
+        self.tools = tools
+        self.mode = "start"
+        self.rest = ""
+        self.at = 0
+        self.new = ""
         self.pieces: list[Piece] = []
         self.first = [*family.first, *filter(None, family.think[:1])]
         words = [*family.openers, *family.noise]
@@ -52,10 +56,14 @@ class Scanner:
         self.new += text
         if len(self.rest) > SHORT and not is_end and len(self.new) * 8 < len(self.rest):
             return []  # reading a long call again for each token would take quadratic time
-        self.rest, self.at, self.new = self.rest + self.new, 0, ""
+        self.rest = self.rest + self.new
+        self.at = 0
+        self.new = ""
         while self.at < len(self.rest) and getattr(self, f"_{self.mode}")(is_end):
             pass
-        pieces, self.pieces, self.rest = self.pieces, [], self.rest[self.at :]
+        pieces = self.pieces
+        self.pieces = []
+        self.rest = self.rest[self.at :]
         return pieces
 
     def _start(self, is_end: bool) -> bool:
@@ -89,7 +97,9 @@ class Scanner:
 
     def _part(self, is_end: bool) -> bool:
         """Read the part at a marker. A malformed call ends with its close marker or the answer."""
-        rest, at, close = self.rest, self.at, self.family.close
+        rest = self.rest
+        at = self.at
+        close = self.family.close
         try:
             part = self.family.parse(rest, at, self.tools)
         except CallError as error:
@@ -99,9 +109,12 @@ class Scanner:
                 return False
             end = end + len(close) if end >= 0 else len(rest)
             part = Part(end, [Call(error=str(error), raw=rest[at:end])])
-        raw, self.at, self.mode = rest[at : part.end], part.end, part.mode
+        raw = rest[at : part.end]
+        self.at = part.end
+        self.mode = part.mode
         if raw[0] == "{" and '"name"' not in raw:  # JSON, but not a call
-            self.mode, part = "text", Part(part.end)
+            self.mode = "text"
+            part = Part(part.end)
         elif not part.calls:
             raw = "\n"  # a header: separates a message from the one before
         self.pieces += [("call", call.raw, call) for call in part.calls] or [(self.mode, raw, None)]
@@ -144,15 +157,20 @@ class Parser:
     ) -> None:
         self.is_raw = request.prompt is not None
         self.family = FAMILIES["text"] if self.is_raw else renderer.family
-        self.request, self.prompt, self.id, self.index = request, prompt, id, index
+        self.request = request
+        self.prompt = prompt
+        self.id = id
+        self.index = index
         self.has_calls = bool(request.tools) and request.tool_choice != "none"
         self.scanner = Scanner(self.family, request.tools, has_calls=self.has_calls)
         self.scanner.new = prompt.opening  # read with the first text
         self.tokenizer = renderer.tokenizer
         self.ids, self.shown = list[int](), 0
         """The latest tokens, and how many characters of them were read."""
-        self.count, self.last = 0, list[int]()
-        self.kept, self.stop_string = "", ""
+        self.count = 0
+        self.last = list[int]()
+        self.kept = ""
+        self.stop_string = ""
         self.parts: dict[str, list[str]] = {"thought": [], "text": []}
         self.spaces: dict[str, list[str]] = {"thought": [], "text": []}
         """White space that is part of the answer if more text follows it."""
@@ -162,7 +180,8 @@ class Parser:
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         """Return what new tokens add to the answer."""
         self.count += len(ids)
-        ids, self.last = [*self.last, *ids], []
+        ids = [*self.last, *ids]
+        self.last = []
         if ids and ending(self.tokenizer, ids[-1]):
             self.last.append(ids.pop())
         return self._read(self._decode(ids), is_end=False)
@@ -194,7 +213,8 @@ class Parser:
         self.ids += ids
         text = decode(self.tokenizer, self.ids)
         end = len(text) if is_end else _certain(text)
-        new, self.shown = text[self.shown : end], max(self.shown, end)
+        new = text[self.shown : end]
+        self.shown = max(self.shown, end)
         return new
 
     def _read(self, text: str, *, is_end: bool) -> list[Delta]:
@@ -213,7 +233,8 @@ class Parser:
         """Return the text before the first stop string, as far as it is certain."""
         if self.stop_string:
             return ""
-        text, stops = self.kept + text, self.request.stop
+        text = self.kept + text
+        stops = self.request.stop
         ends = [(at + len(stop), at, stop) for stop in stops if (at := text.find(stop)) >= 0]
         if ends:
             _, end, self.stop_string = min(ends)  # generation stopped at the one that ends first
@@ -237,7 +258,8 @@ class Parser:
 
     def _say(self, kind: Literal["thought", "text"], text: str) -> list[Delta]:
         """Add text to a field of the answer, without white space at both ends of the field."""
-        said, spaces = self.parts[kind], self.spaces[kind]
+        said = self.parts[kind]
+        spaces = self.spaces[kind]
         text = text if said or self.is_raw else text.lstrip()
         body = text if self.is_raw else text.rstrip()
         if not body:

@@ -43,17 +43,20 @@ class Renderer:
     """The chat template of a tokenizer."""
 
     def __init__(self, tokenizer: Any, family: Family) -> None:
-        self.tokenizer, self.family = tokenizer, family
+        self.tokenizer = tokenizer
+        self.family = family
         source = str(tokenizer.chat_template or "")
         self.handles_thoughts = bool(re.search("think|reasoning", source))
         """Whether the template handles thoughts. Any other template leaves them as sampled."""
         self.has_ids = "tool_call_id" in source
-        self._mark, self._id = "q" + secrets.token_hex(6), secrets.token_hex(5)[:9]
+        self._mark = "q" + secrets.token_hex(6)
+        self._id = secrets.token_hex(5)[:9]
         self._marks = re.compile(self._mark + r"[A-Z]\d{6}")
         self._opener = re.compile(rf"{re.escape(family.think[0]) or '(?!)'}\s*\Z")
         tokens = tokenizer.added_tokens_decoder.values()
         special = "|".join([re.escape(each.content) for each in tokens if each.special]) or "(?!)"
-        self._special, self._turn_end = re.compile(special), re.compile(rf"(?:{special})\s*\Z")
+        self._special = re.compile(special)
+        self._turn_end = re.compile(rf"(?:{special})\s*\Z")
         self._options: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._compiled = lru_cache(maxsize=2)(self._compile)
         self._ending = lru_cache(maxsize=1024)(self._find_ending)
@@ -137,7 +140,8 @@ class Renderer:
 
     def stand_in(self, message: ChatMessage, number: int) -> ChatMessage:
         """Return a short answer of the same form with marks in the thought and the last text."""
-        mark, calls = self._number("A", number), tool_calls(message)
+        mark = self._number("A", number)
+        calls = tool_calls(message)
         short: ChatMessage = {"role": "assistant", "content": mark}
         if message.get("reasoning_content"):
             short["reasoning_content"] = self._number("T", number)
@@ -169,7 +173,8 @@ class Renderer:
         Raises:
             ApiError: 400: the template refuses such answers, or leaves out their calls.
         """
-        calls, has_thought = tool_calls(message), bool(message.get("reasoning_content"))
+        calls = tool_calls(message)
+        has_thought = bool(message.get("reasoning_content"))
         found = self._ending(kinds, bool(message["content"]), has_thought, len(calls))
         if self._id not in found.calls:
             return found
@@ -178,7 +183,8 @@ class Renderer:
     def _find_ending(self, kinds: int, has_text: bool, has_thought: bool, calls: int) -> Ending:
         message = {"content": "c" * has_text, "reasoning_content": "t" * has_thought}
         answer = self.stand_in({**message, "tool_calls": [_call(self._id)] * calls}, 0)
-        past, tools = self._past(kinds), self._tools if kinds & TOOLS else ()
+        past = self._past(kinds)
+        tools = self._tools if kinds & TOOLS else ()
         marks = self._marks.findall(self.render(past, tools))
         text = self.render([*past, answer], tools, is_prompt=False)
         _, mark, tail = text.partition(self._number("A", 0))
@@ -205,7 +211,8 @@ class Renderer:
             The text; None if the new messages may change what the template renders before them.
         """
         try:
-            end, short = self.ending(kinds, answer), self.stand_in(answer, 0)
+            end = self.ending(kinds, answer)
+            short = self.stand_in(answer, 0)
             tools = self._tools if kinds & TOOLS else ()
             text = self.render([*self._past(kinds), short, *new], tools)
         except ApiError:
@@ -247,7 +254,8 @@ class Renderer:
         for number, turn in enumerate(turns):
             if not text.startswith(turn.prompt.text, at):
                 return number, at
-            mark, end = self._number("A", number), self.ending(kinds & TOOLS, turn.message).calls
+            mark = self._number("A", number)
+            end = self.ending(kinds & TOOLS, turn.message).calls
             start = at + len(turn.prompt.text)
             found = text.find(mark, start)
             is_kept = found >= 0 and self._keeps_thought(turn.message, number, text[start:found])

@@ -24,7 +24,9 @@ class Reply:
     """The reply to a request, and to all requests that repeat it."""
 
     def __init__(self, seat: "SessionSeat", name: str, is_stream: bool) -> None:
-        self.seat, self.name, self.is_stream = seat, name, is_stream
+        self.seat = seat
+        self.name = name
+        self.is_stream = is_stream
         self.id = secrets.token_hex(12)
         """Id of the first answer."""
         self.chunks: list[bytes] = []
@@ -42,7 +44,8 @@ class Reply:
 
     def finish(self, error: ApiError | None = None) -> None:
         """End the reply."""
-        self.is_done, self.error = True, error
+        self.is_done = True
+        self.error = error
         self.settle()
         self._wake()
 
@@ -64,7 +67,8 @@ class Reply:
         An error before the first delta comes before the first event, so that it has a status. The
         model is called as in the request: Claude Code drops the thoughts of other models.
         """
-        session, model = self.seat.session, request.options.model or self.seat.gateway.config.model
+        session = self.seat.session
+        model = request.options.model or self.seat.gateway.config.model
         if not self.is_stream:
             self.chunks.append(api.encode(request, await self._answers(request), model))
             self.finish()
@@ -96,7 +100,8 @@ class Reply:
             fix = "remove them, or train a model whose template has tools"
             raise ApiError(400, f"tools: the model's chat template ignores them; {fix}")
         prompt = await conversation.ask(request)
-        reason, stats = prompt.origin.reason, self.seat.session.stats
+        reason = prompt.origin.reason
+        stats = self.seat.session.stats
         if reason not in ("", "first"):
             stats[f"branches_{reason}"] += 1
         sampling = choose_sampling(self.seat, request, len(prompt.ids))
@@ -113,7 +118,8 @@ class Reply:
         self, request: ChatRequest, prompt: Prompt, sampling: SamplingConfig, index: int
     ) -> Answer:
         """Generate and parse one answer."""
-        seat, agent = self.seat, self.seat.agent
+        seat = self.seat
+        agent = self.seat.agent
         name = secrets.token_hex(12) if index else self.id
         parser = Parser(seat.conversation.renderer, request, prompt, id=name, index=index)
 
@@ -146,7 +152,8 @@ def choose_sampling(seat: "SessionSeat", request: ChatRequest, prompt: int) -> S
     Raises:
         ApiError: The context has no room left, or the trainer cannot use the temperature.
     """
-    run, gateway = seat.agent.seat.sampling, seat.gateway
+    run = seat.agent.seat.sampling
+    gateway = seat.gateway
     asked = {"temperature": request.temperature, "top_p": request.top_p}
     wanted = {k: v for k, v in asked.items() if v not in (None, getattr(run, k))}
     changes: dict[str, Any] = {"stop": [*run.stop, *request.stop]} if request.stop else {}

@@ -54,7 +54,9 @@ class SessionSeat:
     """One seat of a session: its key, its conversation and its replies."""
 
     def __init__(self, session: "Session", agent: Agent, gateway: "Gateway") -> None:
-        self.session, self.agent, self.gateway = session, agent, gateway
+        self.session = session
+        self.agent = agent
+        self.gateway = gateway
         self.key = f"sk-{secrets.token_urlsafe(32)}"
         self.conversation = Conversation(gateway.renderer(agent.tokenizer))
         self._replies: list[Reply] = []
@@ -73,7 +75,8 @@ class SessionSeat:
         Raises:
             ApiError: The request is invalid, or the session has ended.
         """
-        session, stats = self.session, self.session.stats
+        session = self.session
+        stats = self.session.stats
         if session.is_closed:  # while the body was read
             raise session_ended()
         name = f"{path} {hashlib.sha256(body).hexdigest()} {key}"
@@ -131,7 +134,9 @@ class Session:
 
     def __init__(self, task: Task, agents: Mapping[str, Agent], gateway: "Gateway") -> None:
         self.id = secrets.token_hex(16)
-        self.task, self.agents, self._gateway = task, agents, gateway
+        self.task = task
+        self.agents = agents
+        self._gateway = gateway
         self.seats = {name: SessionSeat(self, agent, gateway) for name, agent in agents.items()}
         self.reported: tuple[float, dict[str, float]] | None = None
         """Reward and parts of POST …/reward."""

@@ -56,7 +56,8 @@ class Node:
 
     def path(self, depth: int = 0) -> list[Node]:
         """Return the nodes from below `depth` to this one."""
-        path, at = list[Node](), self
+        path = list[Node]()
+        at = self
         while at.depth > depth and at.parent is not None:
             path.append(at)
             at = at.parent
@@ -115,7 +116,8 @@ class Sample:
 
     def chain(self) -> list[Sample]:
         """Return the answers whose tokens the prompt of this one has, and this one."""
-        chain, at = list[Sample](), self
+        chain = list[Sample]()
+        at = self
         while at is not None:
             chain.append(at)
             at = at.prompt.base

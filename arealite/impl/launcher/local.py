@@ -54,7 +54,8 @@ class LocalLauncher(Launcher, Supervisor):
         self.options = config.launcher
         self.paths = run_paths(config)
         self.vitals = name_dir(config) / "vitals"
-        total, evaluates = config.trainer.ppo.total_steps, config.evaluates
+        total = config.trainer.ppo.total_steps
+        evaluates = config.evaluates
         self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
         if not config.trainer.is_offline:  # a resumed run may have no step left to train
             self.progress.newest = max(self.paths.starts, default=0)
@@ -142,7 +143,8 @@ class LocalLauncher(Launcher, Supervisor):
         """Start all processes of a role."""
         if role.children:
             await asyncio.to_thread(clear_leftovers, self.config)
-        shared, role.children = processes.threads(self.options.trainer_threads), []
+        shared = processes.threads(self.options.trainer_threads)
+        role.children = []
         count = len(role.names)
         own = [dict[str, str]()] * count
         if role is self.trainer:
@@ -151,7 +153,8 @@ class LocalLauncher(Launcher, Supervisor):
         for name, rank in zip(role.names, own, strict=True):
             kind, index = name.split("-")
             (self.vitals / f"{name}.json").unlink(missing_ok=True)  # a predecessor's
-            command, log = self.command(kind, int(index)), self.paths.logs / f"{name}.log"
+            command = self.command(kind, int(index))
+            log = self.paths.logs / f"{name}.log"
             role.children.append(await self.spawn(name, command, log, shared | rank))
 
     async def spawn(self, name: str, words: Sequence[str], log: Path, env: dict[str, str]) -> Child:
@@ -264,7 +267,8 @@ class LocalLauncher(Launcher, Supervisor):
 
     async def _until_ended(self) -> None:
         """Wait until all roles have ended, at most `drain_timeout_s` after the first of them."""
-        loop, deadline = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
+        deadline = None
         while self._tasks and self._stops < 2:
             first = asyncio.FIRST_COMPLETED
             done, _ = await asyncio.wait(self._tasks, timeout=REFRESH_S, return_when=first)
@@ -311,7 +315,8 @@ class LocalLauncher(Launcher, Supervisor):
 
         0 requires a balanced ledger, every step trained, and a result of the last evaluation.
         """
-        progress, lack = self.progress, ""
+        progress = self.progress
+        lack = ""
         # A resumed offline run may have no step left to train.
         trained = progress.newest or progress.total
         if not self.config.trainer.is_offline:
@@ -319,7 +324,8 @@ class LocalLauncher(Launcher, Supervisor):
                 report = audit(self.paths.ledger, new_only=True)
                 is_empty = report.ok and not report.groups.offered
                 self.say("no episode was offered" if is_empty else report.table())
-                trained, lack = report.steps, "" if report.ok else "the ledger is out of balance"
+                trained = report.steps
+                lack = "" if report.ok else "the ledger is out of balance"
                 # A ledger out of balance also fails a run that the user stopped.
                 code = 0 if lack and code == STOPPED else code
             except UserError as error:  # the run ended before a ledger was created
@@ -331,7 +337,8 @@ class LocalLauncher(Launcher, Supervisor):
             lack = "every sample of the last evaluation failed"
         if lack and not code:
             self.say(f"error: {lack}")
-            self._end, code = lack, 1
+            self._end = lack
+            code = 1
         with suppress(OSError):
             self.paths.end.write_text(f"exit code {code}. {self._end}\n")
         self.say(f"run folder: {self.paths.root}")
@@ -348,7 +355,8 @@ def clear_leftovers(config: ExperimentConfig, *kinds: str) -> None:
         config: Experiment of the trial.
         kinds: Kinds of roles, for example "trainer", of which no process runs on any host.
     """
-    folder, names = name_dir(config) / "vitals", NameRegistry.of(config, ttl_s=math.inf)
+    folder = name_dir(config) / "vitals"
+    names = NameRegistry.of(config, ttl_s=math.inf)
     dead = {role.name: role.vitals.pid for role in read_roles(folder) if not is_alive(role)}
     words = [*(f"{name}." for name in dead), *(f"{kind}-" for kind in kinds)]
     words += [STACKS_REQUEST] if kinds else []

@@ -358,12 +358,14 @@ async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[No
         RoleError: a server exited and its parent process could not restart it; alone or in an
             exception group.
     """
-    children, count = list[Child](), config.launcher.llm_servers
+    children = list[Child]()
+    count = config.launcher.llm_servers
     words = [sys.executable, "-m", "arealite.cli.main", "serve-llm", *server_overrides(config)]
     try:
         async with asyncio.TaskGroup() as watching:
             for index in range(count):
-                name, gpus = f"llm_server-{index}", server_gpus(index, count, ranks=0)
+                name = f"llm_server-{index}"
+                gpus = server_gpus(index, count, ranks=0)
                 child = await spawn(name, words, log=logs / f"{name}.log", environment=gpus)
                 children.append(child)
             watches = [watching.create_task(_until_dead(child)) for child in children]

@@ -36,15 +36,18 @@ class Progress:
     def __init__(
         self, metrics: Path, total_steps: int, *, evaluates: bool = False, every: int = 5
     ) -> None:
-        self._metrics, self._run = Metrics(metrics), RunPaths(metrics.parent)
+        self._metrics = Metrics(metrics)
+        self._run = RunPaths(metrics.parent)
         self.total = total_steps
         self.newest = 0
         """The newest trained step."""
-        self._evaluates, self._evaluated = evaluates, -1
+        self._evaluates = evaluates
+        self._evaluated = -1
         self.is_unevaluated = False
         """Whether the newest evaluation has no result."""
         self._every = every
-        self._terminal, self._is_drawn = Terminal(), False
+        self._terminal = Terminal()
+        self._is_drawn = False
         self._metrics.poll()  # an earlier run's
 
     @property

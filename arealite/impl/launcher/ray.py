@@ -69,7 +69,9 @@ class Process:
     """The child of an actor, with the interface of asyncio's processes."""
 
     def __init__(self, actor: Any, pid: int, log: Path) -> None:
-        self.actor, self.pid, self.log = actor, pid, log
+        self.actor = actor
+        self.pid = pid
+        self.log = log
         self.returncode: int | None = None
         self._end = asyncio.ensure_future(self._watch())
 
@@ -77,7 +79,8 @@ class Process:
         try:
             code = int(await self.actor.wait.remote())
         except Exception as error:  # noqa: BLE001  (the actor was killed, or its node was lost)
-            code, reason = LOST, " ".join(str(error).split())
+            code = LOST
+            reason = " ".join(str(error).split())
             await asyncio.to_thread(self._note, f"Ray: {reason[:500]}\n")
         self.returncode = code
         return code
@@ -151,7 +154,8 @@ class RayLauncher(LocalLauncher):
                     return actor, *await actor.place.remote()
 
     def _actor(self, name: str) -> Any:
-        needs, number = self.bundles[name], [*self.bundles].index(name)
+        needs = self.bundles[name]
+        number = [*self.bundles].index(name)
         strategies = import_module("ray.util.scheduling_strategies")
         place = strategies.PlacementGroupSchedulingStrategy(self.group, number)
         needed = (self.paths.root, self.vitals.parent, *needed_paths(self.config))
@@ -194,7 +198,8 @@ def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> obj
         UserError: Ray is not installed or does not respond; or the cluster is too small, or has no
             free resources within `launcher.ray.start_s`.
     """
-    options, ray = config.launcher.ray, library()
+    options = config.launcher.ray
+    ray = library()
     try:
         host, _, port = options.address.rpartition(":")
         if host:  # Ray itself tries for minutes

@@ -114,7 +114,8 @@ class ServerSupervisor(supervisor.Supervisor):
 
     def _named(self, pid: int) -> list[str]:
         """Return the ids of the names that the server process `pid` holds."""
-        own, entries = {"pid": pid, "host": self._host}, self._names.list(KIND)
+        own = {"pid": pid, "host": self._host}
+        entries = self._names.list(KIND)
         return [entry.id for entry in entries if own.items() <= entry.value.items()]
 
 

@@ -85,7 +85,8 @@ class SlurmLauncher(LocalLauncher):
 
     def command(self, role: str, index: int) -> list[str]:
         """Return the step that runs one role. The datapipe runs outside of steps."""
-        own, command = [f"{OWN_STOP}=1"], super().command(role, index)
+        own = [f"{OWN_STOP}=1"]
+        command = super().command(role, index)
         if role not in PARTS:
             return ["env", *own, *command]
         nodes, host, _ = self.place(role, index)
@@ -103,7 +104,8 @@ class SlurmLauncher(LocalLauncher):
         nodes, host, number = self.place(role, index)
         every = [(kind, i) for kind, count in counts(self.config).items() for i in range(count)]
         there = Counter(kind for kind, i in every if self.place(kind, i)[:2] == (nodes, host))
-        gpus, servers = self.devices[nodes.job, host], there["llm_server"]
+        gpus = self.devices[nodes.job, host]
+        servers = there["llm_server"]
         cut = there["trainer"] if servers else len(gpus)
         each = (len(gpus) - cut) // max(servers, 1)
         begin = cut + number * each
@@ -130,7 +132,8 @@ class SlurmLauncher(LocalLauncher):
         Raises:
             UserError: a node did not reply in time, or does not have a file.
         """
-        name, folders = f".seen-{secrets.token_hex(4)}", (self.paths.root, name_dir(self.config))
+        name = f".seen-{secrets.token_hex(4)}"
+        folders = (self.paths.root, name_dir(self.config))
         marks = {folder / name: folder for folder in folders}
         files = [*marks, *needed_paths(self.config)]
         for mark in marks:
@@ -156,7 +159,8 @@ class SlurmLauncher(LocalLauncher):
 
     async def _probe_part(self, nodes: Nodes, files: Sequence[Path]) -> list[str]:
         """Run PROBE on the nodes of a part; return the lines printed within `start_s`."""
-        size, start_s = str(len(nodes.hosts)), self.options.slurm.start_s
+        size = str(len(nodes.hosts))
+        start_s = self.options.slurm.start_s
         step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")
         words = [*step, "sh", "-c", PROBE, "probe", *files]
         with Wait("nodes", owner="launcher-0", on="Slurm"):

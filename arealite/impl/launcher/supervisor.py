@@ -99,7 +99,10 @@ class Budget:
         The count restarts if `mark`, a measure of progress, has grown since the last death.
         """
         if mark > self._mark or not self.deaths:
-            self.deaths, self.first, self._mark, self._early = 0, report, mark, 0
+            self.deaths = 0
+            self.first = report
+            self._mark = mark
+            self._early = 0
         self.deaths += 1
         self.mark_down(f"restart {self.deaths} of {self.limit}", report)
         self._early = 0 if lived_s > self.steady_s else self._early + 1
@@ -220,7 +223,8 @@ class Supervisor(ABC):
         Raises:
             RoleFailed: the restart budget is spent.
         """
-        budget, again = role.budget, ""
+        budget = role.budget
+        again = ""
         budget.mark_down("start")
         while not role.leaving:
             await self.start(role)
@@ -294,7 +298,8 @@ class HealthMonitor:
             before = {finding_key(finding) for finding in findings}
 
     def _report(self, finding: Finding) -> None:
-        key, now = finding_key(finding), time.monotonic()
+        key = finding_key(finding)
+        now = time.monotonic()
         is_new = now - self._seen.get(key, -math.inf) > QUIET_S
         reported_at = self._reported.get(key, -math.inf)
         is_reminder = finding.cause == "filtering" and now - reported_at > REMIND_S

@@ -57,7 +57,8 @@ def check_host(config: ExperimentConfig) -> None:
     Raises:
         UserError: The datapipe listens on loopback.
     """
-    master, resolved = os.environ["MASTER_ADDR"], ""
+    master = os.environ["MASTER_ADDR"]
+    resolved = ""
     with suppress(OSError):
         resolved = socket.gethostbyname(master)
     is_here = resolved.startswith("127.") or resolved == own_address()

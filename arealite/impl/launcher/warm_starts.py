@@ -169,7 +169,8 @@ class WarmParent:
 
     def close(self) -> None:
         """Kill the process. Its roles continue."""
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is None:
             return
         with suppress(ProcessLookupError):

@@ -62,7 +62,8 @@ class ServiceLogger(MetricLogger):
     def get_run(self) -> Any:
         """Return the run; the first call begins it."""
         if self.run is None:
-            project, config = self.root.parent.name, config_of(self.root)
+            project = self.root.parent.name
+            config = config_of(self.root)
             self.run = self.begin(project=project, config=config, resume="allow")
         return self.run
 

@@ -116,7 +116,8 @@ class ServerControl:
 
     async def pause(self, mode: str) -> None:
         """Pause in `mode`, or in mode abort if the server does not support `mode`."""
-        self._pause_began, self.is_paused = time.perf_counter(), True
+        self._pause_began = time.perf_counter()
+        self.is_paused = True
         known = self.can.pause_mode(mode)
         status, text = await self.request("/pause_generation", {"mode": known})
         if status != 200 and known != "abort":
@@ -127,7 +128,8 @@ class ServerControl:
         if self.can.sessions and not self._session_reset:
             # Close a session that a crashed publisher left open. The call blocks unless paused.
             await self.request("/end_weight_update", {})
-        self._session_reset, self.flush = True, known != "in_place"
+        self._session_reset = True
+        self.flush = known != "in_place"
         self._pause_ended = time.perf_counter()
 
     async def finish(self, version: int) -> None:
@@ -143,7 +145,9 @@ class ServerControl:
         confirmed = await self.version()
         if confirmed != str(version):
             raise RoleError(f"{self.address} holds version {confirmed}, not {version}")
-        self.confirmed_version, self.error, self.failures = version, None, 0
+        self.confirmed_version = version
+        self.error = None
+        self.failures = 0
         self.report = PublishReport(
             version,
             pause_s=self._pause_ended - self._pause_began,
@@ -284,9 +288,11 @@ class ServerControl:
 
     async def request(self, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
-        what, is_soon = f"an answer of {path}", "weights" not in path and path != "/generate"
+        what = f"an answer of {path}"
+        is_soon = "weights" not in path and path != "/generate"
         with Wait(what, owner="publisher", on=self.role, replies_soon=is_soon):
-            method, url = "GET" if body is None else "POST", self.address + path
+            method = "GET" if body is None else "POST"
+            url = self.address + path
             request = self.session.request(method, url, json=body, headers=self.headers)
             async with request as response:
                 return response.status, await response.text()

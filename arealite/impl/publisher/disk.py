@@ -49,7 +49,8 @@ class DiskPublisher(ServersPublisher):
             RoleError: The disk is full or not writable. Incomplete files are removed.
         """
         begin = time.perf_counter()
-        final, temporary = self.folder / f"v{version}", self.folder / f".v{version}.tmp"
+        final = self.folder / f"v{version}"
+        temporary = self.folder / f".v{version}.tmp"
         try:
             temporary.mkdir()
             write_weights(temporary, self.checked(weights), self.config.bucket_mb << 20)

@@ -145,10 +145,12 @@ class DistributedPublisher(ServersPublisher):
         self._backend = self.config.distributed.backend
         if self._backend == "auto":
             self._backend = "nccl" if device == "cuda" else "gloo"
-        listener, seconds = self._listen(), self.config.timeout_s
+        listener = self._listen()
+        seconds = self.config.timeout_s
         ranks = list(itertools.accumulate((server.can.tp for server in servers), initial=1))
         offsets = dict(zip(servers, ranks, strict=False))
-        port, size = listener.getsockname()[1], ranks[-1]
+        port = listener.getsockname()[1]
+        size = ranks[-1]
         body: dict[str, object] = {"master_address": self.host, "master_port": port}
         body |= {"world_size": size, "group_name": self.group_name, "backend": self._backend}
 
@@ -165,7 +167,8 @@ class DistributedPublisher(ServersPublisher):
         wait([posted, joined], return_when=FIRST_COMPLETED)
         posted.result()
         try:
-            self._group, self.members = joined.result(), servers
+            self._group = joined.result()
+            self.members = servers
         except (RuntimeError, OSError) as error:
             raise RoleError(f"no group of {len(servers)} servers was formed: {error}") from error
         logger.info("weight group formed", servers=[s.id for s in servers], backend=self._backend)
@@ -201,7 +204,8 @@ class DistributedPublisher(ServersPublisher):
 
     def _leave(self) -> None:
         """Destroy the group, here and at the servers that respond."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is None:
             return
         with suppress(RuntimeError):

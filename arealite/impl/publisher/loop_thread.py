@@ -18,7 +18,8 @@ class LoopThread:
         self.ended: Future[None] = Future()
         """Resolves when the coroutine has ended, with the coroutine's error if it failed."""
         # A new thread has an empty context; the role in log lines is part of the context.
-        run, arguments = contextvars.copy_context().run, (self._run, main)
+        run = contextvars.copy_context().run
+        arguments = (self._run, main)
         self._thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
         self._thread.start()
 

@@ -56,18 +56,22 @@ class ServersPublisher(WeightPublisher):
 
     def __init__(self, config: ExperimentConfig, engine: TrainEngine) -> None:
         """Start watching the servers of the trial."""
-        self.config, self.host = config.trainer.ppo.publisher, config.cluster.host
-        self.registry, self.paths = NameRegistry.of(config), run_paths(config)
+        self.config = config.trainer.ppo.publisher
+        self.host = config.cluster.host
+        self.registry = NameRegistry.of(config)
+        self.paths = run_paths(config)
         self.model_path = Path(config.model.path).expanduser()
         self.unused: frozenset[str] = getattr(engine, "unused_tensors", frozenset())
         self.newest: int | None = None
         """The version that every server should hold."""
         self.shapes: Shapes = {}
         """Shapes of the tensors that are sent; {} before the first version."""
-        self.num_bytes, self.stage_s = 0, 0.0
+        self.num_bytes = 0
+        self.stage_s = 0.0
         self._servers: dict[tuple[str, object], ServerControl] = {}
         self._stop = asyncio.Event()
-        self._closed, self._closing = False, threading.Lock()
+        self._closed = False
+        self._closing = threading.Lock()
         self._ready: Future[None] = Future()
         self._thread = LoopThread("publisher", self._main)
         wait([self._ready, self._thread.ended], return_when=FIRST_COMPLETED)
@@ -128,7 +132,8 @@ class ServersPublisher(WeightPublisher):
             RoleError: A tensor differs from the version before.
             UserError: The tensors are not those of `model_path`, or of the version before.
         """
-        shapes, num_bytes = dict[str, list[int]](), 0
+        shapes = dict[str, list[int]]()
+        num_bytes = 0
         for name, tensor in weights:
             shapes[name] = list(tensor.shape)
             if self.shapes:  # checked here, because `distributed` sends each tensor at once
@@ -142,7 +147,8 @@ class ServersPublisher(WeightPublisher):
             check_shapes(shapes, expected, where=where, unused=self.unused)
         except RoleError as error:  # a restart would fail in the same way
             raise UserError(f"{error}. The model cannot be published to servers.") from error
-        self.shapes, self.num_bytes = shapes, num_bytes
+        self.shapes = shapes
+        self.num_bytes = num_bytes
 
     @asynccontextmanager
     async def updating(self, servers: Servers, version: int) -> AsyncIterator[OnAll]:
@@ -238,7 +244,8 @@ class ServersPublisher(WeightPublisher):
 
     async def _main(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, connect=CONTINUE_S)
-        self._session, self._tasks = aiohttp.ClientSession(timeout=timeout), asyncio.TaskGroup()
+        self._session = aiohttp.ClientSession(timeout=timeout)
+        self._tasks = asyncio.TaskGroup()
         async with self._session, self._tasks:
             self._tasks.create_task(self._watch(), name="watch servers")
             self._ready.set_result(None)
@@ -309,7 +316,8 @@ class ServersPublisher(WeightPublisher):
         text = f"{type(error).__name__}: {error}"
         if text != server.error:
             logger.warning("server quarantined", server=server.id, error=str(error))
-        server.confirmed_version, server.error = None, text
+        server.confirmed_version = None
+        server.error = text
         self._tasks.create_task(self._resume(server))
 
     async def _resume(self, server: ServerControl) -> None:

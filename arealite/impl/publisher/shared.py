@@ -46,7 +46,8 @@ class SharedPublisher(WeightPublisher):
         with suppress(OSError):  # no generation config: config.json has the end tokens
             folder = Path(config.model.path).expanduser()
             module.generation_config = GenerationConfig.from_pretrained(folder)
-        self.config, threads = config.trainer.ppo.publisher, config.launcher.trainer_threads
+        self.config = config.trainer.ppo.publisher
+        threads = config.launcher.trainer_threads
         rows = self.config.shared.max_running_requests
         same = ("experiment_name", "trial_name", "seed", "cluster", "model")
         embedded = EmbeddedServerConfig(max_running_requests=rows, num_threads=threads)

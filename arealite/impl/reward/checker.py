@@ -97,7 +97,8 @@ def is_equal(completion: str, truth: str) -> bool | None:
         completion: The text of the model.
         truth: An answer, LaTeX or plain, or a solution with a mark.
     """
-    answer, due = marked(completion), marked(truth)
+    answer = marked(completion)
+    due = marked(truth)
     truth = truth if due is None else due
     if (gold := number(truth)) is not None:
         return same(in_prose(completion) if answer is None else number(answer), gold)

@@ -94,7 +94,8 @@ class Frames:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the messages that are complete with `data`."""
-        received, begin = self._received, 0
+        received = self._received
+        begin = 0
         received += data
         while (content := begin + 4) <= len(received):
             end = content + int.from_bytes(received[begin:content], "little")

@@ -147,7 +147,8 @@ class _Function(_RowReward):
 
     def arguments(self, completion: str, task: Task) -> dict[str, Any]:
         """Return the arguments of a call by name."""
-        info, truth = task.extra_info, task.ground_truth
+        info = task.extra_info
+        truth = task.ground_truth
         row = {**info, **task.columns, "prompt": task.prompt, "extra_info": info}
         row |= {} if truth is None else {"ground_truth": truth}
         if self.is_batched:

@@ -63,14 +63,16 @@ class Checker:
         Raises:
             DeadlineError: The process does not start or does not respond.
         """
-        what, seconds = "a reward check", START_S + wait_s
+        what = "a reward check"
+        seconds = START_S + wait_s
         try:
             with Wait(what, owner="reward pool", on="reward checker", seconds=seconds):
                 if self._process is None:
                     self._process = await asyncio.create_subprocess_exec(
                         *COMMAND, stdin=PIPE, stdout=PIPE, limit=1024
                     )
-                stdin, stdout = self._process.stdin, self._process.stdout
+                stdin = self._process.stdin
+                stdout = self._process.stdout
                 assert stdin is not None and stdout is not None
                 stdin.write(json.dumps([completion, truth, cpu_s, wait_s]).encode() + b"\n")
                 await stdin.drain()
@@ -85,7 +87,8 @@ class Checker:
 
     async def close(self) -> None:
         """Kill the process and its child, and wait for their exit."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None and process.stdin is not None and process.stdout is not None:
             process.stdin.close()
             with suppress(ProcessLookupError):
@@ -101,7 +104,8 @@ class MathVerifyReward(Reward):
     def __init__(self, config: MathVerifyConfig) -> None:
         super().__init__(config)
         self.checked = 0
-        self.timeout_s, self.patience_s = config.timeout_s, PATIENCE * config.timeout_s
+        self.timeout_s = config.timeout_s
+        self.patience_s = PATIENCE * config.timeout_s
         self.checkers = [Checker() for _ in range(config.workers)]
         self._free: asyncio.Queue[Checker] = asyncio.Queue()
         for checker in self.checkers:
@@ -190,6 +194,7 @@ class MathVerifyReward(Reward):
 
 def equal_integers(completion: str, truth: str) -> bool | None:
     """Compare two integers; None if a text is not an integer and needs a checker."""
-    mine, theirs = completion.strip(), truth.strip()
+    mine = completion.strip()
+    theirs = truth.strip()
     are_integers = INTEGER.fullmatch(mine) and INTEGER.fullmatch(theirs)
     return int(mine) == int(theirs) if are_integers else None

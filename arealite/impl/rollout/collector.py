@@ -144,7 +144,8 @@ class Collector:
             if isinstance(error, FATAL):
                 raise error from raised
             failure = self._failure(lease, error)
-        headers, payloads = [header for header, _ in made], [payload for _, payload in made]
+        headers = [header for header, _ in made]
+        payloads = [payload for _, payload in made]
         return Episode(lease.lease_id, lease.group_id, member, headers, failure), payloads
 
     def progress(self, resend_all: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
@@ -235,7 +236,8 @@ def make_trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) 
         NothingGenerated: the seat sampled no token.
         RewardNotFinite: the sum of its rewards is not finite.
     """
-    seat, record = agent.seat.name, agent.record
+    seat = agent.seat.name
+    record = agent.record
     turns = record.turns
     versions = [version for turn in turns for version in turn.response.versions]
     if not versions:
@@ -288,7 +290,9 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
     rows: dict[Turn, list[tuple[Turn, TurnReceipt]]] = {}
     kept = {*turns}
     for turn in turns:
-        parent, origin, start = turn.parent, turn.origin, turn.start
+        parent = turn.parent
+        origin = turn.origin
+        start = turn.start
         while parent is not None and parent not in kept:  # its answer was dropped
             parent = parent.parent
         row = rows.pop(parent, []) if parent else []
@@ -304,7 +308,8 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
 
 def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:
     """Return the segment of turns that extend each other; the last turn has the tokens of all."""
-    last, at = row[-1][0], 0
+    last = row[-1][0]
+    at = 0
     masks: list[bytes] = []  # list[bytes]() takes 0.3 µs more
     logprobs: list[bytes] = []
     versions: list[bytes] = []
@@ -317,6 +322,7 @@ def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:
         at = turn.end
         rewards[at - 1] += turn.reward
     mask, logprob, version = map(b"".join, (masks, logprobs, versions))
-    tokens, receipts = last.raw_prompt + last.sampled[0], [receipt for _, receipt in row]
+    tokens = last.raw_prompt + last.sampled[0]
+    receipts = [receipt for _, receipt in row]
     told = tokens, mask, logprob, version, rewards.tobytes(), last.temperature
     return Segment(*told, last.next_state, receipts, last.routing)

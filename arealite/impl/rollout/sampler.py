@@ -67,7 +67,8 @@ class Sampler:
     def __post_init__(self) -> None:
         self.failed: Counter[str] = Counter()
         """By source: samples that failed `max_attempts` times. The next run retries them."""
-        self._ppo, self._share = self.config.trainer.ppo, self.config.datapipe.max_failed_share
+        self._ppo = self.config.trainer.ppo
+        self._share = self.config.datapipe.max_failed_share
         # External servers may have no version.
         self._version = -1 if self.config.llm_server.addresses else 0
         self._window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
@@ -81,7 +82,8 @@ class Sampler:
         Raises:
             RoleError: more than `datapipe.max_failed_share` of the latest episodes failed.
         """
-        done, is_train = self.samples.done(), self.split == "train"
+        done = self.samples.done()
+        is_train = self.split == "train"
         every = [
             (number, task, member)
             for number, task in enumerate(tasks)

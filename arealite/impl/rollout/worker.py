@@ -51,7 +51,8 @@ class RolloutWorker:
             InvariantError, UserError: an invariant is broken, or the config is wrong.
             RoleError: the datapipe cannot be reached.
         """
-        self.link.metrics, self.link.progress = self.metrics, self._collector.progress
+        self.link.metrics = self.metrics
+        self.link.progress = self._collector.progress
         try:
             await self.client.start()
             await self._collector.setup()
@@ -87,7 +88,8 @@ class RolloutWorker:
     async def _run_leases(self, episodes: asyncio.TaskGroup) -> None:
         """Request leases and start their episodes, until the datapipe has no more leases."""
         while True:
-            begin, is_idle = time.perf_counter(), len(self._running) < self._capacity
+            begin = time.perf_counter()
+            is_idle = len(self._running) < self._capacity
             lease = await self.link.next_lease()
             if is_idle:
                 self._counters["lease_wait_s"] += time.perf_counter() - begin

@@ -28,7 +28,9 @@ from arealite.system.health.waits import Wait
 
 log = get(__name__)
 
-START_S, END_S, PROBE_S = 60.0, 30.0, 30.0
+START_S = 60.0
+END_S = 30.0
+PROBE_S = 30.0
 SYSTEM = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"
 """Files and folders that programs may read, in addition to those of Python."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
@@ -91,7 +93,8 @@ class Sandbox:
             SandboxFailed: The sandbox could not start or end the program.
         """
         seconds = START_S + self.config.timeout_s
-        what, data = "a program in the sandbox", request(program, stdin)
+        what = "a program in the sandbox"
+        data = request(program, stdin)
         async with self._slots:
             try:
                 with Wait(what, owner="sandbox", on="sandbox_init", seconds=seconds):
@@ -115,9 +118,11 @@ def command(config: SandboxConfig) -> list[str]:
     """Return the command that starts Python for `sandbox_init`, in bubblewrap if confined."""
     folders = [sys.base_prefix, *([config.packages] if config.packages else [])]
     sizes = config.memory_mb << 20, config.processes, config.output_kb << 10, config.disk_mb << 20
-    outer, seccomp = [], b""
+    outer = []
+    seccomp = b""
     if config.backend == "bwrap":
-        outer, seccomp = bubblewrap(folders, config.disk_mb << 20), seccomp_filter()
+        outer = bubblewrap(folders, config.disk_mb << 20)
+        seccomp = seccomp_filter()
     arguments = [seccomp.hex(), config.timeout_s, *sizes, *folders]
     python = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT]
     return [*outer, *python, *map(str, arguments)]
@@ -166,7 +171,8 @@ def request(program: str, stdin: str) -> bytes:
 
     Characters that UTF-8 cannot encode become "?".
     """
-    code, texts = init_code(), (program.encode(errors="replace"), stdin.encode(errors="replace"))
+    code = init_code()
+    texts = (program.encode(errors="replace"), stdin.encode(errors="replace"))
     head = pack("<I", len(code)) + code + pack("<3I", next(USERS), *map(len, texts))
     return head + b"".join(texts)
 

@@ -26,9 +26,13 @@ TYPE_CHECKING = False
 
 CHECK_S = 0.05
 """Interval for counting memory, processes and files. An rlimit binds one process, not their sum."""
-MAX_FILES, SIGKILL = 4096, 9
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+MAX_FILES = 4096
+SIGKILL = 9
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 CAP_VERSION_3 = 0x20080522
 
 if TYPE_CHECKING:
@@ -75,8 +79,11 @@ class Limits:
         seccomp, seconds, memory, processes, output, disk, *self.folders = arguments
         self.filter = bytes.fromhex(seccomp)
         """Refuses system calls; empty: the program is not confined."""
-        self.seconds, self.memory, self.processes = float(seconds), int(memory), int(processes)
-        self.output, self.disk = int(output), int(disk)
+        self.seconds = float(seconds)
+        self.memory = int(memory)
+        self.processes = int(processes)
+        self.output = int(output)
+        self.disk = int(disk)
 
     def confine(self, user: int) -> None:
         """Apply all limits to this process, irrevocably.
@@ -104,7 +111,8 @@ class Limits:
 
     def is_exceeded(self) -> bool:
         """Return whether the processes exceed a limit: their number, their memory, their files."""
-        pids, pages = [os.getpid()], 0
+        pids = [os.getpid()]
+        pages = 0
         for pid in pids:  # the loop appends children
             with suppress(OSError):
                 pids += children(pid)
@@ -180,10 +188,12 @@ def watch(pid: int, texts: dict[int, bytearray], limits: Limits) -> str:
     Returns:
         "exited" (or stdin was closed), "output", "timeout", or "killed" for another limit.
     """
-    poll, ended = select.poll(), os.pidfd_open(pid)
+    poll = select.poll()
+    ended = os.pidfd_open(pid)
     for file in (0, ended, *texts):
         poll.register(file, select.POLLIN)
-    deadline, next_check = time.monotonic() + limits.seconds, 0.0
+    deadline = time.monotonic() + limits.seconds
+    next_check = 0.0
     while True:
         for file, _ in poll.poll(1000 * CHECK_S):
             if file in (0, ended):
@@ -236,7 +246,8 @@ def execute(program: bytes, folders: list[str]) -> None:
         folders: Added to `sys.path`.
     """
     main = type(sys)("__main__")
-    sys.modules["__main__"], sys.argv = main, ["program"]
+    sys.modules["__main__"] = main
+    sys.argv = ["program"]
     sys.path += folders
     builtins.exit = builtins.quit = sys.exit
     try:

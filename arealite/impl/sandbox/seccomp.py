@@ -24,7 +24,8 @@ def seccomp_filter() -> bytes:
         what = f"sandbox.backend=bwrap: programs on {machine} cannot be confined"
         raise UserError(f"{what}. Use a host with {' or '.join(MACHINES)}.")
     arch, column = MACHINES[machine]
-    refuse, allow = (0x06, 0, 0, 0x50000 | EPERM), (0x06, 0, 0, 0x7FFF0000)
+    refuse = (0x06, 0, 0, 0x50000 | EPERM)
+    allow = (0x06, 0, 0, 0x7FFF0000)
     number = (0x20, 0, 0, 0)
     code = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (0x06, 0, 0, 0x80000000), number]
     code += [(0x35, 0, 1, 0x40000000), refuse]  # x32, the other table of x86_64

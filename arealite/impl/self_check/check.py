@@ -53,7 +53,8 @@ logger = log.get(__name__)
 
 OPTION = "trainer.ppo.publisher.self_check"
 NAME = "answers to the self-check"
-PLAIN, SKIPPED = "plain transformers", "not compared"
+PLAIN = "plain transformers"
+SKIPPED = "not compared"
 LENGTHS = 1, 2, 3, 7, 12, 20, 33, 48
 """Tokens of each prompt. A model with a sliding window gets a further, longer prompt."""
 NEW = 24
@@ -74,10 +75,12 @@ def self_check(config: ExperimentConfig, engine: TrainEngine, world: World, vers
     if not config.trainer.ppo.publisher.self_check:
         logger.warning(f"self-check is off: {OPTION}=false")
         return
-    begin, check = time.perf_counter(), SelfCheck(config, engine, world, version)
+    begin = time.perf_counter()
+    check = SelfCheck(config, engine, world, version)
     if faults := check.faults():
         raise UserError(faults[0])
-    seconds, is_whole = round(time.perf_counter() - begin, 2), not check.skipped - {PLAIN}
+    seconds = round(time.perf_counter() - begin, 2)
+    is_whole = not check.skipped - {PLAIN}
     event = "self-check passed" if is_whole else "self-check incomplete"
     (logger.info if is_whole else logger.warning)(event, seconds=seconds, **check.found)
 
@@ -88,9 +91,14 @@ class SelfCheck:
     def __init__(
         self, config: ExperimentConfig, engine: TrainEngine, world: World, version: int
     ) -> None:
-        self.config, self.engine, self.world, self.version = config, engine, world, version
-        self.folder, trainer = Path(self.config.model.path).expanduser(), self.config.trainer
-        self.dtype, self.model = trainer.own.engine.fsdp.dtype, read_json(self.folder)
+        self.config = config
+        self.engine = engine
+        self.world = world
+        self.version = version
+        self.folder = Path(self.config.model.path).expanduser()
+        trainer = self.config.trainer
+        self.dtype = trainer.own.engine.fsdp.dtype
+        self.model = read_json(self.folder)
         self.temperature = trainer.ppo.collector.sampling.temperature or 1.0
         self.names = NameRegistry.of(self.config)
         self.module: Any = getattr(self.engine, "module", None)
@@ -163,12 +171,16 @@ class SelfCheck:
 
         Both together fit into `context` and the model's own context.
         """
-        rng, text, size = np.random.default_rng(0), text_part(self.model), vocab_size(self.model)
+        rng = np.random.default_rng(0)
+        text = text_part(self.model)
+        size = vocab_size(self.model)
         own = exact_length(self.model) or text.get("max_position_embeddings")
-        room, window = min(context or LONGEST, own or LONGEST), text.get("sliding_window") or 0
+        room = min(context or LONGEST, own or LONGEST)
+        window = text.get("sliding_window") or 0
         new = max(1, min(NEW, room // 2))
         long = [window + LENGTHS[-1]] if 0 < window <= LONGEST else []
-        low, high = (size or 1024) // 8, (size or 1024) * 3 // 4  # special tokens are at the ends
+        low = (size or 1024) // 8
+        high = (size or 1024) * 3 // 4  # special tokens are at the ends
         fit = [length for length in (*LENGTHS, *long) if length <= max(1, room - new)]
         return [rng.integers(low, high, length).tolist() for length in fit], new
 
@@ -199,7 +211,8 @@ class SelfCheck:
 
     def _ask(self, entry: Entry) -> Comparison | None:
         """Return a server's tokens and logprobs; None if it holds another version, or fails."""
-        server, name = entry.value, f"server {entry.value['address']}"
+        server = entry.value
+        name = f"server {entry.value['address']}"
         prompts, new = self.prompts(server.get("context_length"))
 
         def generate(prompt: list[int]) -> wire.Answer:
@@ -255,7 +268,9 @@ class SelfCheck:
 
     def reason(self, wrong: Comparison) -> str:
         """Collect facts about a difference on all ranks; return the likely reason on rank 0."""
-        rows, run, is_plain = wrong.rows, self.temperature, not wrong.info
+        rows = wrong.rows
+        run = self.temperature
+        is_plain = not wrong.info
         alone = [scored for row in rows for scored in self.score([row])]
         degrees = {1.0, run**2, 1 / run} - {run}
         warmer = {t: self.score([replace(row, temperature=t) for row in rows]) for t in degrees}

@@ -75,10 +75,12 @@ def bound_of(
         return Bound(dtype, *STRICT)
     median = inf
     if noise is None:
-        sizes, factor = MEASURED[dtype], 1.0 / min(temperature, 1.0)
+        sizes = MEASURED[dtype]
+        factor = 1.0 / min(temperature, 1.0)
         origin = "noise of SmolLM2-135M, because this model's own is not measured"
     else:
-        sizes, factor = largest(noise), 1.0
+        sizes = largest(noise)
+        factor = 1.0
         median = max(MEDIAN_MARGIN * float(np.median(np.concatenate(noise))), STRICT[0])
         origin = "noise of plain transformers in this dtype"
     margins = [factor * margin for margin in (MIXTURE_MARGINS if is_mixture else MARGINS)]
@@ -156,7 +158,8 @@ class Comparison:
     @property
     def is_even(self) -> bool:
         """Whether tokens before `begin` differ like the others, as rounding makes them differ."""
-        errors, is_before = np.concatenate(self.errors), self.places < self.begin
+        errors = np.concatenate(self.errors)
+        is_before = self.places < self.begin
         others = np.median(errors[~is_before])
         return not is_before.any() or bool(np.median(errors[is_before]) > EVEN * others)
 
@@ -182,8 +185,11 @@ def likely_reason(
         dtype: The dtype that the other program should have.
         window: The model's sliding window.
     """
-    info, run, begin = comparison.info, comparison.rows[0].temperature, comparison.begin
-    quantization, own = info.get("quantization"), info.get("dtype")
+    info = comparison.info
+    run = comparison.rows[0].temperature
+    begin = comparison.begin
+    quantization = info.get("quantization")
+    own = info.get("dtype")
     degree = next((each for each, found in by_temperature.items() if found.is_equal), run)
     is_low = comparison.bound.dtype == "float32" and low.is_equal and comparison.is_even
     where = f"tokens differ from position {begin} on, and agree before"
@@ -220,12 +226,14 @@ def tensor_reason(right: Sums, wrong: Sums, dtype: str, buffers: set[str]) -> st
     if missing := sorted(right.keys() - wrong.keys()):
         kind = "buffer" if missing[0] in buffers else "tensor"
         return f"missing {kind}: '{missing[0]}' was not loaded"
-    limit, head = ROUNDING[dtype], "lm_head.weight"
+    limit = ROUNDING[dtype]
+    head = "lm_head.weight"
     if head in wrong and head not in right:  # a copy of the embedding
         right[head] = next((s for n, s in right.items() if "embed_tokens" in n), wrong[head])
     differ = [name for name in right if distance(name, name) > limit]
     listed = ", ".join(f"'{name}'" for name in differ[:3]) + " …" * (len(differ) > 3)
-    is_few, share = len(differ) <= FEW, f"{len(differ)} of {len(right)} tensors differ ({listed})"
+    is_few = len(differ) <= FEW
+    share = f"{len(differ)} of {len(right)} tensors differ ({listed})"
     pairs = permutations(differ, 2) if is_few else ()
     zeros = [name for name in differ if is_few and not wrong[name][1]]
     reasons = {

@@ -29,7 +29,8 @@ def check_template(config: ExperimentConfig, tokenizer: Any = None) -> list[str]
     Raises:
         UserError: See template_faults.
     """
-    collector, path = config.trainer.ppo.collector, config.model.path
+    collector = config.trainer.ppo.collector
+    path = config.model.path
     if not has_chat_template(path):
         return []
     tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
@@ -61,7 +62,8 @@ def template_faults(
         UserError: The template refuses a prompt of one text, or the tokenizer splits the marker
             that ends a turn, so that no generation ends there.
     """
-    renderer, faults = Renderer(tokenizer, family_of(tokenizer, format)), list[str]()
+    renderer = Renderer(tokenizer, family_of(tokenizer, format))
+    faults = list[str]()
     try:
         renderer.render([USER], ())
     except ApiError as error:

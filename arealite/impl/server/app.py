@@ -61,7 +61,8 @@ class App:
         """
         self.engine = engine
         self.model = model
-        self._is_shared, self._check = is_shared, check
+        self._is_shared = is_shared
+        self._check = check
         if not is_shared:
             self.weights = ServedWeights(engine.decoder.model, model.folder)
         self._groups: dict[str, GroupMember] = {}
@@ -124,7 +125,8 @@ class App:
             raise
         if generation.error is not None:
             return _as_json({"error": {"message": generation.error}}, 500)
-        version, logprobs = self.engine.version, body.return_logprob
+        version = self.engine.version
+        logprobs = body.return_logprob
         make = partial(protocol.answer, generation, version=version, logprobs=logprobs)
         is_long = len(generation.output) > LONG_ANSWER
         return _as_json(await asyncio.to_thread(make) if is_long else make())
@@ -137,7 +139,8 @@ class App:
         """
         self.engine.call(self.engine.submit, generation)
         make = partial(protocol.answer, generation, logprobs=body.return_logprob)
-        start, is_last = 0, False
+        start = 0
+        is_last = False
         try:
             while not is_last:
                 await generation.grown.wait()
@@ -209,7 +212,8 @@ class App:
 
     async def _update(self, body: protocol.Update, stage: Callable[[], Job]) -> str:
         """Change the weights between requests; return a sentence about the version."""
-        engine, version = self.engine, body.weight_version
+        engine = self.engine
+        version = body.weight_version
         arguments = stage, version, body.flush_cache
         if not await asyncio.wrap_future(engine.call_between_requests(engine.update, *arguments)):
             what = "Weights were updated, but the cache was not flushed because requests are still"
@@ -221,7 +225,8 @@ class App:
         return f" Weight version updated to {version}."
 
     async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> Json:
-        failed, name = "Failed to initialize custom process group: ", body.group_name
+        failed = "Failed to initialize custom process group: "
+        name = body.group_name
         if name in self._groups:
             raise Refusal(failed + NAME_TAKEN)
         member = GroupMember(name, body.backend, self.engine.decoder.model.device)
@@ -278,7 +283,8 @@ class App:
 
     def load(self) -> dict[str, int]:
         """Return the numbers of running and waiting requests, and how many can run at a time."""
-        decoder, waiting = self.engine.decoder, len(self.engine.waiting)
+        decoder = self.engine.decoder
+        waiting = len(self.engine.waiting)
         return {"running": len(decoder.running), "waiting": waiting, "capacity": decoder.max_rows}
 
     def _loads(self) -> Json:

@@ -93,7 +93,8 @@ class CacheDecoder(BaseDecoder):
 
     def _forward(self, tokens_BL: Tensor, start: int, cache: Any) -> tuple[Tensor, Any]:
         """Return the last logits [B, V] of tokens from position `start`, and the cache."""
-        end, ids_BL = start + tokens_BL.shape[1], tokens_BL.to(self._device)
+        end = start + tokens_BL.shape[1]
+        ids_BL = tokens_BL.to(self._device)
         positions_BL = torch.arange(start, end, device=self._device).expand_as(ids_BL)
         inputs = {self._name: cache, "position_ids": positions_BL, "logits_to_keep": 1}
         inputs = {name: inputs[name] for name in inputs if name in self._known}
@@ -131,10 +132,12 @@ def make_decoder(model: Model, *, max_rows: int, seed: int) -> BaseDecoder:
     if model.config._attn_implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
         # Only models with full and sliding attention can be packed.
         return Decoder(model, max_rows=max_rows, seed=seed)
-    kinds, reason = [Decoder, CacheDecoder, PlainDecoder], "the fastest"
+    kinds = [Decoder, CacheDecoder, PlainDecoder]
+    reason = "the fastest"
     limits = (getattr(module, "time_step_limit", (0,)) for module in model.modules())
     if any(limit[0] > 0 for limit in limits):  # ignored by transformers in passes of one token
-        kinds, reason = [PlainDecoder], "time_step_limit"
+        kinds = [PlainDecoder]
+        reason = "time_step_limit"
     for kind in kinds:
         try:
             off, bound = _difference(kind, model)

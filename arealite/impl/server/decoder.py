@@ -118,7 +118,8 @@ class SlotCache(Cache):
 
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """Copy the first `length` positions of rows, all at once; moves: (source, target)."""
-        sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        sources = [source for source, _ in moves]
+        targets = [target for _, target in moves]
         for tensor in self._tensors_STHD if moves else ():
             tensor[targets, :length] = tensor[sources, :length]
 
@@ -144,7 +145,8 @@ class SlotCache(Cache):
 
 def _common_length(prompts: Sequence[Ids]) -> int:
     """Return the number of first tokens that are equal in all prompts."""
-    lowest, highest = min(prompts), max(prompts)  # all others are between them
+    lowest = min(prompts)
+    highest = max(prompts)  # all others are between them
     pairs = enumerate(zip(lowest, highest, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(lowest), len(highest)))
 
@@ -183,7 +185,8 @@ class BaseDecoder(ABC):
 
     def clear(self) -> list[Generation]:
         """Remove and return all running requests; drop all keys, values and states."""
-        out, self.running = self.running, []
+        out = self.running
+        self.running = []
         return out
 
     def drop_prefix(self) -> None:  # noqa: B027  (other decoders store none)
@@ -211,7 +214,8 @@ class BaseDecoder(ABC):
                 if lengths and not self.mixes_lengths and len(prompt) not in lengths:
                     break
                 lengths.add(len(prompt))
-                count, positions = len(rows) + 1, len(lengths)
+                count = len(rows) + 1
+                positions = len(lengths)
                 fits = count * max(lengths) <= PREFILL_TOKENS
                 if rows and not (fits and count * positions * self._vocab_size <= PREFILL_LOGITS):
                     break
@@ -253,7 +257,8 @@ class Decoder(BaseDecoder):
 
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
-        first, longest = len(self.running), max(map(len, prompts))
+        first = len(self.running)
+        longest = max(map(len, prompts))
         self.running += generations
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
@@ -358,7 +363,8 @@ class Decoder(BaseDecoder):
         """Free and return the ended requests; the last rows move into the freed ones."""
         if not (ended := [generation for generation in self.running if generation.ended]):
             return []
-        running, count = self.running, len(self.running) - len(ended)
+        running = self.running
+        count = len(self.running) - len(ended)
         sources = [row for row in range(count, len(running)) if not running[row].ended]
         holes = [row for row in range(count) if running[row].ended]
         moves = list(zip(sources, holes, strict=True))

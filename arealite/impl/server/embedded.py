@@ -67,12 +67,14 @@ class EmbeddedServer(LLMServer):
             UserError: The model or the port cannot be used.
             RoleError: The engine crashed.
         """
-        loop, is_shared = asyncio.get_running_loop(), self._shared is not None
+        loop = asyncio.get_running_loop()
+        is_shared = self._shared is not None
         model, tokenizer = await asyncio.to_thread(self._load)
         self._stopped = loop.create_future()
         self.engine = engine = await asyncio.to_thread(self._make_engine, model, loop)
         self._model = self._describe(model, tokenizer)
-        secret, config = self._registry.secret, self.config
+        secret = self._registry.secret
+        config = self.config
         names = config.llm_server.host, config.cluster.host, config.reachable_host
         check = guard(secret.token if secret else "", *names)
         app = App(engine, self._model, is_shared=is_shared, check=check)

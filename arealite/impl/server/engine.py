@@ -185,7 +185,8 @@ class Engine:
     def _run_iteration(self) -> None:
         with self._wake:
             self._wake.wait_for(lambda: self._inbox or self._has_work())
-            inbox, self._inbox = self._inbox, []
+            inbox = self._inbox
+            self._inbox = []
         for command in inbox:
             command()
         while self._updates and (self.paused or not self.decoder.running):
@@ -196,7 +197,8 @@ class Engine:
         for generation in grown:
             generation.close_span(self.version)
         if grown or self._outbox:
-            ended, self._outbox = self._outbox, []
+            ended = self._outbox
+            self._outbox = []
             self.deliver(grown, ended)
 
     def _has_work(self) -> bool:

@@ -55,7 +55,8 @@ class ExternalServers:
 
     async def _register(self, address: str) -> None:
         """Write a server's name while the server replies. Waits for: the server, and the clock."""
-        why, silences = None, 0
+        why = None
+        silences = 0
         while True:
             try:
                 entry = await describe(self._session, address)
@@ -67,7 +68,8 @@ class ExternalServers:
                     logger.warning("external server not in use", address=address, error=why)
                 await asyncio.sleep(self.registry.heartbeat_s)
                 continue
-            name, changed = ("llm_server", entry_id(address), entry.copy), asyncio.Event()
+            name = ("llm_server", entry_id(address), entry.copy)
+            changed = asyncio.Event()
             async with self.registry.registered(*name, changed=changed):
                 logger.info("external server in use", address=address, version=entry["version"])
                 why = await self._until_silent(entry, changed)
@@ -84,7 +86,8 @@ class ExternalServers:
         entry["vocab_size"] = vocab_size(self.model)
         if not self.updates or self._known.get(address) == entry["pid"]:
             return
-        url, body = f"{entry['address']}/update_weight_version", {"new_version": UNTRUSTED}
+        url = f"{entry['address']}/update_weight_version"
+        body = {"new_version": UNTRUSTED}
         post = self._session.post(url, json=body | {"abort_all_requests": False})
         with bounded(url, ANSWER_S):
             async with post as response:
@@ -94,7 +97,8 @@ class ExternalServers:
 
     async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
         """Update version and load of a registered server; return the error that ended it."""
-        url, beat_s = entry["address"], self.registry.heartbeat_s
+        url = entry["address"]
+        beat_s = self.registry.heartbeat_s
 
         async def version() -> str | int | None:
             info = await get(self._session, f"{url}/model_info", self.registry.ttl_s)
@@ -132,7 +136,8 @@ def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
 
 
 async def _examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
-    addresses, problems = config.llm_server.addresses, list[str]()
+    addresses = config.llm_server.addresses
+    problems = list[str]()
     headers = NameRegistry.of(config).headers("external")
     async with aiohttp.ClientSession(headers=headers) as session:
         requests = (describe(session, address) for address in addresses)
@@ -191,7 +196,8 @@ def entry_id(address: str) -> str:
 def bounded(url: str, seconds: float) -> Wait:
     """Return a wait for the reply to a request of `url`."""
     on = f"llm_server-{entry_id(url.split('/')[2])}"
-    what, owner = f"an answer of {url}", "external servers"
+    what = f"an answer of {url}"
+    owner = "external servers"
     return Wait(what, owner=owner, on=on, seconds=seconds, replies_soon=True)
 
 

@@ -94,7 +94,8 @@ class Generation:
 
     def close_span(self, version: str) -> None:
         """Attribute the tokens since the last span to `version`."""
-        start, end = self.covered, len(self.output)
+        start = self.covered
+        end = len(self.output)
         if self.spans and self.spans[-1][0] == version:
             self.spans[-1] = (version, self.spans[-1][1], end)
         elif end > start:

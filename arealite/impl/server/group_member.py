@@ -50,7 +50,8 @@ class GroupMember:
         """
 
         def join() -> None:
-            name, backend = self.name, self.backend
+            name = self.name
+            backend = self.backend
             self._group = groups.join(
                 address, name, rank=rank, world_size=world_size, backend=backend, seconds=TIMEOUT_S
             )

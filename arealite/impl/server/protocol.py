@@ -175,21 +175,24 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     Raises:
         Refusal: The request is wrong.
     """
-    prompt, sampling = body.input_ids, body.sampling_params or SamplingParams()
+    prompt = body.input_ids
+    sampling = body.sampling_params or SamplingParams()
     if not prompt or body.image_data or body.video_data or body.audio_data:
         what = "Either text, input_ids or input_embeds should be provided"
         fix = "The embedded server takes input_ids only: no images, videos or audio"
         raise Refusal(f"{what}. {fix}.")
     if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
         raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
-    least, most = sampling.min_new_tokens, sampling.max_new_tokens
+    least = sampling.min_new_tokens
+    most = sampling.max_new_tokens
     if sampling.temperature < 0:
         raise Refusal(f"temperature must be a non-negative number, got {sampling.temperature}.")
     if sampling.top_k == 0:
         raise Refusal("top_k must be -1 (disable) or at least 1, got 0.")
     if most is not None and least > most:
         raise Refusal(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
-    length, context = len(prompt), model.context_length
+    length = len(prompt)
+    context = model.context_length
     if length >= context:
         what = f"The input ({length} tokens) is longer than the model's context length"
         raise Refusal(f"{what} ({context} tokens).")
@@ -255,7 +258,8 @@ def answer(
 
 def _text(generation: Generation) -> str:
     """Decode the output without its stop token or stop string, unless `no_stop_trim`."""
-    finish, output = generation.finish or {}, generation.output
+    finish = generation.finish or {}
+    output = generation.output
     matched = None if generation.sampling.no_stop_trim else finish.get("matched")
     text = generation.decode(output[:-1] if isinstance(matched, int) else output)
     return text.partition(matched)[0] if isinstance(matched, str) else text

@@ -81,7 +81,8 @@ def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[T
     if settings.filtered is not None:
         rows, top_k, top_p = settings.filtered
         kept = _blocks(_cut(weights_BV[rows], top_k, top_p * total_B1[rows]))
-        blocks_BKW[rows], sums_BK[rows] = kept, kept.sum(-1)
+        blocks_BKW[rows] = kept
+        sums_BK[rows] = kept.sum(-1)
     if best_B is not None and settings.all_greedy:
         tokens_B = best_B
     else:

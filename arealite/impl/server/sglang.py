@@ -95,7 +95,8 @@ class SGLangServer(LLMServer):
             RoleError: all servers were given up.
         """
         launches = await asyncio.to_thread(plan, self.config)
-        loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        loop = asyncio.get_running_loop()
+        tasks = list[asyncio.Task[None]]()
 
         def stop(number: int) -> None:
             for task in tasks:
@@ -118,7 +119,8 @@ def plan(config: ServerConfig) -> list[Launch]:
             machine.
     """
     options = config.llm_server.sglang
-    ports, metadata = find_ports(config), describe(config)
+    ports = find_ports(config)
+    metadata = describe(config)
     python = os.path.expanduser(options.python or sys.executable)
     devices = assign_devices(config, probe(python, options.device))
     logs = run_paths(config).logs
@@ -210,7 +212,8 @@ def find_ports(config: ServerConfig) -> list[int]:
     Raises:
         UserError: a port is in use, or is not between 0 and 65535.
     """
-    server, count = config.llm_server, config.llm_server.sglang.num_servers
+    server = config.llm_server
+    count = config.llm_server.sglang.num_servers
     for number in range(count):
         check_address(server.host, server.port and server.port + number, at="llm_server")
     return take_ports(server.host, server.port, count)
@@ -229,7 +232,8 @@ def environment(devices: str | None) -> dict[str, str]:
 
 def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int) -> list[str]:
     """Return the command line of a server. If an argument is given twice, SGLang uses the last."""
-    server, options = config.llm_server, config.llm_server.sglang
+    server = config.llm_server
+    options = config.llm_server.sglang
     values: dict[str, object] = {
         "--model-path": Path(config.model.path).expanduser().absolute(),
         "--dtype": config.model.dtype,
@@ -249,7 +253,8 @@ def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int)
     flags = CPU_ARGUMENTS | given if cpu else given
     words = [str(word) for pair in flags.items() for word in pair]
     switches = CPU_SWITCHES if cpu else []
-    start, names = ["-m", "sglang.launch_server"], NameRegistry.of(config)
+    start = ["-m", "sglang.launch_server"]
+    names = NameRegistry.of(config)
     if names.secret is not None:
         start = ["-c", BOOT, str(names.root / FILE)]
     return [python, *start, *words, *switches, *options.extra_args]

@@ -175,7 +175,8 @@ class SGLangProcess(Supervisor):
         name = f"llm_server-{self.entry_id}"
         vitals.rename(name)
         log_file = self.launch.logs / f"{name}.log"
-        words, own = self.launch.command(self.port), self.launch.environment
+        words = self.launch.command(self.port)
+        own = self.launch.environment
         try:
             # The user may have removed the run folder.
             self.launch.logs.mkdir(parents=True, exist_ok=True)
@@ -197,7 +198,8 @@ class SGLangProcess(Supervisor):
 
     async def _healthy(self) -> None:
         """Wait until the server replies, and compose the content of its name."""
-        begin, seconds = time.monotonic(), self.options.start_timeout_s
+        begin = time.monotonic()
+        seconds = self.options.start_timeout_s
         with self._bounded(f"{self.address}/health", seconds):
             await self._answer("/health")
             await self._answer("/generate", FIRST_TOKEN)
@@ -246,8 +248,10 @@ class SGLangProcess(Supervisor):
 
     async def _get(self, path: str, seconds: float, body: object = None) -> dict[str, Any] | None:
         """Return the JSON reply to a GET, or to a POST if there is a body; None without a reply."""
-        url, method = self.address + path, "POST" if body else "GET"
-        send, headers = self._session.request, self._registry.headers()
+        url = self.address + path
+        method = "POST" if body else "GET"
+        send = self._session.request
+        headers = self._registry.headers()
         silent = aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError
         # A timeout of aiohttp could suppress an outer deadline that expires simultaneously.
         with suppress(*silent), self._bounded(f"an answer of {url}", seconds):

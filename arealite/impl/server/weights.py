@@ -42,7 +42,8 @@ class ServedWeights:
         Raises:
             Refusal: The folder has no such tensor, or one of another shape or kind of number.
         """
-        header, wrong = self.names.headers.get(name), f"Failed to update weights: '{name}'"
+        header = self.names.headers.get(name)
+        wrong = f"Failed to update weights: '{name}'"
         if header is None:
             raise Refusal(f"{wrong} is no tensor of the model.")
         if shape != header.shape:

@@ -7,7 +7,8 @@ from arealite.api.task import Task
 from arealite.api.tool import Tool, ToolError, function
 from arealite.base.errors import EpisodeError
 
-MAX_DEPTH, MAX_NAME = 8, 255
+MAX_DEPTH = 8
+MAX_NAME = 255
 
 
 class FilesTool(Tool):
@@ -43,7 +44,8 @@ class FilesTool(Tool):
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         """Perform one action on the episode's files; return its result."""
         files: dict[str, bytes] = state["files"]
-        action, path = arguments["action"], arguments.get("path", "")
+        action = arguments["action"]
+        path = arguments.get("path", "")
         if action == "list":
             lines = [f"{name} ({len(data)} bytes)" for name, data in sorted(files.items())]
             return "\n".join(lines) or "(no files)"

@@ -110,15 +110,18 @@ class MCPServer:
             return self._session
 
     async def _begin(self) -> _Session:
-        config, target = self.config, self.config.url
+        config = self.config
+        target = self.config.url
         if config.command:
             program, *rest = config.command
             env = {name: os.path.expandvars(value) for name, value in config.env.items()}
             target = self._sdk.StdioServerParameters(command=program, args=rest, env=env)
         session = _Session(self._sdk.Client(target), f"session with MCP server {self.name}")
-        what, owner = f"the tools of MCP server {self.name}", "environment tools"
+        what = f"the tools of MCP server {self.name}"
+        owner = "environment tools"
         try:
-            on, seconds = f"MCP server {self.name}", config.start_timeout_s
+            on = f"MCP server {self.name}"
+            seconds = config.start_timeout_s
             with Wait(what, owner=owner, on=on, seconds=seconds):
                 await session.tools
         except BaseException as error:

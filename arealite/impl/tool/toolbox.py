@@ -98,7 +98,8 @@ class Toolbox:
             return await self._call(tool, call, states[call.name])
 
     async def _call(self, tool: Tool, call: ToolCall, state: dict[str, object]) -> Answer:
-        what, on = f"the answer of tool {call.name}", f"tool {call.name}"
+        what = f"the answer of tool {call.name}"
+        on = f"tool {call.name}"
         wait = Wait(what, owner=OWNER, on=on, seconds=self.config.timeout_s)
         try:
             with wait:

@@ -45,12 +45,14 @@ class BaseTrainer(Trainer):
         self.stop = StopRequest()
         self.read_data()
         self.components = components or build_components(config, load_engines)
-        self.world, self.engine = self.components.world, self.components.engine
+        self.world = self.components.world
+        self.engine = self.components.engine
         self.clock = Stopwatch()
         self.saved_step: int | None = None
         """Step of the newest checkpoint of this process."""
         self._resources = ExitStack()
-        loggers, publisher = self.components.loggers, self.components.publisher
+        loggers = self.components.loggers
+        publisher = self.components.publisher
         for close in (self.stop.restore, self.world.destroy, *(each.close for each in loggers)):
             self.close_at_end(close)
         if publisher is not None:
@@ -81,8 +83,11 @@ class BaseTrainer(Trainer):
         Raises:
             UserError: `resume` contradicts the checkpoints, or the checkpoint is of other models.
         """
-        folder, wanted = self.paths.checkpoints, self.config.resume
-        step, extra, newest = 0, dict[str, Any](), checkpoint.latest(folder)
+        folder = self.paths.checkpoints
+        wanted = self.config.resume
+        step = 0
+        extra = dict[str, Any]()
+        newest = checkpoint.latest(folder)
         name = newest.name if newest else "none"
         fits = {"auto": True, "must": newest is not None, "never": newest is None}
         if not fits.get(wanted, wanted == name):

@@ -102,7 +102,8 @@ class Trajectory:
 
     def turns(self) -> list[tuple[int, int]]:
         """List (index of its last token in N, length) of each run of sampled tokens."""
-        found, before = list[tuple[int, int]](), 0
+        found = list[tuple[int, int]]()
+        before = 0
         for mask in self.sampled:
             edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
             for length in (edges[1::2] - edges[::2]).tolist():
@@ -189,7 +190,8 @@ def make_rows(
 
     In that case the datapipe has removed these groups from the batch: request the batch again.
     """
-    made, groups = None, dict[str, str]()
+    made = None
+    groups = dict[str, str]()
     try:
         made = make_train_batch(batch, payloads, config, rank=world.rank, world_size=world.size)
     except Unusable as error:

@@ -50,7 +50,8 @@ def _group_advantages(batch: TrainBatch, config: PPOConfig, world: World) -> lis
         pairs = zip(batch.headers, _from_all_ranks(batch, world, shaped), strict=True)
         rewards = [None if header.reward is None else score for header, score in pairs]
     groups = [(header.group_id, header.seat) for header in batch.headers]
-    kind, eps = config.advantage.type, config.advantage.eps
+    kind = config.advantage.type
+    eps = config.advantage.eps
     advantages = algo.group_advantages(rewards, groups, kind=kind, eps=eps)
     return [advantages[each.index] for each in batch.local]
 
@@ -60,12 +61,15 @@ def _token_advantages(batch: TrainBatch, trajectory: Trajectory, config: PPOConf
     if not trajectory.is_scored:
         trajectory.scatter("returns", 0.0)
         return np.zeros(np.count_nonzero(np.concatenate(trajectory.sampled)))
-    rewards_N, options = _rewards(batch, trajectory, config), config.advantage
-    gamma, lam = options.gamma, options.gae_lambda
+    rewards_N = _rewards(batch, trajectory, config)
+    options = config.advantage
+    gamma = options.gamma
+    lam = options.gae_lambda
     batch.scores.append(float(rewards_N.sum()))
     if options.type == "reinforce":
         return algo.discounted_returns(rewards_N, gamma=gamma)
-    values_N, last = trajectory.gather("values"), trajectory.bootstrap
+    values_N = trajectory.gather("values")
+    last = trajectory.bootstrap
     advantages_N, returns_N = algo.gae(rewards_N, values_N, bootstrap=last, gamma=gamma, lam=lam)
     trajectory.scatter("returns", returns_N)
     return advantages_N
@@ -76,7 +80,8 @@ def _rewards(batch: TrainBatch, trajectory: Trajectory, config: PPOConfig) -> np
     shaping = config.reward
     rewards_N = algo.shape_rewards(trajectory.rewards_N, shaping)
     if (buffer := shaping.overlong_buffer) > 0:
-        limit, most = config.collector.sampling.max_new_tokens, shaping.overlong_penalty
+        limit = config.collector.sampling.max_new_tokens
+        most = shaping.overlong_penalty
         for last, length in trajectory.turns():
             cost = algo.overlong_penalty(length, limit=limit, buffer=buffer, penalty=most)
             rewards_N[last] -= cost
@@ -117,7 +122,8 @@ def _normalized(
 def _mask_outliers(batch: TrainBatch, world: World, threshold: float) -> None:
     """Set the field `keep` of the rows: 0 for the most off-policy tokens of the whole batch."""
     ends = np.cumsum([header.trained_tokens for header in batch.headers])
-    squares, local = np.zeros(int(ends[-1])), list[np.ndarray]()
+    squares = np.zeros(int(ends[-1]))
+    local = list[np.ndarray]()
     for each in batch.local:
         squares_N = np.square(each.gather("prox_logprobs") - each.gather("behav_logprobs"))
         squares_N[~each.trained_N] = -1.0

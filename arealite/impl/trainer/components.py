@@ -75,7 +75,8 @@ def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
     metrics.jsonl is the run's own record, from which the launcher reads the progress: a failure to
     write it ends the trainer. A failure of any other logger does not reach the trainer.
     """
-    root, names = run_paths(config).root, dict.fromkeys(config.logger.types)
+    root = run_paths(config).root
+    names = dict.fromkeys(config.logger.types)
     names.pop("jsonl", None)
     others = [IsolatedLogger(root, loggers.get(name)) for name in names]
     return [loggers.get("jsonl")(root), *others]
@@ -83,7 +84,9 @@ def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
 
 def load_ppo_engines(config: ExperimentConfig) -> Engines:
     """Load this rank's shards of the models that PPO needs."""
-    ppo, kl, critic = config.trainer.ppo, config.trainer.ppo.kl, config.trainer.ppo.critic
+    ppo = config.trainer.ppo
+    kl = config.trainer.ppo.kl
+    critic = config.trainer.ppo.critic
     updates = ppo.total_steps * ppo.updates * ppo.epochs
     made = Engines(engine=make_engine(config, training=Training(ppo.optimizer, ppo.lr, updates)))
     if kl.coef > 0:
@@ -114,7 +117,8 @@ def make_engine(
 ) -> TrainEngine:
     """Load the model at `path` (None: at model.path); without `training` it is frozen."""
     options = config.trainer.own.engine
-    make, own = engines.get(options.type), getattr(options, options.type, options.fsdp)
+    make = engines.get(options.type)
+    own = getattr(options, options.type, options.fsdp)
     adapter = config.model.adapter if training and head == "lm" else None
     given: dict[str, Any] = {"adapter": adapter} if adapter else {}
     path = path or config.model.path

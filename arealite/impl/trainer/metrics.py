@@ -73,18 +73,22 @@ class Stopwatch:
     def lap(self) -> dict[str, float]:
         """Return the seconds since the previous lap, in all and by part."""
         now = time.perf_counter()
-        whole, parts = now - self._begin, self._parts
-        self._begin, self._parts = now, {}
+        whole = now - self._begin
+        parts = self._parts
+        self._begin = now
+        self._parts = {}
         return {**parts, "time/step_s": whole, "time/other_s": whole - sum(parts.values())}
 
 
 def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dict[str, float]:
     """Compute the metrics of the whole batch from its headers."""
     count = len(headers)
-    rewards, groups = [h.reward for h in headers], [(h.group_id, h.seat) for h in headers]
+    rewards = [h.reward for h in headers]
+    groups = [(h.group_id, h.seat) for h in headers]
     scored = [reward for reward in rewards if reward is not None]
     spans = [h.newest_version - h.oldest_version + 1 for h in headers]
-    waits, parts = means(h.waits for h in headers), means(h.reward_parts for h in headers)
+    waits = means(h.waits for h in headers)
+    parts = means(h.reward_parts for h in headers)
     return {
         **(spread("reward/", scored) if scored else {}),
         "reward/unscored": float(count - len(scored)),
@@ -111,7 +115,8 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
 
 def metrics_by_source(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
     """Compute metrics for each source of tasks, and for each seat where there are several."""
-    found, seats = defaultdict[str, list[TrajectoryHeader]](list), {h.seat for h in headers}
+    found = defaultdict[str, list[TrajectoryHeader]](list)
+    seats = {h.seat for h in headers}
     for h in headers:
         if h.source:
             found[h.source].append(h)
@@ -147,7 +152,8 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     ages = [batch.step - versions_T[row.loss_mask] for row, versions_T in pairs]
     every = np.concatenate(ages).astype(np.float64) if ages else np.zeros(0)
     pairs = [pair for pair in pairs if "prox_logprobs" in pair[0].fields]
-    rows, versions = [row for row, _ in pairs], [versions_T for _, versions_T in pairs]
+    rows = [row for row, _ in pairs]
+    versions = [versions_T for _, versions_T in pairs]
 
     def gather(arrays: Sequence[np.ndarray | None]) -> np.ndarray:
         parts = zip(arrays, rows, strict=True)
@@ -157,10 +163,13 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
     def named(name: str) -> np.ndarray:
         return gather([row.fields.get(name) for row in rows])
 
-    prox, reference = named("prox_logprobs"), named("ref_logprobs")
+    prox = named("prox_logprobs")
+    reference = named("ref_logprobs")
     log_w = prox - named("behav_logprobs")
     clipped = np.clip(log_w, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    diff, w, current = np.abs(log_w), np.exp(clipped), gather(versions) == batch.step
+    diff = np.abs(log_w)
+    w = np.exp(clipped)
+    current = gather(versions) == batch.step
     log_rho = np.clip(reference - prox[: len(reference)], -MAX_LOG_RATIO, MAX_LOG_RATIO)
     values = {
         "tokens": np.ones_like(diff),
@@ -194,7 +203,8 @@ def write_token_stats(batch: TrainBatch, folder: Path, rank: int) -> bool:
 
 def token_stats(batch: TrainBatch) -> TokenStats:
     """Return advantages and logprob differences of this rank's sampled tokens."""
-    rows, sampled = batch.rows, [mask_T for each in batch.local for mask_T in each.sampled]
+    rows = batch.rows
+    sampled = [mask_T for each in batch.local for mask_T in each.sampled]
     unseen = np.full(max(map(len, sampled), default=0), np.nan, np.float32)
     prox = [row.fields.get("prox_logprobs", unseen[: len(row.tokens)]) for row in rows]
     mask = np.concatenate([np.zeros(0, bool), *sampled])

@@ -109,7 +109,8 @@ class OfflineTrainer(BaseTrainer):
 
         The last batch of an epoch may be smaller.
         """
-        train, size = self.train_rows, self.offline.batch_size
+        train = self.train_rows
+        size = self.offline.batch_size
         epoch, place = divmod(step, self.epoch_steps)
         order: Seq[int] = range(len(train))
         if self.config.dataset.shuffle:

@@ -44,7 +44,8 @@ class PPOTrainer(BaseTrainer):
         self.ppo = config.trainer.ppo
         self.checkpoint_keep = self.ppo.checkpoint.keep
         self.publisher = self.components.publisher
-        self.reference, self.critic = self.components.reference, self.components.critic
+        self.reference = self.components.reference
+        self.critic = self.components.critic
         self.engine.replays_routing = self.ppo.collector.routing == "replay"
         self.loss_fn = make_policy_loss(self.ppo.loss, self.ppo.kl)
         self.value_loss_fn = make_value_loss(self.ppo.critic)
@@ -165,9 +166,11 @@ class PPOTrainer(BaseTrainer):
         """Compute the step's metrics, and report to the datapipe that the batch is trained."""
         with self.clock("time/report_s"):
             sums, maxima = metrics.token_sums(batch)
-            sums, maxima = self.world.sum(sums), self.world.max(maxima)
+            sums = self.world.sum(sums)
+            maxima = self.world.max(maxima)
             if self.writes_token_stats:
-                folder, rank = self.paths.token_stats, self.world.rank
+                folder = self.paths.token_stats
+                rank = self.world.rank
                 self.writes_token_stats = metrics.write_token_stats(batch, folder, rank)
             fingerprint = "".join(engine.fingerprint() for engine in self.engines.values())
             if not self.world.is_rank0:
@@ -182,7 +185,8 @@ class PPOTrainer(BaseTrainer):
                 "throughput/trained_tokens": float(sum(h.trained_tokens for h in batch.headers)),
             }
             trained = [header.trajectory_id for header in batch.headers]
-            ranks, found = self.world.size, dict(self.metrics)
+            ranks = self.world.size
+            found = dict(self.metrics)
             self.link.report(StepReport(batch.step, trained, found, ranks, fingerprint))
 
     def publish(self, version: int) -> None:
@@ -286,7 +290,8 @@ class PPOTrainer(BaseTrainer):
 
     def stage(self, version: int) -> None:
         """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
-        publisher, again = self.publisher, True
+        publisher = self.publisher
+        again = True
         on_device = publisher is not None and publisher.takes_device_tensors
         while again:
             weights = self.engine.stream_weights(on_device=on_device)
@@ -351,7 +356,8 @@ class AsyncPPOTrainer(PPOTrainer):
 
     def fetch(self, step: int) -> FetchedBatch:
         """Wait for the batch that `prefetch` requested during the previous step."""
-        answer, self._prefetched = self._prefetched or self.request(step), None
+        answer = self._prefetched or self.request(step)
+        self._prefetched = None
         return self.wait_on_all_ranks(answer)
 
     def prefetch(self, step: int) -> None:

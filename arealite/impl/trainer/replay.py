@@ -58,7 +58,8 @@ class LedgerLink:
         found = (self._db.execute(query, (key,)).fetchone() for key in json.loads(trained))
         headers = [decode_header(header) for (header,) in found]
         request = BatchRequest(step, self.world.rank, self.world.size)
-        updates, seed = self.config.trainer.ppo.updates, self.config.seed
+        updates = self.config.trainer.ppo.updates
+        seed = self.config.seed
         batch = batch_for_rank(request, headers, updates=updates, seed=seed, waits={})
         keys = [headers[index].trajectory_id for index in batch.mine]
         payloads = read_payloads(self.ledger, keys)
@@ -106,7 +107,8 @@ def replay(
     Raises:
         Differs: a step is not equal.
     """
-    ppo, engine = config.trainer.ppo, config.trainer.ppo.engine
+    ppo = config.trainer.ppo
+    engine = config.trainer.ppo.engine
     with closing(connect(ledger, read_only=True)) as db:
         sql = "SELECT 1 FROM steps WHERE instr(metrics, 'update/padded_tokens')"
         is_old = db.execute(sql).fetchone()
@@ -114,7 +116,8 @@ def replay(
         ppo = replace(ppo, engine=replace(engine, fsdp=replace(engine.fsdp, layout="padded")))
     checkpoint = replace(ppo.checkpoint, every_steps=0, export=False)
     ppo = replace(ppo, checkpoint=checkpoint, token_stats=False)
-    cluster, dataset = replace(config.cluster, run_root=str(scratch)), config.dataset
+    cluster = replace(config.cluster, run_root=str(scratch))
+    dataset = config.dataset
     config = replace(config, resume="auto", cluster=cluster, dataset=replace(dataset, eval=None))
     config = replace(config, trainer=replace(config.trainer, ppo=ppo))
     trainer_class: Any = trainers.get(config.trainer.type)

@@ -30,7 +30,8 @@ class SFTTrainer(OfflineTrainer):
         Tokens are weighted by kind. The weights of a batch sum to 1, so its loss is a weighted mean
         over tokens.
         """
-        sft, units = self.config.trainer.sft, list[Unit]()
+        sft = self.config.trainer.sft
+        units = list[Unit]()
         weight_of = np.array([0.0, sft.assistant_weight, sft.next_state_weight])
         weights = [weight_of[example.kinds] for (example,) in examples]
         for weight_T in weights:
@@ -49,10 +50,12 @@ class SFTTrainer(OfflineTrainer):
 class DPOTrainer(OfflineTrainer):
     """Direct preference optimization; the reference is a second engine, which is frozen."""
 
-    rows_per_example, stats = 2, PAIR_STATS
+    rows_per_example = 2
+    stats = PAIR_STATS
 
     def load_engines(self, config: ExperimentConfig) -> Engines:
-        made, dpo = super().load_engines(config), config.trainer.dpo
+        made = super().load_engines(config)
+        dpo = config.trainer.dpo
         if not dpo.reference_free:
             made["reference"] = make_reference(config, made["engine"], dpo.reference)
         return made
@@ -82,7 +85,9 @@ class DPOTrainer(OfflineTrainer):
 class RewardTrainer(OfflineTrainer):
     """A Bradley–Terry reward model: its score of a text is the value after the last token."""
 
-    rows_per_example, head, stats = 2, "value", PAIR_STATS
+    rows_per_example = 2
+    head = "value"
+    stats = PAIR_STATS
 
     def make_loss(self) -> LossFn:
         return bradley_terry

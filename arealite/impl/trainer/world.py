@@ -58,7 +58,8 @@ class World:
             is_alone: Ignore the variables, for a command of one process in a shell that has them.
         """
         variables = {} if is_alone else os.environ
-        rank, size = int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1))
+        rank = int(variables.get("RANK", 0))
+        size = int(variables.get("WORLD_SIZE", 1))
         if torch.cuda.is_available():
             torch.cuda.set_device(int(variables.get("LOCAL_RANK", 0)))
             backend = "cpu:gloo,cuda:nccl"
@@ -165,7 +166,8 @@ def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
     Raises:
         RoleError: some ranks did not join in time; the message names them. Or no store is served.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     try:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
         return _meet(store, rank, size, seconds)
@@ -175,13 +177,16 @@ def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
 
 
 def _meet(store: TCPStore, rank: int, size: int, seconds: float) -> Store:
-    own, others = uuid4().hex, range(1, size)
+    own = uuid4().hex
+    others = range(1, size)
 
     def read(key: str) -> str:
         return store.get(key).decode() if store.check([key]) else ""
 
     store.set(f"here/{rank}", own)
-    end, met, missing = time.monotonic() + seconds, {"name": own}, list(others)
+    end = time.monotonic() + seconds
+    met = {"name": own}
+    missing = list(others)
     with Wait("ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
         while missing if rank == 0 else met.get(str(rank)) != own:
             if time.monotonic() > end:

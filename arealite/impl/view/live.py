@@ -40,10 +40,15 @@ class LiveRun:
         Raises:
             UserError: the folder is no run folder.
         """
-        self._paths, self._reader = paths, RunReader(paths)
+        self._paths = paths
+        self._reader = RunReader(paths)
         self._vocabulary = Vocabulary.find(report.model_folders(paths))
-        self._seen, self._due, self._problem = object(), 0.0, ""
-        self._version, self._about, self._chunks = "", {}, list[list[report_rows.Row]]()
+        self._seen = object()
+        self._due = 0.0
+        self._problem = ""
+        self._version = ""
+        self._about = {}
+        self._chunks = list[list[report_rows.Row]]()
         self._pack = lru_cache(maxsize=4)(self._read_chunk)
 
     def answer(self, name: str, version: str) -> bytes:
@@ -68,13 +73,16 @@ class LiveRun:
 
     def _renew(self, shot: Snapshot) -> None:
         """Read the run's data if there is a new step. Before step 1, the data are small."""
-        began, seen = time.monotonic(), (shot.metrics.newest, len(shot.metrics.evals), shot.state)
+        began = time.monotonic()
+        seen = (shot.metrics.newest, len(shot.metrics.evals), shot.state)
         if began < self._due or (seen == self._seen and shot.metrics.steps):
             return
         try:
             rows, self._about = report.read(self._paths, most=MOST)
-            self._chunks, self._version = [*report_rows.cut(rows)], str(self._about["written"])
-            self._seen, self._problem = seen, ""
+            self._chunks = [*report_rows.cut(rows)]
+            self._version = str(self._about["written"])
+            self._seen = seen
+            self._problem = ""
         except (UserError, OSError, sqlite3.Error) as error:  # for example while it is created
             self._problem = str(error)
         now = time.monotonic()

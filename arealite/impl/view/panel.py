@@ -19,7 +19,11 @@ from arealite.impl.view.report_run import roles
 from arealite.system.health.snapshot import PUBLISHING, Snapshot
 from arealite.system.names.registry import Entry
 
-MAX_WIDTH, BAR, SPARK, SERVERS, FINDINGS = 118, 10, 20, 8, 3
+MAX_WIDTH = 118
+BAR = 10
+SPARK = 20
+SERVERS = 8
+FINDINGS = 3
 SHAPES = "█▓▒░"
 STYLES = ("cyan", "green", "yellow", "dim")
 """Styles of a bar's parts; the last one is for the rest."""
@@ -46,7 +50,9 @@ def panel(shot: Snapshot, *, width: int = MAX_WIDTH, height: int = 100) -> Rende
 
 def progress(shot: Snapshot) -> Iterator[Row]:
     """Yield the rows on progress and results."""
-    metrics, newest, total = shot.metrics, shot.metrics.newest, shot.total_steps
+    metrics = shot.metrics
+    newest = shot.metrics.newest
+    total = shot.total_steps
     seconds = [line.get("time/step_s", 0.0) for line in metrics.recent]
     text = f"{metrics.steps:,} of {f'{total:,}' if total else '?'}"
     if newest:
@@ -116,7 +122,8 @@ def weights(shot: Snapshot) -> Iterator[Row]:
 
 def health(shot: Snapshot) -> Iterator[Row]:
     """Yield the rows on servers, failures, and roles that block the run."""
-    newest, failed = shot.metrics.newest, sorted(shot.failures.items())
+    newest = shot.metrics.newest
+    failed = sorted(shot.failures.items())
     yield 9, "", Text()
     if shot.servers or "publish/version" in newest:
         yield from servers(shot.servers)
@@ -154,7 +161,8 @@ def spark(values: Sequence[float]) -> str:
     count = min(SPARK, len(values))
     cuts = [i * len(values) // count for i in range(count + 1)]
     means = [fmean(values[begin:end]) for begin, end in pairwise(cuts)]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     return "".join(BLOCKS[int(7.99 * ((v - low) / (high - low or 1.0)))] for v in means)
 
 
@@ -164,7 +172,10 @@ def bar(parts: Mapping[str, float]) -> Text:
     largest = sorted(named, key=lambda part: -parts[part])[: len(SHAPES) - 1]
     shown = {part: parts[part] for part in named if part in largest}
     shown["other"] = sum(parts.values()) - sum(shown.values())
-    drawn, legend, whole, before = Text(), Text(), sum(parts.values()), 0.0
+    drawn = Text()
+    legend = Text()
+    whole = sum(parts.values())
+    before = 0.0
     for (part, value), shape, style in zip(shown.items(), SHAPES, STYLES, strict=False):
         upto = before + value / whole
         drawn.append(shape * (round(BAR * upto) - round(BAR * before)), style)

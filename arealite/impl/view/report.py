@@ -56,7 +56,8 @@ def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
 
 def read(paths: RunPaths, *, most: int) -> tuple[list[report_rows.Row], dict[str, Any]]:
     """Return at most `most` trajectories of a run, and all other data of its report."""
-    run, has_ledger = report_run.describe(paths), paths.ledger.exists()
+    run = report_run.describe(paths)
+    has_ledger = paths.ledger.exists()
     rows, total = report_rows.choose(paths.ledger, most) if has_ledger else ([], 0)
     table = report_rows.table(rows) if has_ledger else None
     now = {"written": time.time(), "arealite": __version__, "table": table}

@@ -77,7 +77,9 @@ def choose(ledger: Path, most: int) -> tuple[list[Row], int]:
             FROM groups g JOIN trajectories USING (group_id) LEFT JOIN steps s USING (step)
             GROUP BY seq ORDER BY g.step IS NULL, g.step, place, seq""")]  # fmt: skip
         total = sum(group.size for group in groups)
-        share, due, rows = min(1.0, most / max(total, 1)), 0.0, list[Row]()
+        share = min(1.0, most / max(total, 1))
+        due = 0.0
+        rows = list[Row]()
         sql = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
         for group in groups:
             due += group.size * share
@@ -100,13 +102,15 @@ def table(rows: Sequence[Row]) -> dict[str, object]:
 
 def cut(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield the rows of each chunk."""
-    chunk, tokens = list[Row](), 0
+    chunk = list[Row]()
+    tokens = 0
     for row in rows:
         chunk.append(row)
         tokens += row.header.num_tokens
         if tokens >= CHUNK_TOKENS:
             yield chunk
-            chunk, tokens = [], 0
+            chunk = []
+            tokens = 0
     if chunk:
         yield chunk
 
@@ -115,7 +119,8 @@ class Chunks:
     """Packs the tokens of chunks, and collects the token ids that occur."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._ledger, self.ids = paths.ledger, set[int]()
+        self._ledger = paths.ledger
+        self.ids = set[int]()
         self.unreadable = 0
         """Number of payloads that contradict their headers; these tokens are left blank."""
         folder = paths.token_stats
@@ -128,7 +133,9 @@ class Chunks:
         Search reads the first block only.
         """
         names = [row.header.trajectory_id for row in rows]
-        ids, known, trees = list[np.ndarray](), list[np.ndarray](), list[Tree]()
+        ids = list[np.ndarray]()
+        known = list[np.ndarray]()
+        trees = list[Tree]()
         for row, payload in zip(rows, read_payloads(self._ledger, names, dropped=b""), strict=True):
             arrays, turns = self._arrays(row.header, payload)
             trees.append(turns)
@@ -163,7 +170,8 @@ class Chunks:
         """Return TOKEN of a row's tokens."""
         mask = arrays["loss_mask"].astype(bool)
         known = np.zeros(len(mask), TOKEN)
-        known["mask"], known["reward"] = mask, arrays["rewards"]
+        known["mask"] = mask
+        known["reward"] = arrays["rewards"]
         ages = arrays["versions"] - row.header.oldest_version
         known["age"][mask] = np.maximum(ages[mask], 0)
         known["logprob"][mask] = arrays["logprobs"][mask].clip(-6e4, 6e4)

@@ -49,7 +49,8 @@ def describe(paths: RunPaths) -> dict[str, Any]:
 
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
     """Return one list per metric, by ascending step; None where a step lacks the metric."""
-    names, merged = dict.fromkeys(name for line in lines for name in line), by_step(lines)
+    names = dict.fromkeys(name for line in lines for name in line)
+    merged = by_step(lines)
     return {name: [line.get(name) for line in merged] for name in names}
 
 

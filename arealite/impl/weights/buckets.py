@@ -49,11 +49,13 @@ def split(weights: Iterable[Named], max_bytes: int) -> Iterator[dict[str, torch.
 
     A larger tensor gets its own part. At most one part is held in memory at a time.
     """
-    part, size = dict[str, torch.Tensor](), 0
+    part = dict[str, torch.Tensor]()
+    size = 0
     for name, tensor in weights:
         if part and size + tensor.nbytes > max_bytes:
             yield part
-            part, size = {}, 0
+            part = {}
+            size = 0
         part[name] = tensor.detach().contiguous()
         size += tensor.nbytes
     if part:

@@ -44,7 +44,9 @@ def join(
     """
     timeout = timedelta(seconds=seconds)
     store = open_store(address, world_size, timeout)
-    kind, keys, label = c10d.Backend(backend), c10d.PrefixStore(name, store), cast(Any, name)
+    kind = c10d.Backend(backend)
+    keys = c10d.PrefixStore(name, store)
+    label = cast(Any, name)
     group: Any = c10d._new_process_group_helper(
         world_size, rank, [], kind, keys, group_name=label, timeout=timeout
     )[0]

@@ -74,7 +74,8 @@ class TensorNames:
         self._first = {name: first[id(tensor)] for name, tensor in state.items()}
         """Maps tied tensors of the model to the first of them."""
         self._meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
-        self._config, self._prefix = model.config, f"{model.base_model_prefix}."
+        self._config = model.config
+        self._prefix = f"{model.base_model_prefix}."
         self._check_ties(model)
         self.headers = read_headers(folder)
         if not self.headers:
@@ -175,14 +176,16 @@ class TensorNames:
         joins = [rule for rule in rules if isinstance(rule, WeightConverter)]
         renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
         of_pattern = {pattern: rule for rule in joins for pattern in rule.source_patterns}
-        prefix, groups = model.base_model_prefix, dict[tuple[str, str], Group]()
+        prefix = model.base_model_prefix
+        groups = dict[tuple[str, str], Group]()
         for name in sorted(self.headers, key=dot_natural_key):
             key, pattern = rename_source_key(name, renamings, joins, prefix, self._meta)
             renamed = name
             for rule in renamings:
                 renamed, _ = rule.rename_source_key(renamed)
             if key not in self._meta and name in self._meta:  # the name needs no renaming
-                key, pattern = name, None
+                key = name
+                pattern = None
             if key in self._meta:
                 rule = of_pattern.get(pattern or "")
                 group = groups.setdefault((key, "" if rule else name), Group(key, rule))
@@ -238,7 +241,8 @@ class TensorNames:
         """Return the tensors of the folder that the tensors of the model are made of."""
         if group.rule is None:
             return dict(zip(group.sources, tensors.values(), strict=True))
-        rule, key = group.rule.reverse_transform(), ""
+        rule = group.rule.reverse_transform()
+        key = ""
         for name in group.targets:
             key, pattern = rule.rename_source_key(name)
             rule.add_tensor(key, name, pattern, tensors[name])

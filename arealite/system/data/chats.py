@@ -117,12 +117,14 @@ def check_examples(config: ExperimentConfig, model: dict[str, object]) -> Checke
     """
     train, held_out = read_dataset(config)
     encoder = RowEncoder(config, load_tokenizer(config.model.path))
-    vocabulary, limit = vocab_size(model), config.trainer.offline.max_tokens
+    vocabulary = vocab_size(model)
+    limit = config.trainer.offline.max_tokens
     untrained = list[str]()
     for row in (*train, *held_out):
         examples = encoder.encode(row)
         for example in examples:
-            top, bottom = int(example.tokens.max(initial=0)), int(example.tokens.min(initial=0))
+            top = int(example.tokens.max(initial=0))
+            bottom = int(example.tokens.min(initial=0))
             if bottom < 0 or (vocabulary and top >= vocabulary):
                 wrong = top if bottom >= 0 else bottom
                 what = f"{row[0]}: token {wrong} is not among the model's {vocabulary}"

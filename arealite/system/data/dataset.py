@@ -61,12 +61,15 @@ def identity(config: ExperimentConfig, rows: Sequence[object]) -> dict[str, str]
 
     They determine the task of each group, or for an offline trainer the rows of each step.
     """
-    digest, trainer = hashlib.blake2b(digest_size=4), config.trainer
+    digest = hashlib.blake2b(digest_size=4)
+    trainer = config.trainer
     for row in rows:
         digest.update(_encode(row))
-    kind, size = dict[str, str](), {"group_size": str(trainer.ppo.collector.group_size)}
+    kind = dict[str, str]()
+    size = {"group_size": str(trainer.ppo.collector.group_size)}
     if trainer.is_offline:
-        kind, size = {"trainer.type": trainer.type}, {"batch_size": str(trainer.offline.batch_size)}
+        kind = {"trainer.type": trainer.type}
+        size = {"batch_size": str(trainer.offline.batch_size)}
     return {
         **kind,  # first, so that an error names it first
         "dataset_rows": str(len(rows)),
@@ -91,7 +94,8 @@ def make_task(row: Row, task_id: str, where: str) -> Task:
     if "prompt" not in row:
         raise no_prompt([*row], where)
     prompt = check_prompt(row["prompt"], where)
-    truth, extra = row.get("ground_truth"), row.get("extra_info")
+    truth = row.get("ground_truth")
+    extra = row.get("extra_info")
     if truth is not None and not isinstance(truth, str):
         what = f"`ground_truth` is {type(truth).__name__}, must be a string or null"
         raise UserError(f'{where}: {what}. Write it as "{truth}".')

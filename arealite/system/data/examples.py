@@ -114,10 +114,13 @@ class RowEncoder:
         state = columns.get("next_state") if self.sft.next_state_weight > 0 else None
         if not isinstance(state, str | None):
             raise UserError(f"{where}: `next_state` must be a text, or null without one.")
-        tokens, mask = columns["tokens"], columns.get("loss_mask")
+        tokens = columns["tokens"]
+        mask = columns.get("loss_mask")
         if isinstance(tokens, bytes) and isinstance(mask, bytes):
-            tokens, mask = np.frombuffer(tokens, "<i4"), np.frombuffer(mask, np.uint8)
-        tokens_T, mask_T = np.asarray(tokens), np.asarray(mask)
+            tokens = np.frombuffer(tokens, "<i4")
+            mask = np.frombuffer(mask, np.uint8)
+        tokens_T = np.asarray(tokens)
+        mask_T = np.asarray(mask)
         is_whole = tokens_T.dtype.kind in "iu" and mask_T.dtype.kind in "iub"
         if not is_whole or tokens_T.ndim != 1 or tokens_T.shape != mask_T.shape:
             what = "`tokens` must be token ids, and `loss_mask` as many 0 and 1"
@@ -133,11 +136,13 @@ class RowEncoder:
 
         If the row has no prompt, the prompt is the beginning that both answers have in common.
         """
-        answer, prompt = check_prompt(columns[name], where, name), columns.get("prompt")
+        answer = check_prompt(columns[name], where, name)
+        prompt = columns.get("prompt")
         answer_columns = {"completion"} if name == "completion" else {"chosen", "rejected"}
         if prompt is None and isinstance(answer, list):
             shared = common_prefix_length(columns["chosen"], columns["rejected"])
-            prompt, answer = answer[:shared], answer[shared:]
+            prompt = answer[:shared]
+            answer = answer[shared:]
         elif prompt is not None:
             prompt = check_prompt(prompt, where)
         if isinstance(prompt, list) and isinstance(answer, str):
@@ -196,7 +201,8 @@ class RowEncoder:
         """Return the tokens of a conversation, and their kinds."""
         conversation = Conversation(self.tokenizer, messages, tools)
         conversation.check_context()
-        tokens, kinds = list[int](), list[int]()
+        tokens = list[int]()
+        kinds = list[int]()
         for turn, following in zip(turns, [*turns[1:], len(messages)], strict=True):
             start = begun if turn == turns[0] else ""
             answer = conversation.answer(turn, following=following, begun=start)
@@ -290,7 +296,8 @@ def _continued(prompt: Messages, answer: Messages) -> tuple[Messages, Messages, 
     Returns:
         The prompt without the beginning, the answer with it, and the beginning; "" without one.
     """
-    first, last = answer[0], prompt[-1] if prompt else {"role": ""}
+    first = answer[0]
+    last = prompt[-1] if prompt else {"role": ""}
     if last["role"] != "assistant" or first["role"] != "assistant" or tool_calls(last):
         return prompt, answer, ""
     begun = last["content"]

@@ -38,7 +38,8 @@ _json = msgspec.json.Encoder().encode
 
 def task_form(row: Row) -> tuple[str, Row]:
     """Return (name of the recognised form or "", the row with AReaLite's columns)."""
-    model, own = row.get("reward_model"), row.get("ground_truth")
+    model = row.get("reward_model")
+    own = row.get("ground_truth")
     if row.get("extra_info") is None and all(row.get(name) is not None for name in HUMANEVAL):
         info = {"data_source": "humaneval", "entry_point": row["entry_point"], "test": row["test"]}
         truth = as_text(row["canonical_solution"])
@@ -46,20 +47,26 @@ def task_form(row: Row) -> tuple[str, Row]:
     if "prompt" in row:
         if own is not None or not isinstance(model, dict):
             return "", row
-        truth, extra = cast(Row, model).get("ground_truth"), row.get("extra_info") or Row()
+        truth = cast(Row, model).get("ground_truth")
+        extra = row.get("extra_info") or Row()
         if isinstance(extra, dict) and "data_source" in row:
             extra = {"data_source": row["data_source"], **cast(Row, extra)}
         form = "verl rows: reward_model.ground_truth"
         return form, {**row, "ground_truth": as_text(truth), "extra_info": extra}
     if {"question", "answer"} <= row.keys() and not BESIDE_QUESTION & row.keys():
-        form, prompt, truth = "rows: question/answer", row["question"], row["answer"]
+        form = "rows: question/answer"
+        prompt = row["question"]
+        truth = row["answer"]
         if isinstance(truth, str) and "####" in truth:
             form = "GSM8K rows: question/answer, `####` answers"
             truth = truth.rpartition("####")[2].strip().replace(",", "")
     elif "problem" in row and {"answer", "solution"} & row.keys():
-        form, prompt, truth = "rows: problem/answer", row["problem"], row.get("answer")
+        form = "rows: problem/answer"
+        prompt = row["problem"]
+        truth = row.get("answer")
         if truth is None:
-            form, truth = "MATH rows: problem/solution, \\boxed answers", row.get("solution")
+            form = "MATH rows: problem/solution, \\boxed answers"
+            truth = row.get("solution")
             truth = boxed(truth) or truth if isinstance(truth, str) else truth
     else:
         return "", row
@@ -126,7 +133,8 @@ def renamed(row: Row, own: Row, columns: Columns, where: str, known: Sequence[st
     Raises:
         UserError: the row does not have a column, or `columns` has a misspelled name.
     """
-    own, extra = {**own}, dict[str, object]()
+    own = {**own}
+    extra = dict[str, object]()
     for name, path in columns.items():
         value = _find(row, path, name, where)
         if name in known:

@@ -44,7 +44,8 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
     """
     if not contexts:
         return
-    ppo, budget = config.trainer.ppo, config.trainer.ppo.collector.sampling.max_new_tokens
+    ppo = config.trainer.ppo
+    budget = config.trainer.ppo.collector.sampling.max_new_tokens
     if config.evaluates:
         budget = max(budget, ppo.eval.sampling.max_new_tokens)
     context = min(contexts)
@@ -98,7 +99,8 @@ def uses_template(config: ExperimentConfig, tasks: Sequence[Task]) -> bool:
     if is_gateway or any(not isinstance(task.prompt, str) for task in tasks):
         return True
     for agent in collector.agents:
-        kind, own = agents.get(agent.type), agents.options(agent)
+        kind = agents.get(agent.type)
+        own = agents.options(agent)
         is_plain = getattr(own, "use_chat_template", None) is False and own.system_prompt is None
         if kind.trainable and hasattr(own, "system_prompt") and not is_plain:  # scripted has none
             return True
@@ -215,7 +217,8 @@ def longest_request(config: ExperimentConfig, tasks: Sequence[Task]) -> int | No
     None: conversations of several turns can fill the context.
     """
     ppo = config.trainer.ppo
-    collector, evaluation = ppo.collector, ppo.eval.sampling
+    collector = ppo.collector
+    evaluation = ppo.eval.sampling
     if not {envs.base_of(part.env.type) for part in collector.parts.values()} <= ONE_TURN:
         return None
     system = getattr(agents.options(collector.agent), "system_prompt", None) or ""

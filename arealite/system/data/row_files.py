@@ -26,7 +26,8 @@ def write_rows(file: Path, rows: Iterable[Row]) -> int:
 
 
 def _jsonl(file: Path, rows: Iterator[Row]) -> int:
-    count, encode = 0, msgspec.json.Encoder().encode
+    count = 0
+    encode = msgspec.json.Encoder().encode
     with file.open("wb") as out:
         for count, row in enumerate(rows, start=1):  # noqa: B007
             out.write(encode(row) + b"\n")
@@ -36,7 +37,8 @@ def _jsonl(file: Path, rows: Iterator[Row]) -> int:
 def _parquet(file: Path, rows: Iterator[Row]) -> int:
     pa = importlib.import_module("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
-    text, message = pa.string(), pa.struct([("role", pa.string()), ("content", pa.string())])
+    text = pa.string()
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
     kinds = {
         **dict.fromkeys(("task_id", "source", "seat"), text),
         **dict.fromkeys(("sample", "segment", "turns"), pa.int32()),
@@ -47,7 +49,8 @@ def _parquet(file: Path, rows: Iterator[Row]) -> int:
         **{"reward": pa.float64(), "reward_parts": pa.map_(text, pa.float64())},
         "truncated": pa.bool_(),
     }
-    count, schema = 0, pa.schema(list(kinds.items()))
+    count = 0
+    schema = pa.schema(list(kinds.items()))
     with parquet.ParquetWriter(file, schema) as out:
         while batch := list(islice(rows, ROWS_AT_A_TIME)):
             out.write_table(pa.Table.from_pylist(batch, schema=schema))

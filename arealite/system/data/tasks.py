@@ -41,7 +41,9 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
     Raises:
         UserError: as `load_tasks`; or an environment generates no tasks.
     """
-    parts, data, is_train = file_parts(config), config.dataset, split == "train"
+    parts = file_parts(config)
+    data = config.dataset
+    is_train = split == "train"
     paths = {name: getattr(part, split) for name, part in parts.items()}
     count = data.rows if is_train else data.eval_rows
     most = {n: count if p == GENERATED else None for n, p in paths.items() if p or is_train}
@@ -54,7 +56,8 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
 
 def file_parts(config: ExperimentConfig) -> dict[str, PartConfig]:
     """Return all environments with their files; the only one of a run has the name ""."""
-    data, parts = config.dataset, config.trainer.ppo.collector.parts
+    data = config.dataset
+    parts = config.trainer.ppo.collector.parts
     files = {"train": data.train, "eval": data.eval, "columns": data.columns}
     return {name: part if name else replace(part, **files) for name, part in parts.items()}
 
@@ -95,7 +98,8 @@ def check_first_rows(config: ExperimentConfig, splits: Sequence[str] = ("train",
 
 
 async def _check_tasks(config: EnvConfig, rows: Iterator[PlacedTask]) -> None:
-    reward, kind = reward_of(config), config.type
+    reward = reward_of(config)
+    kind = config.type
     scorer = make_reward(reward) if reward else None
     options = envs.options(config)
     is_scored = getattr(options, "reward_from", "function") == "function"
@@ -149,7 +153,9 @@ def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
 
 def shares(weights: dict[str, float], count: int) -> dict[str, int]:
     """Divide `count` by weight into whole numbers with that sum, each off by less than one."""
-    total, ends, passed = sum(weights.values()), dict[str, int](), 0.0
+    total = sum(weights.values())
+    ends = dict[str, int]()
+    passed = 0.0
     for name, weight in weights.items():
         passed += weight
         ends[name] = round(count * passed / total)

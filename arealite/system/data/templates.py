@@ -62,7 +62,8 @@ def _tokenize(tokenizer: Tokenizer, encoded: bytes) -> list[int]:
 
 SHORT = 1024
 """Prompts up to this many bytes have a larger cache: a game has thousands of positions."""
-_short, _long = lru_cache(maxsize=16384)(_tokenize), lru_cache(maxsize=2048)(_tokenize)
+_short = lru_cache(maxsize=16384)(_tokenize)
+_long = lru_cache(maxsize=2048)(_tokenize)
 
 
 def render(

@@ -34,7 +34,9 @@ class Curriculum:
         Raises:
             UserError: all rows are of one class, although `by` is set.
         """
-        self.options, self.seed, self.shuffle = options, seed, shuffle
+        self.options = options
+        self.seed = seed
+        self.shuffle = shuffle
         self.class_of = [str(task.extra_info.get(options.by, "")) for task in train]
         self.rows: dict[str, list[int]] = {name: [] for name in self.class_of}
         for row, name in enumerate(self.class_of):

@@ -84,7 +84,8 @@ class Datapipe:
         """
         if not self.train:
             raise UserError("dataset.train has no rows: there is nothing to train on.")
-        config, ppo = self.config, self.config.trainer.ppo
+        config = self.config
+        ppo = self.config.trainer.ppo
         self.ready = asyncio.Event()
         """Set once `address` accepts connections."""
         self.ledger = Ledger(run_paths(config).ledger, fingerprint=identity(config, self.train))
@@ -181,7 +182,8 @@ class Datapipe:
     def _stop(self, error: InvariantError) -> None:
         if self._fatal is None:
             logger.error("datapipe stops", reason=str(error))
-            self._fatal, self._stopped_at = error, time.monotonic()
+            self._fatal = error
+            self._stopped_at = time.monotonic()
             self.requests.refuse(str(error))
 
     # ------------------------------------------------------------ messages
@@ -233,7 +235,8 @@ class Datapipe:
         self.requests.changed = True
         # An invalid result is acknowledged too: otherwise its worker would resend it forever.
         self.writer.after_commit(partial(self._send, frames[0], Ack(crc32(frames[1]))))
-        share, store = self.config.datapipe.max_failed_share, self.store
+        share = self.config.datapipe.max_failed_share
+        store = self.store
         if why := too_many_failures(store.failed_window, store.first_failure, share=share):
             raise InvariantError(why)
 
@@ -278,7 +281,8 @@ class Datapipe:
     def _send_leases(self) -> None:
         version = self.store.version
         while version is not None and (worker := self.workers.most_idle()) is not None:
-            boot, credit = self.ledger.boot, worker.credit
+            boot = self.ledger.boot
+            credit = worker.credit
             if (lease := self.evals.lease(boot=boot, version=version, credit=credit)) is None:
                 if (group := self.store.next_group()) is None:
                     return
@@ -353,7 +357,8 @@ class Datapipe:
 
         After a resume, the count of the earlier trainer lasts until the new trainer starts.
         """
-        filtered, limit = self.store.filtered, self.config.datapipe.max_filtered_groups
+        filtered = self.store.filtered
+        limit = self.config.datapipe.max_filtered_groups
         has_trainer = self.requests.has_trainer
         is_reported = has_trainer and filtered.length >= REPORTED_FROM
         self._report_filtered(filtered.describe() if is_reported else "")
@@ -374,7 +379,8 @@ class Datapipe:
     def _is_over(self, now: float) -> bool:
         if self._fatal is not None:
             return now - self._stopped_at > REFUSAL_S
-        since_s, finish = now - self._stopped_at, self.requests.finish
+        since_s = now - self._stopped_at
+        finish = self.requests.finish
         if finish is None or (self.workers.by_id and since_s < DRAIN_S):
             return False
         if finish.reason == wire.STOP_WAITING:

@@ -23,7 +23,9 @@ class EvalScheduler:
     """All running evaluations. The samples of one held-out task are a group."""
 
     def __init__(self, tasks: Sequence[Task], *, samples: int, max_attempts: int) -> None:
-        self.tasks, self.samples, self.max_attempts = tasks, samples, max_attempts
+        self.tasks = tasks
+        self.samples = samples
+        self.max_attempts = max_attempts
         self.runs: dict[int, list[Group]] = {}
         """By evaluation id: its groups. The `seq` of a group is the evaluation id."""
         self.groups: dict[str, Group] = {}
@@ -86,7 +88,9 @@ class EvalScheduler:
 
     def add_episode(self, episode: Episode) -> bool:
         """Store a sample; return False, and ignore it, if it is not running."""
-        group_id, lease_id, member = episode.group_id, episode.lease_id, episode.member
+        group_id = episode.group_id
+        lease_id = episode.lease_id
+        member = episode.member
         if not self.is_running(group_id, lease_id, member):
             return False
         group = self.groups[group_id]

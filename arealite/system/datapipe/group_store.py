@@ -30,7 +30,9 @@ class GroupStore:
         self, ledger: Ledger, train: Sequence[Task], *, ppo: PPOConfig, seed: int, shuffle: bool,
         curriculum: CurriculumConfig = OFF,
     ) -> None:  # fmt: skip
-        self.ledger, self.train, self.ppo = ledger, train, ppo
+        self.ledger = ledger
+        self.train = train
+        self.ppo = ppo
         self.curriculum = Curriculum(curriculum, train, seed=seed, shuffle=shuffle)
         self.filtered = FilterStreak(ledger)
         self.failed_window: deque[bool] = deque(maxlen=FAILURE_WINDOW)
@@ -53,14 +55,16 @@ class GroupStore:
         last = self.ppo.total_steps
         if self.version is None or self.version >= last:
             return None
-        attempts, now = self.ppo.max_attempts, time.monotonic()
+        attempts = self.ppo.max_attempts
+        now = time.monotonic()
         for seq in sorted(self._leasable):
             group = self._leasable[seq]
             if group.state not in ("offered", "leased") or not group.leasable(attempts):
                 del self._leasable[seq]
             elif group.leasable(attempts, now) and not self._makes_stale(group, self.version):
                 return group
-        eta, size = self.ppo.max_staleness, self.ppo.num_groups
+        eta = self.ppo.max_staleness
+        size = self.ppo.num_groups
         outstanding = self.next_step * size
         outstanding += sum(self.counts[state] for state in ("offered", "leased", "complete"))
         is_due = staleness.may_lease(outstanding, self.version, eta=eta, num_groups=size)
@@ -128,7 +132,9 @@ class GroupStore:
 
         Under `wait`, the other leased and complete groups need their places in batches too.
         """
-        policy, eta, size = self.ppo.staleness_policy, self.ppo.max_staleness, self.ppo.num_groups
+        policy = self.ppo.staleness_policy
+        eta = self.ppo.max_staleness
+        size = self.ppo.num_groups
         starts = [version if group.start is None else min(version, group.start)]
         first = max(self._planned, default=self.next_step - 1) + 1
         if policy == "wait":
@@ -161,7 +167,8 @@ class GroupStore:
 
         The first finished episode of a member is used, whichever lease it is from.
         """
-        group, failure = self.groups.get(episode.group_id), episode.failure
+        group = self.groups.get(episode.group_id)
+        failure = episode.failure
         if group is None or group.state != "leased" or episode.member in group.finished:
             return
         if failure is None and self._is_too_late(group, episode):
@@ -227,7 +234,8 @@ class GroupStore:
         if (chosen := self._planned.pop(step, None) or self._choose(step)) is None:
             return None
         for place, group in enumerate(chosen):
-            group.step, group.place = step, place
+            group.step = step
+            group.place = place
             self._set_state(group, "batched")
             del self.groups[group.group_id]
         self.batches[step] = chosen
@@ -235,7 +243,8 @@ class GroupStore:
         return chosen
 
     def _choose(self, step: int) -> list[Group] | None:
-        eta, size = self.ppo.max_staleness, self.ppo.num_groups
+        eta = self.ppo.max_staleness
+        size = self.ppo.num_groups
         policy = self.ppo.staleness_policy
         if self.counts["complete"] < size and policy != "drop":
             return None
@@ -290,9 +299,12 @@ class GroupStore:
         if reasons.keys().isdisjoint(g.group_id for g in batch):
             return  # the request was resent, and the batch is composed again already
         for group in batch:
-            group.state, group.step, group.place = "complete", None, None
+            group.state = "complete"
+            group.step = None
+            group.place = None
             if group.group_id in reasons:
-                group.state, group.reason = "filtered", reasons[group.group_id]
+                group.state = "filtered"
+                group.reason = reasons[group.group_id]
             self.ledger.put_group(group)
         self.roll_back(step)
 

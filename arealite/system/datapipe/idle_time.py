@@ -34,7 +34,8 @@ class IdleClock:
     def mark(self, cause: str | None) -> None:
         """Add the time since the last call to the previous cause, and set the current cause."""
         now = time.monotonic()
-        passed, self._since = now - self._since, now
+        passed = now - self._since
+        self._since = now
         if self.cause is not None:
             self.seconds[self.cause] += passed
         is_slow = self.cause == "slow_episodes"
@@ -43,13 +44,15 @@ class IdleClock:
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call as `<cause>_wait_s`, and reset them."""
-        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
+        taken = self.seconds
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
         return {f"{cause}_wait_s": seconds for cause, seconds in taken.items()}
 
 
 def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
     """List the episodes that hold back a full batch under policy `wait`, oldest first."""
-    eta, size = store.ppo.max_staleness, store.ppo.num_groups
+    eta = store.ppo.max_staleness
+    size = store.ppo.num_groups
     if store.ppo.staleness_policy != "wait" or store.counts["complete"] < size:
         return []
     now = time.monotonic()

@@ -98,7 +98,8 @@ class Intake:
         self, worker_id: str, episode: EpisodeIds, payloads: list[bytes], wrong: str
     ) -> None:
         ids = (episode.lease_id, episode.group_id, episode.member)
-        newest, size = self.store.newest_version, self.vocab_size
+        newest = self.store.newest_version
+        size = self.vocab_size
         wrong = wrong or _tried(check_episode, episode, payloads, newest, size)
         is_leased = self._is_leased(worker_id, *ids)
         if wrong or not is_leased:
@@ -159,7 +160,8 @@ def check_episode(
     """
     is_eval = episode.group_id.startswith("e")
     lowest = 0.0 if is_eval else MIN_TEMPERATURE  # evaluations may be greedy
-    ids, seats = (episode.group_id, episode.member), {h.seat for h in episode.headers}
+    ids = (episode.group_id, episode.member)
+    seats = {h.seat for h in episode.headers}
     if (episode.failure is None) != bool(seats) or len(seats) < len(episode.headers):
         return "it needs one trajectory for each seat, or a failure"
     for h, payload in zip(episode.headers, payloads, strict=True):

@@ -38,8 +38,10 @@ class Scaling:
     workers: Workers
 
     def __post_init__(self) -> None:
-        collector, launcher = self.config.trainer.ppo.collector, self.config.launcher
-        self.options, self.max_concurrency = collector.autoscale, collector.concurrency
+        collector = self.config.trainer.ppo.collector
+        launcher = self.config.launcher
+        self.options = collector.autoscale
+        self.max_concurrency = collector.concurrency
         self.min_concurrency = min(self.options.min_concurrency, self.max_concurrency)
         self.min_workers = launcher.rollout_workers
         self.num_workers = 0
@@ -105,14 +107,17 @@ class Scaling:
         return sum(worker.in_flight for worker in self.workers.by_id.values())
 
     def _decide(self) -> None:
-        readings, self._readings = self._readings, []
+        readings = self._readings
+        self._readings = []
         self._silent_periods = 0 if readings else self._silent_periods + 1
         if self._silent_periods == CONFIRM_PERIODS:
             logger.warning("no server reports its load", episodes=self._scaler.target)
         names = [w.worker_id for w in self.workers.by_id.values() if w.route is not None]
         staying = [name for name in names if name != self._leaving]
-        before, workers = self._scaler.target, max(len(staying), 1)
-        least, most = self.min_concurrency * workers, self.max_concurrency * self.max_workers
+        before = self._scaler.target
+        workers = max(len(staying), 1)
+        least = self.min_concurrency * workers
+        most = self.max_concurrency * self.max_workers
         target = self._scaler.decide(readings, least=least, most=most)
         self._adapt_workers(target, names)
         each = min(max(math.ceil(target / workers), self.min_concurrency), self.max_concurrency)
@@ -134,7 +139,8 @@ class Scaling:
                 self._leaving = ""
         elif not is_spare:
             self._leaving = ""
-            most, are_up = self.max_concurrency * self.num_workers, len(names) >= self.num_workers
+            most = self.max_concurrency * self.num_workers
+            are_up = len(names) >= self.num_workers
             # If workers are not full, the staleness bound limits the number of episodes.
             are_full = self._in_flight >= SPARE * most
             if target > most and are_full and are_up and self.num_workers < self.max_workers:
@@ -142,7 +148,8 @@ class Scaling:
         elif self._leaving:
             leaver = self.workers.by_id.get(self._leaving)
             if leaver is None or not leaver.in_flight:
-                self.num_workers, self._spare_periods = last, 0
+                self.num_workers = last
+                self._spare_periods = 0
         elif self._spare_periods >= CONFIRM_PERIODS:
             self._leaving = found.get(last, "")
 

@@ -151,7 +151,8 @@ class TrainerRequestHandler:
         A trainer that was stopped while it waited for a batch still saves its last steps, so it
         counts as alive.
         """
-        now, has_more = time.monotonic(), self.finish is None or self.finish.reason == STOP_WAITING
+        now = time.monotonic()
+        has_more = self.finish is None or self.finish.reason == STOP_WAITING
         is_alive = has_more and now - self.last_request < TRAINER_ALIVE_S
         if now - self._start_received > TRAINER_GONE_S:
             self._start = None
@@ -209,12 +210,14 @@ class TrainerRequestHandler:
     def shard(self, request: BatchRequest) -> messages.Batch:
         """Return one rank's shard of a composed batch; equal for equal batch and world size."""
         headers = [header for group in self.store.batches[request.step] for header in group.headers]
-        updates, seed = self.store.ppo.updates, self.config.seed
+        updates = self.store.ppo.updates
+        seed = self.config.seed
         waits = self._waits.get(request.step, {})
         return batch_for_rank(request, headers, updates=updates, seed=seed, waits=waits)
 
     def _compose(self) -> None:
-        store, step = self.store, self.store.next_step
+        store = self.store
+        step = self.store.next_step
         if (groups := store.compose()) is None:
             self._mark_idle()
             return
@@ -262,7 +265,8 @@ class TrainerRequestHandler:
     def _log_slow_episodes(self) -> None:
         """Log the slow episodes if they take more of the time than REPORT_SHARE."""
         self._mark_idle()
-        share, now = self._idle.slow_share, time.monotonic()
+        share = self._idle.slow_share
+        now = time.monotonic()
         is_slow = self._idle.cause == "slow_episodes" and share > REPORT_SHARE
         if not is_slow or now - self._reported < SHARE_WINDOW_S:
             return
@@ -276,7 +280,8 @@ class TrainerRequestHandler:
     # ------------------------------------------------------------ requests
 
     def _take_batch_request(self, route: bytes, request: BatchRequest) -> None:
-        step, due = request.step, self.store.next_step
+        step = request.step
+        due = self.store.next_step
         if self.finish is not None:
             self.send(route, messages.Finished(self.finish.reason))
         elif step > due:
@@ -312,8 +317,10 @@ class TrainerRequestHandler:
         self._batch_requests.clear()
         self._eval_requests.clear()
         self.evals.forget(after=start.step)
-        self._start, self._ticket = None, start.ticket
-        self.last_request, self.changed = time.monotonic(), True
+        self._start = None
+        self._ticket = start.ticket
+        self.last_request = time.monotonic()
+        self.changed = True
         logger.info("training begins", step=start.step, rolled_back_groups=rolled)
         self.send(route, messages.TrainerReady(start.step, rolled))
 

@@ -23,7 +23,9 @@ class Upkeep:
     """Audits and prunes one ledger; at most one audit runs at a time."""
 
     def __init__(self, writer: LedgerWriter, stopped: asyncio.Event, *, keep_payloads: str) -> None:
-        self.writer, self.ledger, self.stopped = writer, writer.ledger, stopped
+        self.writer = writer
+        self.ledger = writer.ledger
+        self.stopped = stopped
         self.kept = 0 if keep_payloads == "all" else int(keep_payloads)
         self._is_busy = False
 

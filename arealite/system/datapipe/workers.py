@@ -117,7 +117,9 @@ class Workers:
         worker = self._known(state.worker_id)
         now = worker.last_seen = time.monotonic()
         is_new = worker.process not in ("", state.process)
-        worker.route, worker.capacity, worker.metrics = route, state.capacity, state.split_metrics
+        worker.route = route
+        worker.capacity = state.capacity
+        worker.metrics = state.split_metrics
         worker.process = state.process
         known = set(state.held)
         missing = [active for lease_id, active in worker.leases.items() if lease_id not in known]

@@ -45,7 +45,10 @@ ORDER: tuple[Cause, ...] = get_args(Cause)
 REPORTS: dict[str, Cause] = {PAUSE_OBSERVER: "paused", GROUP_FILTER: "filtering"}
 """The cause that a wait reports, by the owner of the wait: the role itself has found it."""
 
-SILENT_S, REMOTE_SILENT_S, BLOCKED_S, OVERDUE_S = 4.0, 15.0, 3.0, 5.0
+SILENT_S = 4.0
+REMOTE_SILENT_S = 15.0
+BLOCKED_S = 3.0
+OVERDUE_S = 5.0
 MAX_BUSY_S = 1.0
 """A process that was late for more seconds than this without waiting for a CPU is not starved."""
 FEW_TIMESLICES = 20
@@ -92,7 +95,9 @@ class RoleStatus:
 
     def finding(self, *, silent_s: float, blocked_s: float) -> Finding | None:
         """Return the finding about this role alone; None if the role is healthy."""
-        vitals, age_s, pid = self.vitals, self.age_s, self.vitals.pid
+        vitals = self.vitals
+        age_s = self.age_s
+        pid = self.vitals.pid
         blocked = vitals.blocked_s + age_s if vitals.blocked_s else 0.0
         if self.state and self.state in "Tt":
             what = f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it"
@@ -125,7 +130,8 @@ class RoleStatus:
         Returns:
             None if the kernel has no scheduler statistics of the process.
         """
-        share, pid = 0.0, self.vitals.pid
+        share = 0.0
+        pid = self.vitals.pid
         for thread, before in self.vitals.cpu.items():
             if not (self.state and before and (now := cpu_times(pid, thread))):
                 return None
@@ -149,7 +155,8 @@ def read_roles(folder: Path) -> list[RoleStatus]:
             written = path.stat().st_mtime
         except (OSError, msgspec.DecodeError):
             continue  # removed in the meantime
-        ages, state = [now - written], ""
+        ages = [now - written]
+        state = ""
         if vitals.host == socket.gethostname():
             ages.append(time.monotonic() - vitals.clock)
             if vitals.started:
@@ -203,7 +210,8 @@ class WaitGraph:
     """The waits of all roles, except those of unhealthy roles."""
 
     def __init__(self, roles: dict[str, RoleStatus], *, unhealthy: Container[str] = ()) -> None:
-        self.roles, self.unhealthy = roles, unhealthy
+        self.roles = roles
+        self.unhealthy = unhealthy
         self.all = [
             (role, wait, self.targets(role, wait))
             for role in roles.values()
@@ -265,7 +273,8 @@ class WaitGraph:
 
     def waiters(self, blocker: str) -> Iterator[str]:
         """Describe the waits for a role, directly or through other waiting roles."""
-        blocked, size = {blocker}, 0
+        blocked = {blocker}
+        size = 0
         while len(blocked) > size:
             size = len(blocked)
             blocked |= {role.name for role, _, targets in self.all if targets & blocked}

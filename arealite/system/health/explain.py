@@ -19,7 +19,11 @@ WIDTH = 118
 ANSWER_S, SIGNAL_S = 2.0, 0.5
 """How long to wait for stacks that roles write, and for stacks that faulthandler writes."""
 POLL_S = 0.05
-MAX_WAITERS, MAX_STACKS, MAX_PLACES, MAX_FRAMES, LOG_LINES = 6, 3, 4, 12, 6
+MAX_WAITERS = 6
+MAX_STACKS = 3
+MAX_PLACES = 4
+MAX_FRAMES = 12
+LOG_LINES = 6
 EPISODE = " task episode "
 IDLE = (": thread.py:", ": selectors.py:", ": runners.py:")
 """The innermost calls of idle threads: of a thread pool, and of an event loop."""
@@ -38,7 +42,8 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
     roles = read_roles(folder)
     if not roles and not findings:
         return f"The run is not running: no process writes vitals to {folder}."
-    stacks, causes = collect_stacks(folder, roles), {each.blocker: each.cause for each in findings}
+    stacks = collect_stacks(folder, roles)
+    causes = {each.blocker: each.cause for each in findings}
     roles.sort(key=lambda role: role.name not in causes)
     graph = WaitGraph({role.name: role for role in roles})
     is_over = all(role.state == "X" for role in roles if not role.name.startswith("llm_server"))

@@ -78,7 +78,8 @@ class Metrics:
             with self._file.open("rb") as file:
                 stat = os.fstat(file.fileno())
                 if stat.st_ino != self._inode or stat.st_size < self._offset:
-                    self._inode, self._offset = stat.st_ino, 0
+                    self._inode = stat.st_ino
+                    self._offset = 0
                     self._reset()
                 file.seek(self._offset)
                 lines = file.read().split(b"\n")
@@ -159,9 +160,11 @@ class RunReader:
             if self.paths.config.stat().st_mtime != self._changed:
                 self._read_config()
         self.metrics.poll()
-        metrics, config = self.metrics, self._config
+        metrics = self.metrics
+        config = self._config
         servers = self._names.list("llm_server")
-        roles, failures = diagnosis.read_roles(self._vitals), Counter[str]()
+        roles = diagnosis.read_roles(self._vitals)
+        failures = Counter[str]()
         for role in roles:
             of_role = {k: int(v) for k, v in role.vitals.counters.items() if k.startswith(FAILED)}
             failures.update({k.removeprefix(FAILED): v for k, v in of_role.items()})
@@ -195,7 +198,8 @@ class RunReader:
             what = f"{file.parent} is no run folder: it has no valid {file.name}"
             raise UserError(f"{what}. Give a run folder, as in runs/EXPERIMENT/TRIAL.")
         filled = OmegaConf.merge({"cluster": asdict(ClusterConfig())}, config)  # an older version's
-        self._config, self._changed = cast(ExperimentConfig, filled), file.stat().st_mtime
+        self._config = cast(ExperimentConfig, filled)
+        self._changed = file.stat().st_mtime
         self._names = NameRegistry.of(self._config)
         self._vitals = name_dir(self._config) / "vitals"
 

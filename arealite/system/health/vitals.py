@@ -99,7 +99,8 @@ class LoopWatch:
     def _tick(self) -> None:
         now = time.monotonic()
         lag = now - self._due
-        self.lag_s, self.lag_max_s = max(self.lag_s, lag), max(self.lag_max_s, lag)
+        self.lag_s = max(self.lag_s, lag)
+        self.lag_max_s = max(self.lag_max_s, lag)
         self._due = now + TICK_S
         self.loop.call_later(TICK_S, self._tick)
 
@@ -130,11 +131,13 @@ class Recorder(threading.Thread):
         context = contextvars.copy_context()
         super().__init__(target=lambda: context.run(self._beat_forever), name="vitals", daemon=True)
         self.folder = folder
-        pid, host = os.getpid(), socket.gethostname()
+        pid = os.getpid()
+        host = socket.gethostname()
         _, started = process_state(pid) or ("", 0)
         self.vitals = Vitals(name, pid, host, started, f"{name}.stacks")
         self._closed = threading.Event()
-        self._was_blocked, self._awake_since = False, 0.0
+        self._was_blocked = False
+        self._awake_since = 0.0
         folder.mkdir(parents=True, exist_ok=True)
         self._stacks = (folder / self.vitals.stacks).open("wb")
         # `close` restores this state: `arealite why` may send SIGUSR1 to a role that exits.
@@ -145,7 +148,8 @@ class Recorder(threading.Thread):
 
     def beat(self) -> None:
         """Write the vitals once, and the stacks if they were requested."""
-        vitals, before = self.vitals, self.vitals.clock
+        vitals = self.vitals
+        before = self.vitals.clock
         vitals.clock = time.monotonic()
         vitals.lag_s = max((each.lag_s for each in _loops), default=0.0)
         for each in _loops:
@@ -270,7 +274,8 @@ def modified_ns(file: Path) -> int:
 
 def _grouped_waits() -> list[Waits]:
     """Return the waits of this process, the oldest first; equal waits are grouped."""
-    now, groups = time.monotonic(), dict[tuple[str, ...], Waits]()
+    now = time.monotonic()
+    groups = dict[tuple[str, ...], Waits]()
     for w in sorted(waits.table.copy(), key=lambda w: w.since):
         words = (text.partition(" ")[0] for text in (w.what, w.owner))
         key = w.on, *(word if word.isalpha() else "#" for word in words)

@@ -154,13 +154,15 @@ class Wait:
             if not self.expired:  # until Python 3.13 a TaskGroup that failed leaves it cancelled
                 self._base = task.cancelling()
             try:
-                step, value = work.send, (yield awaited)
+                step = work.send
+                value = yield awaited
             except BaseException as error:
                 if self.abandoned:
                     with suppress(Exception):  # `work` may swallow GeneratorExit, too
                         work.close()
                     raise
-                step, value = work.throw, error
+                step = work.throw
+                value = error
                 if self.expired:
                     asyncio.get_running_loop().call_later(END_S, self.abandon)
 
@@ -206,7 +208,8 @@ class _Timer:
 
     def _fire(self) -> None:
         now = self.loop.time()
-        self._fires_at, self._handle = math.inf, None
+        self._fires_at = math.inf
+        self._handle = None
         for wait in self.waits:
             if wait.deadline <= now:
                 wait.expire()

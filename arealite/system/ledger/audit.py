@@ -179,7 +179,9 @@ class Audit:
     """An audit of one snapshot. Temporary views hide the records before the mark."""
 
     def __init__(self, db: sqlite3.Connection, new_only: bool) -> None:
-        self.db, self.is_whole, self.mark = db, not new_only, Mark()
+        self.db = db
+        self.is_whole = not new_only
+        self.mark = Mark()
         meta = dict(db.execute("SELECT key, value FROM meta"))
         self.has_sums = meta.get("schema", "") >= "4"
         if new_only:
@@ -194,7 +196,8 @@ class Audit:
 
     def _narrow(self) -> None:
         """Create a view over each table with only the records after the mark."""
-        mark, seqs = self.mark, ", ".join(map(str, self.mark.open))
+        mark = self.mark
+        seqs = ", ".join(map(str, self.mark.open))
         newer = {
             "groups": f"seq >= {mark.seq} OR seq IN ({seqs})",
             "steps": f"step >= {mark.step}",
@@ -258,9 +261,11 @@ class Audit:
 
     def _check(self, state: str, row: Row, step: int | None, *kept: object) -> None:
         """Compare columns and payload of a trajectory with its header, and count its tokens."""
-        name, is_closed = str(row[0]), state in CLOSED
+        name = str(row[0])
+        is_closed = state in CLOSED
         is_unusable, found, payload = kept
-        tally, what = self.found[is_closed], ""
+        tally = self.found[is_closed]
+        what = ""
         try:
             h = decode_header(row[10])
             if columns(h) != row[:10]:
@@ -304,7 +309,8 @@ class Audit:
     def _check_file(self, saved: int) -> None:
         """Compare the tables with `heads` and the newest checkpoint; if full, check the file."""
         for table, rows, total in self.db.execute("SELECT name, rows, sum FROM heads"):
-            here, found = sum(self._named(f"{table} ").values()), self.now[f"sum {table}"]
+            here = sum(self._named(f"{table} ").values())
+            found = self.now[f"sum {table}"]
             if (here, found & schema.CHECKSUM_MASK) != (rows, total):
                 kind = "lost" if here < rows else "repeated" if here > rows else "broken"
                 what = f"{table}: {rows} rows were written, {here} are in the file"
@@ -343,7 +349,8 @@ class Audit:
 
     def _turns(self) -> str:
         """Return the line of the certified turns; "" without any."""
-        now, found = self.now, Counter(self._named("branch "))
+        now = self.now
+        found = Counter(self._named("branch "))
         if not now["turns"]:
             return ""
         reasons = ", ".join([f"{reason} {count}" for reason, count in found.most_common()])

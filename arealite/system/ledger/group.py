@@ -84,7 +84,8 @@ class Group(msgspec.Struct, eq=False):
         After a restart, only `failures` lists a lost lease, without its worker; then any worker is
         accepted.
         """
-        owner, lease = self.owners.get(lease_id), self.leases.get(lease_id)
+        owner = self.owners.get(lease_id)
+        lease = self.leases.get(lease_id)
         if owner is None:
             return any((member, lease_id) == known[:2] for known in self.failures)
         members = range(self.size) if lease is None else lease.members

@@ -80,7 +80,8 @@ class Ledger:
         self._prompts: dict[tuple[str, str, bytes], str] = {}
         """Ids of the trajectories that store a prompt, by (group id, seat, digest of the prompt).
         Only prompts that this process stored are listed."""
-        self._log_limit, self._transactions = LOG_BYTES, 0
+        self._log_limit = LOG_BYTES
+        self._transactions = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with ExitStack() as on_error:
@@ -127,7 +128,8 @@ class Ledger:
         ).fetchall():
             group = make(seq, epoch, row)
             group.state, group.step, group.place = rest
-            key, ids_and_task = (group.group_id,), (group.group_id, "train", group.task)
+            key = (group.group_id,)
+            ids_and_task = (group.group_id, "train", group.task)
             for lease_id, worker_id, members, version in json.loads(leases):
                 group.leases[lease_id] = Lease(lease_id, *ids_and_task, members, version)
                 group.owners[lease_id] = worker_id
@@ -181,7 +183,8 @@ class Ledger:
 
     def train(self, report: StepReport) -> None:
         """Write the report of a trained step, and mark its groups as trained."""
-        trained, metrics = json.dumps(report.trained), json.dumps(report.metrics)
+        trained = json.dumps(report.trained)
+        metrics = json.dumps(report.metrics)
         columns = (report.step, trained, metrics, report.ranks, report.fingerprint)
         self._queue += _many(schema.PUT_STEP, [schema.with_checksum(*columns)])
         self._change("step = ? AND state = 'batched'", report.step, state="'trained'")
@@ -240,9 +243,12 @@ class Ledger:
 
     def take(self) -> list[Statement]:
         """Return the queued writes for `execute`, and clear the queue."""
-        queue, self._queue = self._queue, []
-        groups, self._groups = self._groups, {}
-        trajectories, self._trajectories = self._trajectories, []
+        queue = self._queue
+        self._queue = []
+        groups = self._groups
+        self._groups = {}
+        trajectories = self._trajectories
+        self._trajectories = []
         cuts = range(0, len(trajectories), ROWS)
         # `execute` computes these checksums, in the writer's thread: 60 µs for a payload of 64 KB.
         new = [(schema.PUT_TRAJECTORIES, tuple(trajectories[at : at + ROWS])) for at in cuts]

@@ -91,9 +91,12 @@ def _wrong_receipt(s: Segment) -> str:
 
     They agree if each trained token is an answer's, as it arrived, after the prompt that was sent.
     """
-    state, at, last = blake2b(), 0, 0
+    state = blake2b()
+    at = 0
+    last = 0
     for turn in s.turns:
-        begin, end = turn.start, turn.start + turn.length
+        begin = turn.start
+        end = turn.start + turn.length
         if not (last <= begin and end <= len(s.loss_mask) and turn.reused <= begin):
             return "receipt: range"
         state.update(s.tokens[4 * at : 4 * begin])
@@ -104,7 +107,8 @@ def _wrong_receipt(s: Segment) -> str:
             return f"receipt: answer after {begin} tokens"
         if s.loss_mask.count(1, begin, end) != turn.length:
             return "receipt: mask"
-        at, last = begin, end
+        at = begin
+        last = end
     return "" if sum([turn.length for turn in s.turns]) == s.loss_mask.count(1) else "receipt: mask"
 
 

@@ -69,14 +69,16 @@ PUT_GROUPS = (
     + ", ".join(f"{name} = excluded.{name}" for name in CHANGING)
 )
 PUT_TRAJECTORIES = _insert("trajectories", also="payload, payload_sum, ")
-PUT_STEP, PUT_FAILURE = _insert("steps"), _insert("failures")
+PUT_STEP = _insert("steps")
+PUT_FAILURE = _insert("failures")
 
 
 def triggers(table: str) -> str:
     """Return SQL for temporary triggers that update the row of `heads` for a table."""
     change = f"UPDATE heads SET rows = rows {{}} 1, sum = (sum {{}} {{}}.sum) & {CHECKSUM_MASK} "
     change += f"WHERE name = '{table}';"
-    added, removed = change.format("+", "+", "NEW"), change.format("-", "-", "OLD")
+    added = change.format("+", "+", "NEW")
+    removed = change.format("-", "-", "OLD")
     events = {"INSERT": added, "DELETE": removed, "UPDATE OF sum": removed + added}
     return "".join(
         f"CREATE TEMP TRIGGER {table}_{event[:6]} AFTER {event} ON main.{table} BEGIN {body} END;"

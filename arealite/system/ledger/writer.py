@@ -17,7 +17,8 @@ class LedgerWriter:
     """
 
     def __init__(self, ledger: Ledger, *, interval_s: float) -> None:
-        self.ledger, self.interval_s = ledger, interval_s
+        self.ledger = ledger
+        self.interval_s = interval_s
         self._callbacks: list[Callable[[], None]] = []
         self._requested = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -59,7 +60,8 @@ class LedgerWriter:
                 self._requested.clear()
                 if not self._is_closing:
                     self._hurry.clear()
-                callbacks, self._callbacks = self._callbacks, []
+                callbacks = self._callbacks
+                self._callbacks = []
                 if statements := self.ledger.take():
                     job = loop.run_in_executor(self._thread, self._execute, statements)
                     self._busy_s += await job
@@ -75,7 +77,8 @@ class LedgerWriter:
 
     def take_busy_s(self) -> float:
         """Return the time spent in transactions since the last call, in seconds."""
-        taken, self._busy_s = self._busy_s, 0.0
+        taken = self._busy_s
+        self._busy_s = 0.0
         return taken
 
     def close(self) -> None:

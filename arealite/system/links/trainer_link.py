@@ -138,13 +138,15 @@ class TrainerLink:
         Returns:
             The answer and its payloads; None if `on_wait` returned True.
         """
-        name, owner = wire.request_name(request), f"trainer rank {self.rank}"
+        name = wire.request_name(request)
+        owner = f"trainer rank {self.rank}"
         with Wait(name, owner=owner, on="datapipe-0", replies_soon=True) as shown:
             reported_at = resolved_at = sent_at = time.monotonic()
             self._send(request)
             while True:
                 now = time.monotonic()
-                silent_s, waiting = now - shown.last_sign, None
+                silent_s = now - shown.last_sign
+                waiting = None
                 # Read first: after a pause of this process itself, messages may be queued.
                 if (received := self._receive()) is not None:
                     message = received[0]

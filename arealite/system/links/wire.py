@@ -71,17 +71,20 @@ def open_socket(
     if secret is not None:
         router, dealer = (z85.encode(secret.derive(f"zmq {side}")) for side in ("router", "dealer"))
         if kind == zmq.ROUTER:
-            socket.curve_server, socket.curve_secretkey = True, router
+            socket.curve_server = True
+            socket.curve_secretkey = router
         else:
             socket.curve_serverkey = zmq.curve_public(router)
-            socket.curve_secretkey, socket.curve_publickey = dealer, zmq.curve_public(dealer)
+            socket.curve_secretkey = dealer
+            socket.curve_publickey = zmq.curve_public(dealer)
         socket.get_monitor_socket(REFUSALS)
     return socket
 
 
 def count_refused(socket: zmq.Socket[bytes]) -> int:
     """Count connections refused since the last call: the peer has another secret, or none."""
-    monitor, count = _monitor(socket), 0
+    monitor = _monitor(socket)
+    count = 0
     while monitor is not None and monitor.poll(0):
         monitor.recv_multipart()
         count += 1
@@ -104,7 +107,8 @@ class Channel:
     """A socket in the running event loop: a callback receives frames, and sends never block."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
-        self.socket, self._on_frames = socket, on_frames
+        self.socket = socket
+        self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled_read: asyncio.Handle | None = None

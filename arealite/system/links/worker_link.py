@@ -105,7 +105,8 @@ class WorkerLink:
         if max(map(len, payloads), default=0) > self.max_frame_mb << 20:
             ids = (episode.lease_id, episode.group_id, episode.member)
             failure = Failure("too_large", f"above datapipe.max_frame_mb={self.max_frame_mb}")
-            episode, payloads = Episode(*ids, [], failure), []
+            episode = Episode(*ids, [], failure)
+            payloads = []
         if members := self._members.get(episode.lease_id):
             members.discard(episode.member)
             if not members:
@@ -168,7 +169,8 @@ class WorkerLink:
             self._channel.close()
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)
-        secret, limit = self.secret, self.max_frame_mb
+        secret = self.secret
+        limit = self.max_frame_mb
         socket = wire.open_socket(self.context, zmq.DEALER, secret, max_mb=limit)
         socket.connect(address)
         self._address = address
@@ -195,7 +197,8 @@ class WorkerLink:
                 self._channel.send([wire.encode(progress), *payloads])
 
     def _flush(self) -> None:
-        outbox, self._outbox = self._outbox, []
+        outbox = self._outbox
+        self._outbox = []
         episodes = [episode for episode, _ in outbox]
         payloads = [payload for _, payloads in outbox for payload in payloads]
         result = wire.encode(messages.Result(self.worker_id, episodes))

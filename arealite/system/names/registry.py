@@ -75,7 +75,8 @@ class NameRegistry:
         cls, config: ExperimentConfig | ServerConfig, *, ttl_s: float | None = None
     ) -> NameRegistry:
         """Return the registry of a config's trial."""
-        cluster, key_env = config.cluster, getattr(config.llm_server, "api_key_env", "")
+        cluster = config.cluster
+        key_env = getattr(config.llm_server, "api_key_env", "")
         lives = cluster.ttl_s if ttl_s is None else ttl_s, cluster.heartbeat_s
         return cls(name_dir(config), *lives, is_secured=cluster.security, key_env=key_env)
 
@@ -118,7 +119,8 @@ class NameRegistry:
         Raises:
             UserError: the folder cannot be written.
         """
-        folder, name = self.root / role, ""
+        folder = self.root / role
+        name = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=folder, prefix=f".{entry_id}-")
@@ -144,7 +146,8 @@ class NameRegistry:
         for path in sorted((self.root / role).glob("*.json")):
             try:
                 with path.open(encoding="utf-8") as file:
-                    written, value = os.fstat(file.fileno()).st_mtime, json.load(file)
+                    written = os.fstat(file.fileno()).st_mtime
+                    value = json.load(file)
             except (OSError, ValueError):
                 continue  # removed in the meantime, or a foreign file
             age = self._age(path, written, folder_now)

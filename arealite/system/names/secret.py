@@ -46,7 +46,8 @@ def read_secret(folder: Path) -> Secret | None:
     path = folder / FILE
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
-            status, text = os.fstat(file.fileno()), file.read(1024)
+            status = os.fstat(file.fileno())
+            text = file.read(1024)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

@@ -13,7 +13,8 @@ HELD_OUT_PAIRS = 40
 
 def draw(rng: random.Random) -> Row:
     """Draw a task."""
-    first, second = rng.randint(1, LARGEST), rng.randint(1, LARGEST)
+    first = rng.randint(1, LARGEST)
+    second = rng.randint(1, LARGEST)
     question = f"What is {first} + {second}? Answer with the number alone."
     return {"prompt": [{"role": "user", "content": question}], "ground_truth": str(first + second)}
 

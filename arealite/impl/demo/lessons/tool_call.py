@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from arealite.impl.demo.lesson import Lesson, Message, Row, assistant_message
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-SMALLEST, LARGEST = 10, 999
+SMALLEST = 10
+LARGEST = 999
 ENV = "trainer.ppo.collector.env.tools"
 
 
@@ -27,7 +28,8 @@ SYSTEM = (
 
 def draw(rng: random.Random) -> Row:
     """Draw a task."""
-    first, second = rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST)
+    first = rng.randint(SMALLEST, LARGEST)
+    second = rng.randint(SMALLEST, LARGEST)
     symbol = rng.choice(list(OPERATORS))
     expression = f"{first} {symbol} {second}"
     return {

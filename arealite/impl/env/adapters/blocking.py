@@ -79,7 +79,8 @@ class Instance:
     """One environment of a library, whose calls run one after the other."""
 
     def __init__(self, env: Any, threads: Threads) -> None:
-        self.env, self._threads = env, threads
+        self.env = env
+        self._threads = threads
         self._lock = threading.Lock()
 
     async def call(self, function: Callable[[*Ts], T], *args: *Ts) -> T:

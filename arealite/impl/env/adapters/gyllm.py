@@ -57,7 +57,8 @@ class GyLLMEnv(LibraryEnv):
         Raises:
             BadRequests: A request names an unknown actor, or an actor has two requests.
         """
-        config, illegal = self.config, 0
+        config = self.config
+        illegal = 0
         unread = Unread(list)
         async with self.instance() as instance:
             options = {**config.options, "seed": seed_of(task)}
@@ -119,7 +120,8 @@ def take(
             why = "it has another request" if seat in asked else f"the seats are {[*agents]}"
             what = f"a request for actor {request.actor}, but {why}"
             raise BadRequests(f"{what}. Do not batch environments.")
-        agent, info = agents[seat], request.info.items()
+        agent = agents[seat]
+        info = request.info.items()
         parts = {name: float(part) for name, part in info if isinstance(part, int | float)}
         if (request.reward or parts) and (agent.record.turns or not agent.trainable):
             agent.reward(request.reward, **parts)

@@ -23,7 +23,8 @@ HIGHLIGHT = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m")
 class GymnasiumEnv(LibraryEnv):
     """One seat acts until the environment ends the episode or `max_steps` is reached."""
 
-    package, install = "gymnasium", extra_requirement("envs")
+    package = "gymnasium"
+    install = extra_requirement("envs")
 
     @classmethod
     def prompt(cls, config: GymnasiumConfig, name: str) -> str:
@@ -40,7 +41,9 @@ class GymnasiumEnv(LibraryEnv):
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's seed, then step until the end. Each turn gets its step's reward."""
-        agent, config, illegal = agents["agent"], self.config, 0
+        agent = agents["agent"]
+        config = self.config
+        illegal = 0
         rules = task.text
         if self.choices and not config.rules:
             rules += f" Answer with one of: {', '.join(self.choices)}."
@@ -54,7 +57,8 @@ class GymnasiumEnv(LibraryEnv):
                 if move is None:
                     illegal += 1
                     agent.reward(config.illegal_reward, illegal=1.0)
-                    text, done = "That is no action.", illegal >= config.max_illegal
+                    text = "That is no action."
+                    done = illegal >= config.max_illegal
                     text += f" Answer with one of: {', '.join(self.choices)}."
                 else:
                     seen, reward, *ends, _ = await instance.call(instance.env.step, move)
@@ -100,7 +104,8 @@ def actions(space: Any, names: Sequence[str]) -> tuple[int, tuple[str, ...]]:
     if kind != "Discrete":
         what = f"env.gymnasium: the action space is {space}. Agents can write texts and numbers"
         raise UserError(f"{what}: use an environment with a Text or Discrete action space.")
-    first, count = int(space.start), int(space.n)
+    first = int(space.start)
+    count = int(space.n)
     if names and len(names) != count:
         what = f"env.gymnasium.actions has {len(names)} names, but the environment has {count}"
         raise UserError(f"{what} actions. Name each action once.")

@@ -77,7 +77,8 @@ class OpenEnvEnv(Env):
         Raises:
             EpisodeError: The server is lost, answers with an error or violates the protocol.
         """
-        agent, config = agents["agent"], self.config
+        agent = agents["agent"]
+        config = self.config
         async with self.servers.episode(task.extra_info.get("reset", {})) as (channel, reply):
             seen = self.first(task, reply.observation)
             for _ in range(0 if reply.done else config.max_steps):

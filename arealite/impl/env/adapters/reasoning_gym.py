@@ -79,7 +79,8 @@ class ReasoningGymEnv(Env):
 
     def answer(self, text: str) -> str | None:
         """Return the answer to score, from the agent's text; None if there is none."""
-        tag, name = re.escape(self.config.answer_tag), self.config.dataset
+        tag = re.escape(self.config.answer_tag)
+        name = self.config.dataset
         if tag:
             found = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
             text = found[-1].strip() if found else ""
@@ -93,7 +94,8 @@ class ReasoningGymEnv(Env):
             UserError: The row is not one of this dataset.
             ScorerFailed: The answer could not be scored.
         """
-        seed, number = task.extra_info.get("seed"), task.extra_info.get("number")
+        seed = task.extra_info.get("seed")
+        number = task.extra_info.get("number")
         if not isinstance(seed, int) or not isinstance(number, int):
             what = f"{task.task_id}: env.type=reasoning_gym needs rows with extra_info.seed and"
             raise UserError(f"{what} .number. Set dataset.train=generated.")
@@ -116,7 +118,8 @@ def check(config: ReasoningGymConfig) -> str:
     Raises:
         UserError: The dataset is unknown, its options are invalid, or it has a known fault.
     """
-    name, options = config.dataset, msgspec.json.encode(config.options).decode()
+    name = config.dataset
+    options = msgspec.json.encode(config.options).decode()
     if name in FLAWED and not config.any_scorer:
         what = f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another dataset"
         fix = "set any_scorer=true, if wrong rewards and running the model's programs do no harm"

@@ -61,7 +61,8 @@ class TextArenaEnv(Env):
 
         A game that has not ended after `max_turns` gives no reward.
         """
-        call, whole = self._threads.call, self.config.observation == "whole"
+        call = self._threads.call
+        whole = self.config.observation == "whole"
         game = await call(self.begin, seed_of(task))
         for _ in range(self.config.max_turns):
             player, text = await call(game.look, whole)

@@ -51,7 +51,8 @@ class VerifiersEnv(Env):
     @classmethod
     def rows(cls, config: VerifiersConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield tasks, shuffled if the number of tasks is finite, again and again."""
-        taskset, is_eval = load(config).taskset, split == "eval"
+        taskset = load(config).taskset
+        is_eval = split == "eval"
         for turn in count():
             chosen = (t for t in taskset if (t.data.idx % HELD_OUT == HELD_OUT - 1) == is_eval)
             if taskset.bounded:
@@ -104,7 +105,8 @@ class VerifiersEnv(Env):
         Raises:
             UserError: The row is no task of the environment.
         """
-        number, key = row.extra_info.get("number", -1), row.extra_info.get("key")
+        number = row.extra_info.get("number", -1)
+        key = row.extra_info.get("key")
         while len(self._tasks) <= number and (task := next(self._source, None)) is not None:
             self._tasks.append(task)
         if not 0 <= number < len(self._tasks) or self._tasks[number].key != key:
@@ -138,7 +140,8 @@ def load(config: VerifiersConfig) -> Any:
         UserError: verifiers or the environment is not installed, or its options are wrong.
     """
     import_optional("verifiers", extra_requirement("verifiers"))
-    loaders, options = import_module("verifiers.v1.utils.loaders"), dict(config.options)
+    loaders = import_module("verifiers.v1.utils.loaders")
+    options = dict(config.options)
     options["taskset"] = {**options.get("taskset", {}), "id": config.id}
     for seat in config.seats:
         options[seat] = {"runtime": {"type": "subprocess"}, **options.get(seat, {})}

@@ -36,9 +36,11 @@ class Instrumented(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         """Turn an assert into a case."""
-        always, frame = set(self.always), self.case(node)
+        always = set(self.always)
+        frame = self.case(node)
         if not has_name(node):
-            frame.orelse, self.always = [], always
+            frame.orelse = []
+            self.always = always
         return frame
 
     def visit_Try(self, node: ast.Try) -> ast.AST:

@@ -87,12 +87,14 @@ class CodeEnv(Env):
             BrokenTests: The row's tests are missing or cannot be run.
             SandboxFailed: The sandbox could not run the program.
         """
-        agent, cases = agents["agent"], read_cases(task, self.config.case_timeout_s)
+        agent = agents["agent"]
+        cases = read_cases(task, self.config.case_timeout_s)
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
         verdict = await self.judge(program(action.text, task.text, cases.entry), cases)
         agent.record.seconds_scoring += time.perf_counter() - begin
-        share, solved = verdict.passed / verdict.total, float(verdict.passed == verdict.total)
+        share = verdict.passed / verdict.total
+        solved = float(verdict.passed == verdict.total)
         reward = share * self.config.partial + self.config.bonus * solved
         if not verdict.is_loaded:
             reward = self.config.error_reward
@@ -177,8 +179,10 @@ def read_cases(task: Task, seconds: float) -> Cases:
     Raises:
         BrokenTests: The row has no test cases.
     """
-    info, timed = task.extra_info, {"seconds": seconds}
-    entry, cases = info.get("entry_point") or "", list(info.get("cases") or [])
+    info = task.extra_info
+    timed = {"seconds": seconds}
+    entry = info.get("entry_point") or ""
+    cases = list(info.get("cases") or [])
     if cases and cases[0].get("stdin") is not None:
         work = timed | {"inputs": [case["stdin"] for case in cases]}
         return Cases("stdio", "", work, [case["stdout"] for case in cases])
@@ -196,7 +200,8 @@ def read_cases(task: Task, seconds: float) -> Cases:
     names = [entry] if entry else names_read([setup, *tests])
     if is_python(given):
         own, classes = without_classes(given)
-        setup, names = f"{own}\n{setup}", [*names, *classes]
+        setup = f"{own}\n{setup}"
+        names = [*names, *classes]
     work = timed | {"setup": setup, "tests": tests, "names": names}
     return Cases("tests", entry, work, [])
 

@@ -26,7 +26,9 @@ from arealite.impl.env.code.asserts import Instrumented
 from arealite.impl.env.code.program import ENDED, Line, describe, wait_and_fork
 from arealite.impl.env.code.values import decode, encode
 
-START_S, MAX_SIZE, MAX_ASKED = 60.0, 1 << 18, 50_000
+START_S = 60.0
+MAX_SIZE = 1 << 18
+MAX_ASKED = 50_000
 ENDED_EARLY = -1
 """Used as a case's number if the test raised an exception outside of its cases."""
 Report = Callable[..., None]
@@ -45,8 +47,12 @@ class Program:
     """Client of the program's process. It starts the program again after its end."""
 
     def __init__(self, line: Line, out: int, seconds: float) -> None:
-        self.line, self.out, self.seconds = line, out, seconds
-        self.pid, self.starts, self.printed = 0, 0, b""
+        self.line = line
+        self.out = out
+        self.seconds = seconds
+        self.pid = 0
+        self.starts = 0
+        self.printed = b""
         self.names: dict[str, object] = {}
 
     def start(self, stdin: str | None = None) -> None:
@@ -63,7 +69,8 @@ class Program:
         while "pid" not in answer:  # the end of an earlier program may be reported first
             answer = self._receive(time.monotonic() + START_S)
         self.pid = int(answer["pid"])
-        self.starts, self.printed = self.starts + 1, b""
+        self.starts = self.starts + 1
+        self.printed = b""
         self.line.send(stdin)
         loaded = self._answer()["loaded"].items()
         self.names = {name: self.value(data, name) for name, data in loaded}
@@ -253,7 +260,9 @@ class Absent(Program):
 
     def __init__(self, answer: object) -> None:
         super().__init__(Line(-1, -1), -1, 0.0)
-        self.pid, self.answer, self.asked = 1, answer, 0
+        self.pid = 1
+        self.answer = answer
+        self.asked = 0
 
     def ask(self, operation: str, *parts: object) -> object:
         """Check that `parts` can be sent to a program, then return or raise the fixed answer.
@@ -285,7 +294,8 @@ class AssertCases:
     """
 
     def __init__(self, work: dict[str, Any], entry: str) -> None:
-        self.entry, numbers = entry, count()
+        self.entry = entry
+        numbers = count()
         self.parts = [Instrumented(source, numbers) for source in work["tests"]]
         self.codes = [compile(work["setup"], "<setup>", "exec"), *(p.code for p in self.parts)]
         runs = [

@@ -22,7 +22,9 @@ class Line:
     """Sends and receives JSON values, one per line, through two pipes."""
 
     def __init__(self, read: int, write: int) -> None:
-        self.read, self.write, self.rest = read, write, b""
+        self.read = read
+        self.write = write
+        self.rest = b""
 
     def send(self, message: object) -> None:
         """Send one value."""
@@ -79,7 +81,8 @@ def run_program(job: dict[str, Any], line: Line, out: int) -> None:
     os.close(out)
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
-    names, code = module.__dict__, 0
+    names = module.__dict__
+    code = 0
     try:
         compiled = compile(job["source"], "<program>", "exec")
         if stdin is None:

@@ -32,7 +32,8 @@ def generate(rng: random.Random, levels: Sequence[int], split: str) -> Iterator[
 
 def steps(rng: random.Random, level: int) -> dict[str, Any]:
     """Return a row that asks for a function of `level` steps; its cases have 3 or more results."""
-    inner, ends = [*PROGRAMS["steps"].items()], [*PROGRAMS["ends"].items()]
+    inner = [*PROGRAMS["steps"].items()]
+    ends = [*PROGRAMS["ends"].items()]
     chosen = [*rng.sample(inner, level - 1), rng.choice(ends)]
     numbers = [{"a": rng.randint(2, 5), "b": rng.randint(-5, 5)} for _ in chosen]
     asks = [ask.format(**n) for (ask, _), n in zip(chosen, numbers, strict=True)]
@@ -60,7 +61,8 @@ def one_line(rng: random.Random) -> dict[str, Any]:
     """Return a random row whose answer is an expression."""
     ask, source = rng.choice([*PROGRAMS["one_liners"].items()])
     numbers = {"a": rng.randint(2, 9), "b": rng.randint(1, 9)}
-    code, arguments = source.format(**numbers), rng.sample(range(-20, 21), 5)
+    code = source.format(**numbers)
+    arguments = rng.sample(range(-20, 21), 5)
     cases = [{"args": [x], "expected": eval(code, {"x": x})} for x in arguments]
     return {
         "prompt": f"# {ask.format(**numbers)}\ndef f(x): return ",

@@ -79,7 +79,8 @@ def same(got: object, expected: object, tolerance: float) -> bool:
             same(named[key], value, tolerance) for key, value in expected.items()
         )
     if isinstance(got, (set, frozenset)) and isinstance(expected, list):
-        got, expected = sorted(got, key=repr), sorted(expected, key=repr)
+        got = sorted(got, key=repr)
+        expected = sorted(expected, key=repr)
     if isinstance(expected, (list, tuple)):
         if not isinstance(got, (list, tuple)) or len(got) != len(expected):
             return False

@@ -20,7 +20,8 @@ from arealite.impl.env.prompts import PROMPTS
 SIDES = {"pro": "for", "con": "against"}
 HELD_OUT = 5
 """One in HELD_OUT topics is left out of the split train and used by all other splits."""
-RULES, ASK = PROMPTS["debate"]["rules"], PROMPTS["debate"]["judge"]
+RULES = PROMPTS["debate"]["rules"]
+ASK = PROMPTS["debate"]["judge"]
 VERDICT = re.compile(r"pro\s*[=:]\s*(\d+(?:\.\d+)?)\W+con\s*[=:]\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
@@ -42,7 +43,8 @@ class DebateEnv(Env):
     @classmethod
     def rows(cls, config: DebateConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield the built-in claims without end, shuffled again each time."""
-        is_train, every = split == "train", enumerate(WORDS["topics"])
+        is_train = split == "train"
+        every = enumerate(WORDS["topics"])
         topics = [topic for i, topic in every if (i % HELD_OUT != 0) is is_train]
         rng = random.Random(f"debate/{split}/{seed}")
         while True:
@@ -55,7 +57,9 @@ class DebateEnv(Env):
             JudgeUnreadable: The seat judge gave no valid scores.
             UserError: The agent of the seat judge is trained.
         """
-        config, claim, speeches = self.config, task.text, dict[str, list[str]](pro=[], con=[])
+        config = self.config
+        claim = task.text
+        speeches = dict[str, list[str]](pro=[], con=[])
         rules = RULES.format(rounds=config.rounds, words=config.words, claim=claim)
         transcript = ""
         for number in range(config.rounds):

@@ -53,7 +53,9 @@ class MatrixGameEnv(Env):
                 acts = [tasks.create_task(agent.act(seen)) for agent, seen in pairs]
             made = [chosen(acts[i].result().text, self.choices[i]) for i in (0, 1)]
             for i, agent in enumerate(seats):
-                value, own, other = self.value(i, made), made[i], made[1 - i]
+                value = self.value(i, made)
+                own = made[i]
+                other = made[1 - i]
                 parts = {f"chose_{each}": (each == own) / self.rounds for each in self.choices[i]}
                 agent.reward(value / self.rounds, illegal=float(own is None), **parts)
                 line = f"Round {number + 1}: you: {own or 'unreadable'}, "

@@ -45,9 +45,13 @@ class TicTacToeEnv(Env):
         if len(opening) > 4 or len({*SQUARES} & {*opening}) != len(opening):
             hint = "Write up to four different squares, as '159'."
             raise UserError(f"{task.task_id}: extra_info.opening='{opening}'. {hint}")
-        board, moved, winner, illegal = list(SQUARES), set[str](), "", ""
+        board = list(SQUARES)
+        moved = set[str]()
+        winner = ""
+        illegal = ""
         for number in range(9):
-            seat, other = "xo"[number % 2], "ox"[number % 2]
+            seat = "xo"[number % 2]
+            other = "ox"[number % 2]
             move = opening[number : number + 1]
             if not move:
                 free = tuple(square for square in board if square in SQUARES)
@@ -55,7 +59,8 @@ class TicTacToeEnv(Env):
                 moved.add(seat)
                 move = chosen(action.text, SQUARES)
                 if move not in free:
-                    winner, illegal = other, seat
+                    winner = other
+                    illegal = seat
                     break
             board[int(move) - 1] = seat
             if any(board[a] == board[b] == board[c] for a, b, c in LINES):

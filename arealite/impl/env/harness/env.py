@@ -73,7 +73,9 @@ class HarnessEnv(Env):
 
     async def setup(self) -> None:
         """Start the gateway, the event loop of functions, and the folder of programs."""
-        cleanup, gateway, programs = self.cleanup, self.gateway, self.programs
+        cleanup = self.cleanup
+        gateway = self.gateway
+        programs = self.programs
         cleanup.push_async_callback(self.scorer.close)
         if self.functions:
             self.functions.setup(cleanup)
@@ -105,7 +107,8 @@ class HarnessEnv(Env):
             acted = {name: each for name, each in agents.items() if each.record.turns}
             if not acted:
                 raise HarnessFailed("the agent made no request to its endpoint's base_url")
-            begin, stats = time.perf_counter(), session.stats
+            begin = time.perf_counter()
+            stats = session.stats
             scores = await self._scores(task, session, result)
             first = next(iter(acted.values())).record
             first.seconds_scoring += time.perf_counter() - begin
@@ -136,7 +139,8 @@ class HarnessEnv(Env):
         Raises:
             HarnessSilent: The agent made no request for `idle_s`, and none is running.
         """
-        loop, idle_s = asyncio.get_running_loop(), self.config.idle_s
+        loop = asyncio.get_running_loop()
+        idle_s = self.config.idle_s
         self.gateway.offered.put_nowait(session)
         with Wait.without_deadline():
             await session.leased.wait()
@@ -156,7 +160,8 @@ class HarnessEnv(Env):
         Raises:
             HarnessFailed: The agent gave no reward, or one that cannot be read.
         """
-        source, file = self.config.reward_from, self.config.reward_file
+        source = self.config.reward_from
+        file = self.config.reward_file
         finished = result if isinstance(result, Finished) else None
         if session.reported is not None and source in ("auto", "posted"):
             value, parts = session.reported
@@ -181,7 +186,9 @@ class HarnessEnv(Env):
         Raises:
             HarnessFailed: It is no reward, or a name is no seat.
         """
-        path, seats, found = self.config.run, self.seats, {"": result}
+        path = self.config.run
+        seats = self.seats
+        found = {"": result}
         if isinstance(result, dict) and len(seats) > 1:
             named = cast(dict[str, object], result)
             if {*named} & {*seats} or any(isinstance(each, dict) for each in named.values()):

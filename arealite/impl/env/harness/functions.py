@@ -32,7 +32,8 @@ class Functions:
         Raises:
             UserError: There is no such function, it does not accept (task, endpoint), or it yields.
         """
-        self.path, option = path, f"{AT}run={path}"
+        self.path = path
+        option = f"{AT}run={path}"
         self._function = found = import_function(path, option)
         self._threads = Threads(THREADS)
         try:
@@ -46,7 +47,8 @@ class Functions:
     def setup(self, cleanup: AsyncExitStack) -> None:
         """Start the event loop of coroutines. Its cleanup cancels them."""
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._loop, self._closed = self._runner.get_loop(), asyncio.Event()
+        self._loop = self._runner.get_loop()
+        self._closed = asyncio.Event()
         cleanup.callback(self._loop.call_soon_threadsafe, self._closed.set)
         start(self._run_loop)
 

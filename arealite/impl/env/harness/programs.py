@@ -84,7 +84,8 @@ class Programs:
 
     async def setup(self, cleanup: AsyncExitStack) -> None:
         """Make the folder of all episodes; remove the folders that killed workers left."""
-        parent, prefix = Path(tempfile.gettempdir()), f"arealite-harness-{os.getuid()}-"
+        parent = Path(tempfile.gettempdir())
+        prefix = f"arealite-harness-{os.getuid()}-"
         self._root, lock = await asyncio.to_thread(make_locked, parent, prefix)
         cleanup.callback(os.close, lock)
         cleanup.callback(shutil.rmtree, self._root, ignore_errors=True)
@@ -130,8 +131,10 @@ class Programs:
         """Return the environment of a program: few variables of the worker, and its endpoint."""
         session = f"{endpoint.base_url}/rl/sessions/current"
         own = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        own["HOME"], own["TASK"] = folder, f"{folder}/task.json"
-        own["AREALITE_TASK"], own["AREALITE_SESSION"] = own["TASK"], session
+        own["HOME"] = folder
+        own["TASK"] = f"{folder}/task.json"
+        own["AREALITE_TASK"] = own["TASK"]
+        own["AREALITE_SESSION"] = session
         for api, url in (("OPENAI", endpoint.base_url), ("ANTHROPIC", endpoint.anthropic_base_url)):
             own |= {f"{api}_BASE_URL": url, f"{api}_API_KEY": endpoint.api_key}
             own[f"{api}_MODEL"] = endpoint.model
@@ -146,7 +149,8 @@ class Programs:
         except OSError as error:
             raise HarnessFailed(f"the program cannot be started: {error}") from error
         assert process.stdout and process.stderr
-        out, err = bytearray(), bytearray()
+        out = bytearray()
+        err = bytearray()
         pipes = ((process.stdout, out), (process.stderr, err))
         readers = [asyncio.create_task(keep_tail(pipe, kept)) for pipe, kept in pipes]
         try:

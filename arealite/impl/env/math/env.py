@@ -44,7 +44,8 @@ class MathEnv(Env):
                     raise UserError(unknown(f"{name} of questions", str(each), [*map(str, known)]))
         rng = random.Random(f"math/{split}/{seed}")
         while True:
-            kind, level = rng.choice(config.kinds), rng.choice(config.levels)
+            kind = rng.choice(config.kinds)
+            level = rng.choice(config.levels)
             question, answer = KINDS[kind](rng, level)
             if (zlib.crc32(question.encode()) % HELD_OUT > 0) == (split == "train"):
                 extra_info = {"data_source": kind, "level": level}
@@ -62,7 +63,8 @@ class MathEnv(Env):
         Raises:
             EpisodeError: The task has no ground truth, or the answer cannot be scored.
         """
-        agent, _ = agents["agent"], self.scorer.needs_truth and task.truth
+        agent = agents["agent"]
+        _ = self.scorer.needs_truth and task.truth
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
         score = await self.scorer.score_task(action.text, task)

@@ -45,7 +45,10 @@ def expression(rng: random.Random, *, size: int, top: int) -> Question:
 def algebra(rng: random.Random, level: int) -> Question:
     """Ask for the unknown of an equation; level 5 has two equations."""
     top = TOP[level]
-    x, a, b, c = rng.randint(-top, top), rng.randint(2, 9), rng.randint(1, top), 1
+    x = rng.randint(-top, top)
+    a = rng.randint(2, 9)
+    b = rng.randint(1, top)
+    c = 1
     name = rng.choice("xyznk")
     if level == 1:
         given = f"{name} + {b} = {x + b}"
@@ -58,7 +61,8 @@ def algebra(rng: random.Random, level: int) -> Question:
         c = a + rng.randint(1, 5)
         given = f"{c}({name} + {b}) = {a}({name} - {b}) + {(c - a) * x + (c + a) * b}"
     else:
-        other, y = "m", rng.randint(-top, top)
+        other = "m"
+        y = rng.randint(-top, top)
         given = f"{a}{name} + {other} = {a * x + y} and {name} - {other} = {x - y}"
     ask = ("Solve for {n}: {g}.", "If {g}, what is {n}?", "Find {n} such that {g}.")
     return rng.choice(ask).format(n=name, g=given), x
@@ -74,8 +78,11 @@ def word(rng: random.Random, level: int) -> Question:
 
 def shopping(rng: random.Random, top: int, level: int) -> Question:
     """Ask for a price; from level 3 for the change."""
-    count, price, who = rng.randint(2, top), rng.randint(1, top), rng.choice(NAMES)
-    what, cost = rng.choice(THINGS), count * price
+    count = rng.randint(2, top)
+    price = rng.randint(1, top)
+    who = rng.choice(NAMES)
+    what = rng.choice(THINGS)
+    cost = count * price
     text = f"{who} buys {count} {what} for {price} dollars each. "
     if level < 3:
         return text + f"How many dollars does {who} pay?", cost
@@ -85,7 +92,8 @@ def shopping(rng: random.Random, top: int, level: int) -> Question:
 
 def travel(rng: random.Random, top: int, level: int) -> Question:
     """Ask for a distance; from level 2 in half of the questions for a time."""
-    speed, hours = rng.randint(2, 10 + top), rng.randint(2, 1 + top)
+    speed = rng.randint(2, 10 + top)
+    hours = rng.randint(2, 1 + top)
     what = rng.choice(("train", "truck", "ship", "cyclist"))
     if level > 1 and rng.random() < 0.5:
         text = f"A {what} goes {speed} km in an hour. How many hours does it need for "
@@ -96,7 +104,9 @@ def travel(rng: random.Random, top: int, level: int) -> Question:
 
 def sharing(rng: random.Random, top: int, level: int) -> Question:
     """Ask for a share; from level 3 for the remainder."""
-    people, each, what = rng.randint(2, 9), rng.randint(1, top), rng.choice(THINGS)
+    people = rng.randint(2, 9)
+    each = rng.randint(1, top)
+    what = rng.choice(THINGS)
     left = rng.randrange(people) if level >= 3 else 0
     text = f"{people} friends share {people * each + left} {what} so that all get the same number"
     if level >= 3:
@@ -107,7 +117,9 @@ def sharing(rng: random.Random, top: int, level: int) -> Question:
 def ages(rng: random.Random, top: int, level: int) -> Question:
     """Ask for an age relative to another person's, from level 3 in the future."""
     one, other = rng.sample(NAMES, 2)
-    age, years, times = rng.randint(2, 20 + top), rng.randint(1, 10 + top), rng.randint(2, 4)
+    age = rng.randint(2, 20 + top)
+    years = rng.randint(1, 10 + top)
+    times = rng.randint(2, 4)
     if level < 3:
         text = f"{one} is {age} years old. {other} is {years} years older. How old is {other}?"
         return text, age + years
@@ -117,7 +129,8 @@ def ages(rng: random.Random, top: int, level: int) -> Question:
 
 def rectangle(rng: random.Random, top: int, level: int) -> Question:
     """Ask for a perimeter or an area; from level 3 for a perimeter, given the area."""
-    wide, high = rng.randint(2, 1 + top), rng.randint(2, 1 + top)
+    wide = rng.randint(2, 1 + top)
+    high = rng.randint(2, 1 + top)
     shape = f"A rectangle is {wide} m wide and {high} m high. "
     if level > 2:
         area = f"A rectangle has an area of {wide * high} square metres and is {wide} m wide. "
@@ -132,11 +145,14 @@ def rectangle(rng: random.Random, top: int, level: int) -> Question:
 
 def multi_step(rng: random.Random, level: int) -> Question:
     """Describe `level` + 1 events that change a number of things; ask for the final number."""
-    who, what, top = rng.choice(NAMES), rng.choice(THINGS), TOP[level]
+    who = rng.choice(NAMES)
+    what = rng.choice(THINGS)
+    top = TOP[level]
     have = rng.randint(2, top)
     story = [f"{who} has {have} {what}."]
     for _ in range(level + 1):
-        number, factor = rng.randint(1, top), rng.randint(2, 5)
+        number = rng.randint(1, top)
+        factor = rng.randint(2, 5)
         event = rng.choice(("finds", "gives", "times", "keeps"))
         if event == "gives" and number < have:
             story.append(f"Then {who} gives {number} of them away.")

@@ -125,7 +125,8 @@ def load(name: str, options: Mapping[str, Any]) -> EnvServerConfig:
     envs.check(kind)
     parts = {EnvConfig: envs.configs, RewardConfig: rewards.configs, ToolsEnvConfig: tools.configs}
     section = kind if hasattr(base_config.extend(EnvConfig, parts)(), kind) else envs.base_of(kind)
-    words, places = [f"env.type={kind}"], {"imports": "imports", "runtime": "env.runtime"}
+    words = [f"env.type={kind}"]
+    places = {"imports": "imports", "runtime": "env.runtime"}
     try:
         for key, value in options.items():
             place = places.get(key, f"env.{section}.{key}")
@@ -151,7 +152,10 @@ class Game:
     """The episodes of one environment, one after the other."""
 
     def __init__(self, env: Env, config: EnvConfig, suffix: str = "") -> None:
-        self.env, self.config, self.suffix, self.group_id = env, config, suffix, ""
+        self.env = env
+        self.config = config
+        self.suffix = suffix
+        self.group_id = ""
         self.session = Session(env, episode_s=EPISODE_S)
         self.waits: dict[str, SeatObservation] = {}
         """The oldest pending observation of each actor that must act."""
@@ -164,7 +168,8 @@ class Game:
             row = {"prompt": task} if isinstance(task, str) else task
             task = make_task(row, "task", "the task of the reset")
         content = msgspec.json.encode((task.prompt, task.ground_truth, task.extra_info))
-        self.group_id, self.waits = hashlib.blake2b(content, digest_size=8).hexdigest(), {}
+        self.group_id = hashlib.blake2b(content, digest_size=8).hexdigest()
+        self.waits = {}
         reply = await self.session.reset(task, Reset(untrained=self.env.seats))
         return self.requests(reply, reply.observation.rewards)
 
@@ -181,15 +186,19 @@ class Game:
 
     def requests(self, reply: Reply, given: Sequence[SeatReward]) -> list[Request]:
         """Return a request for each seat that waits or got a reward; at the end, for each seat."""
-        view, made, episode = reply.observation, list[Request](), str(self.session.episode_id)
+        view = reply.observation
+        made = list[Request]()
+        episode = str(self.session.episode_id)
         waits = {wait.seat: wait for wait in [view, *reversed(view.waiting)] if wait.turn}
         self.waits = {s + self.suffix: waits[s] for s in self.env.seats if s in waits}
         for seat in self.env.seats:
-            own, parts = [each for each in given if each.seat == seat], Counter[str]()
+            own = [each for each in given if each.seat == seat]
+            parts = Counter[str]()
             for each in own:
                 parts.update(each.parts)  # pyright: ignore  (adds numbers)
             if own or reply.done or seat in waits:
-                wait, needs_action = waits.get(seat, SeatObservation()), seat in waits
+                wait = waits.get(seat, SeatObservation())
+                needs_action = seat in waits
                 seen = Observation(wait.content, wait.choices, wait.tools)
                 result = (fsum(each.value or 0.0 for each in own), needs_action, reply.done)
                 ids = (episode, self.group_id, {**parts})
@@ -217,7 +226,9 @@ class Requests(AbstractContextManager["Requests"]):
     """
 
     def __init__(self, games: Sequence[Game], *, autoreset: bool = False) -> None:
-        self.games, self._autoreset, self._seeds = games, autoreset, count(1)
+        self.games = games
+        self._autoreset = autoreset
+        self._seeds = count(1)
 
     @property
     def actors(self) -> tuple[str, ...]:

@@ -52,7 +52,8 @@ class TimeLimit(Wrapper):
     def __init__(self, turns: int) -> None:
         if turns < 1:
             raise UserError(f"TimeLimit({turns}): an episode needs at least one action.")
-        self.turns, self.taken = turns, 0
+        self.turns = turns
+        self.taken = 0
 
     async def act(self, observation: object) -> Action:
         """Return the agent's action; raise TimeIsUp after the last one."""
@@ -66,7 +67,9 @@ class ScaleReward(Wrapper):
     """Multiplies rewards by `scale` and clips them to [-clip, clip]; each action adds `bias`."""
 
     def __init__(self, scale: float = 1.0, *, clip: float = inf, bias: float = 0.0) -> None:
-        self.scale, self.clip, self.bias = scale, clip, bias
+        self.scale = scale
+        self.clip = clip
+        self.bias = bias
 
     async def act(self, observation: object) -> Action:
         """Return the agent's action, and reward it with the bias."""

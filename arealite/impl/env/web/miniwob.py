@@ -59,7 +59,8 @@ class BrowserEnv(Env):
     @classmethod
     def rows(cls, config: BrowserEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield all tasks in random order, again and again; each split has other seeds."""
-        names, rng = task_names(config.tasks), random.Random(f"{split}-{seed}")
+        names = task_names(config.tasks)
+        rng = random.Random(f"{split}-{seed}")
         while True:
             rng.shuffle(names)
             for name in names:

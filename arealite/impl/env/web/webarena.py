@@ -59,9 +59,11 @@ class WebArenaEnv(Env):
     @classmethod
     def rows(cls, config: Any, *, split: str, seed: int) -> Iterator[dict[str, Any]]:
         """Yield the playable tasks of the file without end, shuffled again each time."""
-        tasks, rng = load_tasks(config), random.Random(f"{split}-{seed}")
+        tasks = load_tasks(config)
+        rng = random.Random(f"{split}-{seed}")
         if config.held_out:
-            is_train, every = split == "train", config.held_out
+            is_train = split == "train"
+            every = config.held_out
             tasks = [task for n, task in enumerate(tasks) if bool((n + 1) % every) == is_train]
         if not tasks:
             what = f"webarena.tasks={config.tasks} has no tasks for the split {split}"
@@ -78,7 +80,8 @@ class WebArenaEnv(Env):
         Raises:
             EpisodeError: The page or the browser failed, or the task's checks are not implemented.
         """
-        definition, agent = task.extra_info.get("task"), agents["agent"]
+        definition = task.extra_info.get("task")
+        agent = agents["agent"]
         if not isinstance(definition, dict):
             raise EpisodeError(f"{task.task_id} has no WebArena task in extra_info.task")
         if missing := checks.unsupported(definition):
@@ -87,7 +90,8 @@ class WebArenaEnv(Env):
             start, *others = str(definition["start_url"]).split(" |AND| ")
             await page.open(start)
             page.notes += [f"Another page of this task: {other}" for other in others]
-            steps, goal = self.config.max_steps, definition["intent"]
+            steps = self.config.max_steps
+            goal = definition["intent"]
             answer, _ = await play(page, agent, goal=goal, max_steps=steps, look=page.look)
             judge = partial(self._judge, definition, agents.get("judge"))
             score = float(await self._check(page, definition["eval"], answer or "", judge))
@@ -141,7 +145,8 @@ def load_tasks(config: Any) -> list[dict[str, Any]]:
     """
     if not config.tasks:
         raise UserError("webarena.tasks is not set. Set a file of tasks in WebArena's JSON.")
-    path, sites = Path(config.tasks), addresses(config.sites)
+    path = Path(config.tasks)
+    sites = addresses(config.sites)
     left_out: Counter[str] = Counter()
     made: list[dict[str, Any]] = []
     try:

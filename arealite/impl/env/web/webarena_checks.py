@@ -51,7 +51,8 @@ def includes(text: str, wanted: str, *, as_word: bool = False) -> bool:
         wanted: The text to find.
         as_word: Whether a single letter or digit must be a separate word.
     """
-    inner, outer = clean(wanted), clean(text)
+    inner = clean(wanted)
+    outer = clean(text)
     return inner in words(outer) if as_word and len(inner) == 1 else inner in outer
 
 

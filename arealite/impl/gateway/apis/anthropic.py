@@ -64,7 +64,8 @@ class Messages(Api):
                     yield sse({**event, "type": "content_block_delta", "delta": signed})
                 yield sse(event)
             elif delta.answer:
-                usage, stop = _usage(delta.answer), _stop(request, delta.answer)
+                usage = _usage(delta.answer)
+                stop = _stop(request, delta.answer)
                 yield sse({"type": "message_delta", "delta": stop, "usage": usage})
                 yield sse({"type": "message_stop"})
 

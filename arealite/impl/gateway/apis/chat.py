@@ -38,14 +38,17 @@ class ChatCompletions(Api):
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
         made = [{**self._whole(answer), **self._end(request, answer)} for answer in answers]
         choices = [{"index": index, **choice} for index, choice in enumerate(made)]
-        id, kind = f"{self.names[0]}-{answers[0].id}", self.names[1]
+        id = f"{self.names[0]}-{answers[0].id}"
+        kind = self.names[1]
         head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
         return dumps({**head, "choices": choices, "usage": _usage(answers)})
 
     async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
-        id, kind = f"{self.names[0]}-{id}", self.names[2]
+        id = f"{self.names[0]}-{id}"
+        kind = self.names[2]
         head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
-        answers, calls = list[Answer](), Counter[int]()
+        answers = list[Answer]()
+        calls = Counter[int]()
 
         def event(index: int, fields: dict[str, Any]) -> bytes:
             choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
@@ -105,7 +108,8 @@ class Completions(ChatCompletions):
     first: ClassVar[dict[str, Any]] = {"text": ""}
 
     def read(self, body: CompletionBody) -> dict[str, Any]:
-        prompt, has_logprobs = body.prompt, body.logprobs is not None
+        prompt = body.prompt
+        has_logprobs = body.logprobs is not None
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         is_tokens = isinstance(prompt, list) and all(type(each) is int for each in prompt)
@@ -130,6 +134,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _usage(answers: list[Answer]) -> dict[str, Any]:
-    prompt, made = answers[0].prompt_tokens, shared.sampled(*answers)
+    prompt = answers[0].prompt_tokens
+    made = shared.sampled(*answers)
     usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
     return {**usage, "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens}}

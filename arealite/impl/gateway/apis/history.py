@@ -42,7 +42,8 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     audio: None = None
 
 
-ITEM, _arguments = msgspec.json.Decoder(Item), msgspec.json.Decoder(dict[str, Any])
+ITEM = msgspec.json.Decoder(Item)
+_arguments = msgspec.json.Decoder(dict[str, Any])
 
 
 def decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:

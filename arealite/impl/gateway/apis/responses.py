@@ -80,7 +80,8 @@ def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
         item = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": name}
         item |= {"namespace": space} if space else {}
         return {**item, "arguments": block.text, "status": "completed"}
-    number, part = block.index or "", {"type": KINDS[block.kind], "text": block.text}
+    number = block.index or ""
+    part = {"type": KINDS[block.kind], "text": block.text}
     if block.kind == "thought":
         item = {"type": "reasoning", "id": f"rs_{id}{number}", "summary": []}
     else:
@@ -91,7 +92,9 @@ def _item(request: ChatRequest, id: str, block: Block) -> dict[str, Any]:
 
 def _events(step: str, block: Block, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return kind and fields of the events of one step of a block."""
-    kind, call, index = KINDS[block.kind], block.call, {"output_index": block.index}
+    kind = KINDS[block.kind]
+    call = block.call
+    index = {"output_index": block.index}
     place = {**index, "item_id": item["id"]} | ({} if call else {"content_index": 0})
     place |= {"logprobs": []} if block.kind == "text" else {}
     if step == "delta":
@@ -120,7 +123,8 @@ def _end(answer: Answer) -> dict[str, Any]:
 
     The number of tokens of the thought is estimated by its share of the characters.
     """
-    prompt, tokens = answer.prompt_tokens, shared.sampled(answer)
+    prompt = answer.prompt_tokens
+    tokens = shared.sampled(answer)
     cached = {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0}
     usage = {"input_tokens": prompt, "input_tokens_details": cached, "output_tokens": tokens}
     said = len(answer.text) + sum(len(call.arguments) for call in answer.calls)

@@ -88,7 +88,8 @@ class Api(ABC):
             raise ApiError(413, f"the body has {parts} brackets and braces; at most {MAX_PARTS}")
         body = decode(self._decoder, data)
         for (name, *inner), why in self._refused:
-            value, path = getattr(body, name), ".".join([name, *inner])
+            value = getattr(body, name)
+            path = ".".join([name, *inner])
             value = value.get(*inner) if inner and isinstance(value, dict) else value
             if value and value != FIELDS["neutral"].get(path):
                 raise ApiError(400, f"{path} is not supported: remove it. {why}", "unsupported")
@@ -239,7 +240,8 @@ async def steps(deltas: Deltas) -> AsyncIterator[tuple[str, Block, Delta]]:
             yield "end", block, delta
             return
         if not block.kind:
-            block.kind, block.call = delta.kind, delta.call
+            block.kind = delta.kind
+            block.call = delta.call
             yield "added", block, delta
         block.parts.append(delta.call.arguments if delta.call else delta.text)
         yield "delta", block, delta
