@@ -32,7 +32,10 @@ class Threads:
         self._free = asyncio.Semaphore(count)
 
     async def call(
-        self, function: Callable[[*Ts], T], *args: *Ts, drop: Callable[[T], object] | None = None
+        self,
+        function: Callable[[*Ts], T],
+        *args: *Ts,
+        drop: Callable[[T], object] | None = None,
     ) -> T:
         """Return the result of `function(*args)`, run in a thread.
 
@@ -45,8 +48,10 @@ class Threads:
             EnvStuck: All threads are busy with calls of cancelled episodes.
         """
         if self._abandoned >= self.count:
-            what = f"all {self.count} threads hang in the environment's code. Set"
-            raise EnvStuck(f"{what} env.runtime.type=subprocess: a child process can be killed.")
+            raise EnvStuck(
+                f"all {self.count} threads hang in the environment's code. "
+                "Set env.runtime.type=subprocess: a child process can be killed."
+            )
         await self._free.acquire()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
@@ -101,7 +106,13 @@ class Instance:
 
 def start(function: Callable[[*Ts], object], *args: *Ts) -> None:
     """Run a function in a new daemon thread."""
-    threading.Thread(target=function, args=args, daemon=True, name="environment").start()
+    thread = threading.Thread(
+        target=function,
+        args=args,
+        daemon=True,
+        name="environment",
+    )
+    thread.start()
 
 
 def outcome(function: Callable[[*Ts], object], *args: *Ts) -> tuple[Any, BaseException | None]:

@@ -24,10 +24,13 @@ def seed_of(task: Task) -> int:
     Raises:
         UserError: The row has no seed.
     """
-    if isinstance(seed := task.extra_info.get("seed"), int):
+    seed = task.extra_info.get("seed")
+    if isinstance(seed, int):
         return seed
-    what = f"{task.task_id}: extra_info.seed must be an integer"
-    raise UserError(f"{what}. Add it to the row, or set dataset.train=generated.")
+    raise UserError(
+        f"{task.task_id}: extra_info.seed must be an integer. "
+        "Add it to the row, or set dataset.train=generated."
+    )
 
 
 class LibraryEnv(Env):
@@ -49,8 +52,10 @@ class LibraryEnv(Env):
         """Yield rows with different seeds, without end."""
         module, _, name = (config.factory or config.env_id).rpartition(":")
         if name == "make":  # the game's name is its argument, or that of its module
-            name = str(config.kwargs.get("id") or module.rpartition(".")[2])
-        return seeded_rows(name, cls.prompt(config, name), split, seed)
+            _, _, module_name = module.rpartition(".")
+            name = str(config.kwargs.get("id") or module_name)
+        prompt = cls.prompt(config, name)
+        return seeded_rows(name, prompt, split, seed)
 
     @classmethod
     def prompt(cls, config: Any, name: str) -> str:
@@ -65,8 +70,8 @@ class LibraryEnv(Env):
         """
         self._make = self._maker()
         with constructing(f"env.{self.package}: the environment", "env_id, factory or kwargs"):
-            async with self.instance() as first:
-                self.check_env(first.env)
+            async with self.instance() as instance:
+                self.check_env(instance.env)
 
     @abstractmethod
     def check_env(self, env: object) -> None:
@@ -79,15 +84,19 @@ class LibraryEnv(Env):
     @asynccontextmanager
     async def instance(self) -> AsyncGenerator[Instance]:
         """Acquire an environment. A failed episode closes it; otherwise it is reused."""
-        instance = self._idle.pop() if self._idle else await self.threads.call(
-            lambda: Instance(self._make(), self.threads), drop=Instance.close
-        )  # fmt: skip
+        if self._idle:
+            instance = self._idle.pop()
+        else:
+            instance = await self.threads.call(self._new_instance, drop=Instance.close)
         try:
             yield instance
         except BaseException:
             start(instance.close)
             raise
         self._idle.append(instance)
+
+    def _new_instance(self) -> Instance:
+        return Instance(self._make(), self.threads)
 
     async def close(self) -> None:
         """Close all idle environments."""
@@ -105,16 +114,17 @@ class LibraryEnv(Env):
                 raise UserError(f"env.{self.package}: set env_id, or factory=module:callable.")
             package = import_optional(self.package, self.install)
             return partial(package.make, config.env_id, **config.kwargs)
-        factory = import_function(config.factory, f"env.{self.package}.factory={config.factory}")
+        option = f"env.{self.package}.factory={config.factory}"
+        factory = import_function(config.factory, option)
         return partial(factory, **config.kwargs)
 
 
 @contextmanager
-def constructing(what: str, options: str) -> Iterator[None]:
+def constructing(subject: str, options: str) -> Iterator[None]:
     """Turn an error of a library into a UserError, in one line.
 
     Args:
-        what: What the library constructs.
+        subject: The environment or dataset that the library constructs.
         options: The options to correct.
     """
     try:
@@ -122,8 +132,8 @@ def constructing(what: str, options: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())
-        raise UserError(f"{what} cannot be constructed: {why}. Correct {options}.") from error
+        cause = " ".join(str(error).split())
+        raise UserError(f"{subject} cannot be constructed: {cause}. Correct {options}.") from error
 
 
 def seeded_rows(name: str, prompt: str, split: str, seed: int) -> Iterator[Row]:
@@ -141,5 +151,9 @@ def seeded_rows(name: str, prompt: str, split: str, seed: int) -> Iterator[Row]:
     if not name:
         raise UserError("the environment's env_id is not set. Set it to the name of a game.")
     for number in count():
-        own = Random(f"{name}/{split}/{seed}/{number}").getrandbits(31)
-        yield {"prompt": prompt, "extra_info": {"data_source": name, "seed": own}}
+        rng = Random(f"{name}/{split}/{seed}/{number}")
+        row_seed = rng.getrandbits(31)
+        yield {
+            "prompt": prompt,
+            "extra_info": {"data_source": name, "seed": row_seed},
+        }

@@ -37,51 +37,57 @@ class GymnasiumEnv(LibraryEnv):
         Raises:
             UserError: Actions are neither texts nor numbered.
         """
-        self._first, self.choices = actions(getattr(env, "action_space", None), self.config.actions)
+        space = getattr(env, "action_space", None)
+        self._first, self.choices = actions(space, self.config.actions)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Reset with the task's seed, then step until the end. Each turn gets its step's reward."""
         agent = agents["agent"]
         config = self.config
-        illegal = 0
+        num_illegal = 0
+        request = f"Answer with one of: {', '.join(self.choices)}."
         rules = task.text
         if self.choices and not config.rules:
-            rules += f" Answer with one of: {', '.join(self.choices)}."
+            rules = f"{rules} {request}"
         async with self.instance() as instance:
             seed = seed_of(task)
             seen, _ = await instance.call(lambda: instance.env.reset(seed=seed))
-            text = f"{rules}\n{await self._shown(instance, seen)}"
+            content = f"{rules}\n{await self._shown(instance, seen)}"
             for _ in range(config.max_steps):
-                action = await agent.act(Observation(text, self.choices))
+                action = await agent.act(Observation(content, self.choices))
                 move = self.parse(action.text)
                 if move is None:
-                    illegal += 1
+                    num_illegal += 1
                     agent.reward(config.illegal_reward, illegal=1.0)
-                    text = "That is no action."
-                    done = illegal >= config.max_illegal
-                    text += f" Answer with one of: {', '.join(self.choices)}."
+                    is_over = num_illegal >= config.max_illegal
+                    content = f"That is no action. {request}"
                 else:
                     seen, reward, *ends, _ = await instance.call(instance.env.step, move)
                     agent.reward(float(reward))
-                    done = any(ends)
-                    text = "" if done else await self._shown(instance, seen)
-                if done or action.is_last:
+                    is_over = any(ends)
+                    content = "" if is_over else await self._shown(instance, seen)
+                if is_over or action.is_last:
                     break
-                text = f"{rules}\n{text}" if config.repeat_rules else text
+                if config.repeat_rules:
+                    content = f"{rules}\n{content}"
 
-    def parse(self, text: str) -> int | str | None:
+    def parse(self, answer: str) -> int | str | None:
         """Return the action that an answer names; None if it names none."""
         if not self.choices:
-            return text
-        name = chosen(text, self.choices)
-        return None if name is None else self._first + self.choices.index(name)
+            return answer
+        name = chosen(answer, self.choices)
+        if name is None:
+            return None
+        return self._first + self.choices.index(name)
 
     async def _shown(self, instance: Instance, seen: object) -> str:
         """Return an observation as text: the environment's rendering, if it renders text."""
         if getattr(instance.env, "render_mode", None) == "ansi":
-            return HIGHLIGHT.sub(r"[\1]", str(await instance.call(instance.env.render))).strip()
+            rendering = str(await instance.call(instance.env.render))
+            return HIGHLIGHT.sub(r"[\1]", rendering).strip()
         if isinstance(seen, dict):
-            return "\n".join(f"{name}: {value}" for name, value in seen.items())
+            lines = [f"{name}: {field}" for name, field in seen.items()]
+            return "\n".join(lines)
         return str(seen)
 
 
@@ -102,11 +108,20 @@ def actions(space: Any, names: Sequence[str]) -> tuple[int, tuple[str, ...]]:
     if space is None or kind == "Text":
         return 0, ()
     if kind != "Discrete":
-        what = f"env.gymnasium: the action space is {space}. Agents can write texts and numbers"
-        raise UserError(f"{what}: use an environment with a Text or Discrete action space.")
+        raise UserError(
+            f"env.gymnasium: the action space is {space}. "
+            "Agents can write texts and numbers: "
+            "use an environment with a Text or Discrete action space."
+        )
     first = int(space.start)
     count = int(space.n)
-    if names and len(names) != count:
-        what = f"env.gymnasium.actions has {len(names)} names, but the environment has {count}"
-        raise UserError(f"{what} actions. Name each action once.")
-    return first, tuple(names) or tuple(str(first + i) for i in range(count))
+    if not names:
+        numbers = range(first, first + count)
+        return first, tuple(map(str, numbers))
+    if len(names) != count:
+        raise UserError(
+            f"env.gymnasium.actions has {len(names)} names, "
+            f"but the environment has {count} actions. "
+            "Name each action once."
+        )
+    return first, tuple(names)

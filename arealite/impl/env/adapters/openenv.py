@@ -50,7 +50,10 @@ class OpenEnvEnv(Env):
         rng = random.Random(f"{split}-{seed}")
         while True:
             reset = {"seed": rng.getrandbits(31)}
-            yield {"prompt": config.instruction, "extra_info": {"reset": reset}}
+            yield {
+                "prompt": config.instruction,
+                "extra_info": {"reset": reset},
+            }
 
     async def setup(self) -> None:
         """Start the health checks of the servers, and containers.
@@ -59,9 +62,10 @@ class OpenEnvEnv(Env):
             UserError: There are no addresses, or a container does not start.
         """
         if not (self.config.addresses or self.containers):
-            what = "env.openenv.addresses=[]: env.type=openenv needs the addresses of its servers"
-            fix = "Set env.openenv.addresses=[host:port,…], or env.runtime.type=docker."
-            raise UserError(f"{what}. {fix}")
+            raise UserError(
+                "env.openenv.addresses=[]: env.type=openenv needs the addresses of its servers. "
+                "Set env.openenv.addresses=[host:port,…], or env.runtime.type=docker."
+            )
         await self.servers.start()
         self.cleanup.push_async_callback(self.servers.close)
         if self.containers is not None:
@@ -79,12 +83,16 @@ class OpenEnvEnv(Env):
         """
         agent = agents["agent"]
         config = self.config
-        async with self.servers.episode(task.extra_info.get("reset", {})) as (channel, reply):
+        reset = task.extra_info.get("reset", {})
+        async with self.servers.episode(reset) as (channel, reply):
             seen = self.first(task, reply.observation)
-            for _ in range(0 if reply.done else config.max_steps):
+            if reply.done:
+                return
+            for _ in range(config.max_steps):
                 action = await agent.act(seen)
+                step = self.action(action.text)
                 try:
-                    reply = await channel.ask("step", self.action(action.text))
+                    reply = await channel.ask("step", step)
                 except RemoteFailure as error:
                     if error.failure_class != INVALID_ACTION:
                         raise
@@ -97,40 +105,55 @@ class OpenEnvEnv(Env):
 
     def first(self, task: Task, observation: object) -> str | list[dict[str, object]]:
         """Return a task's prompt followed by the first observation."""
-        text = self.text(observation)
+        content = self.text(observation)
         if isinstance(task.prompt, str):
-            return f"{task.prompt}\n\n{text}"
-        return [*task.prompt, {"role": "user", "content": text}]
+            return f"{task.prompt}\n\n{content}"
+        return [*task.prompt, {"role": "user", "content": content}]
 
     def text(self, observation: object) -> str:
         """Return the text of an observation for the agent."""
-        names = self.config.observation
-        if isinstance(observation, dict) and not names:
-            names = [name for name in TEXTS if isinstance(observation.get(name), str)][:1]
-        if not isinstance(observation, dict) or not names:
+        if not isinstance(observation, dict):
             return _text(observation)
+        names = self.config.observation or names_of_text(observation)
+        if not names:
+            return _text(observation)
+        fields = {name: _text(observation.get(name, "")) for name in names}
         if len(names) == 1:
-            return _text(observation.get(names[0], ""))
-        return "\n".join(f"{name}: {_text(observation.get(name, ''))}" for name in names)
+            return fields[names[0]]
+        return "\n".join(f"{name}: {fields[name]}" for name in names)
 
-    def action(self, text: str) -> object:
+    def action(self, completion: str) -> object:
         """Return the action for a completion, by the config's template."""
-        return _fill(self.config.action or ECHO, text)
+        template = self.config.action or ECHO
+        return _fill(template, completion)
 
 
-def _fill(template: object, text: str) -> object:
-    """Replace {text} in a template by `text`, and {json} by the value of `text` as JSON."""
+def names_of_text(observation: dict[str, Any]) -> list[str]:
+    """Return the name of the first field in TEXTS that holds a text, [] if there is none."""
+    for name in TEXTS:
+        if isinstance(observation.get(name), str):
+            return [name]
+    return []
+
+
+def _fill(template: object, completion: str) -> object:
+    """Replace {text} in a template by `completion`, and {json} by its value as JSON."""
     if isinstance(template, dict):
-        return {key: _fill(value, text) for key, value in template.items()}
+        return {key: _fill(inner, completion) for key, inner in template.items()}
     if isinstance(template, list):
-        return [_fill(value, text) for value in template]
+        return [_fill(inner, completion) for inner in template]
+    if not isinstance(template, str):
+        return template
     if template == "{json}":
         try:
-            return json.loads(text)
+            return json.loads(completion)
         except json.JSONDecodeError:
-            return text
-    return template.replace("{text}", text) if isinstance(template, str) else template
+            return completion
+    return template.replace("{text}", completion)
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """Return a text unchanged, and any other value as JSON."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)

@@ -52,12 +52,20 @@ class ReasoningGymEnv(Env):
         ask = f"\nGive the final answer as <{tag}>…</{tag}>." if tag else ""
         for block in count():
             # Entry i of seed s is entry i - 1 of seed s + 1, so close seeds share entries.
-            own = Random(f"{split}/{seed}/{block}").getrandbits(32)
+            rng = Random(f"{split}/{seed}/{block}")
+            block_seed = rng.getrandbits(32)
             for number in range(PER_SEED):
-                entry = entry_of(config.dataset, options, own, number)
-                extra_info = {"data_source": config.dataset, "seed": own, "number": number}
-                prompt = entry["question"] + ask
-                yield {"prompt": prompt, "ground_truth": entry["answer"], "extra_info": extra_info}
+                entry = entry_of(config.dataset, options, block_seed, number)
+                extra_info = {
+                    "data_source": config.dataset,
+                    "seed": block_seed,
+                    "number": number,
+                }
+                yield {
+                    "prompt": entry["question"] + ask,
+                    "ground_truth": entry["answer"],
+                    "extra_info": extra_info,
+                }
 
     async def setup(self) -> None:
         """Import the package, which takes a second, and check the dataset."""
@@ -73,19 +81,25 @@ class ReasoningGymEnv(Env):
         agent = agents["agent"]
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
-        score = await self._threads.call(self.score, task, self.answer(action.text))
+        answer = self.answer(action.text)
+        score = await self._threads.call(self.score, task, answer)
         agent.record.seconds_scoring += time.perf_counter() - begin
         agent.reward(score)
 
-    def answer(self, text: str) -> str | None:
+    def answer(self, completion: str) -> str | None:
         """Return the answer to score, from the agent's text; None if there is none."""
+        answer = completion
         tag = re.escape(self.config.answer_tag)
-        name = self.config.dataset
         if tag:
-            found = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
-            text = found[-1].strip() if found else ""
-        allowed = name not in ARITHMETIC or PLAIN.fullmatch(text)
-        return text if text and allowed and not BOMB.fullmatch(text) else None
+            pattern = rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>"
+            tagged = re.findall(pattern, completion, re.DOTALL)
+            answer = tagged[-1].strip() if tagged else ""
+        if not answer or BOMB.fullmatch(answer):
+            return None
+        is_evaluated = self.config.dataset in ARITHMETIC
+        if is_evaluated and not PLAIN.fullmatch(answer):
+            return None
+        return answer
 
     def score(self, task: Task, answer: str | None) -> float:
         """Score an answer, from 0 to 1. This call blocks.
@@ -97,19 +111,23 @@ class ReasoningGymEnv(Env):
         seed = task.extra_info.get("seed")
         number = task.extra_info.get("number")
         if not isinstance(seed, int) or not isinstance(number, int):
-            what = f"{task.task_id}: env.type=reasoning_gym needs rows with extra_info.seed and"
-            raise UserError(f"{what} .number. Set dataset.train=generated.")
+            raise UserError(
+                f"{task.task_id}: env.type=reasoning_gym needs rows "
+                "with extra_info.seed and .number. "
+                "Set dataset.train=generated."
+            )
         name = self.config.dataset
         try:
             entry = entry_of(name, self._options, seed, number)
-            value = float(dataset(name, self._options, seed).score_answer(answer, entry))
+            scorer = dataset(name, self._options, seed)
+            score = float(scorer.score_answer(answer, entry))
         except Exception as error:
             raise ScorerFailed(f"the scorer of {name} raised {error!r} on {answer!r}") from error
         if not task.text.startswith(entry["question"]):
             raise ScorerFailed(f"{task.task_id}: the row's seed gives another question here")
-        if not math.isfinite(value) or not 0.0 <= value <= 1.0:
-            raise ScorerFailed(f"the scorer of {name} gave {value} to {answer!r}")
-        return value
+        if not math.isfinite(score) or not 0.0 <= score <= 1.0:
+            raise ScorerFailed(f"the scorer of {name} gave {score} to {answer!r}")
+        return score
 
 
 def check(config: ReasoningGymConfig) -> str:
@@ -121,11 +139,14 @@ def check(config: ReasoningGymConfig) -> str:
     name = config.dataset
     options = msgspec.json.encode(config.options).decode()
     if name in FLAWED and not config.any_scorer:
-        what = f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another dataset"
-        fix = "set any_scorer=true, if wrong rewards and running the model's programs do no harm"
-        raise UserError(f"{what}. Or {fix}.")
+        raise UserError(
+            f"reasoning_gym.dataset={name} {FLAWED[name]}. Choose another dataset. "
+            "Or set any_scorer=true, "
+            "if wrong rewards and running the model's programs do no harm."
+        )
     import_optional("reasoning_gym", extra_requirement("envs"))
-    with constructing(f"reasoning_gym.dataset={name} with {options}", "dataset or options"):
+    subject = f"reasoning_gym.dataset={name} with {options}"
+    with constructing(subject, "dataset or options"):
         entry_of(name, options, 0, 0)
     return options
 
@@ -133,8 +154,9 @@ def check(config: ReasoningGymConfig) -> str:
 @lru_cache(maxsize=64)
 def dataset(name: str, options: str, seed: int) -> Any:
     """Create a dataset."""
-    own = {"size": PER_SEED, **msgspec.json.decode(options), "seed": seed}
-    return import_optional("reasoning_gym", extra_requirement("envs")).create_dataset(name, **own)
+    package = import_optional("reasoning_gym", extra_requirement("envs"))
+    arguments = {"size": PER_SEED, **msgspec.json.decode(options), "seed": seed}
+    return package.create_dataset(name, **arguments)
 
 
 @lru_cache(maxsize=4096)

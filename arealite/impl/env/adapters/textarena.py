@@ -7,6 +7,7 @@ calls, and one call runs at a time.
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from arealite.api.adapter_config import TextArenaConfig
@@ -36,7 +37,12 @@ class TextArenaEnv(Env):
     @classmethod
     def rows(cls, config: TextArenaConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield rows with different seeds, without end."""
-        return seeded_rows(config.env_id, config.env_id, split, seed)
+        return seeded_rows(
+            name=config.env_id,
+            prompt=config.env_id,
+            split=split,
+            seed=seed,
+        )
 
     async def setup(self) -> None:
         """Create one game with the configured number of players.
@@ -47,14 +53,17 @@ class TextArenaEnv(Env):
         self._threads = Threads(1)
         if not self.config.env_id:
             raise UserError("env.textarena.env_id is not set. Set a game, as env_id=TicTacToe-v0.")
-        given = f"env.textarena.env_id={self.config.env_id} with players={self.config.players}"
-        with constructing(given, "env_id, players or kwargs"):
+        config = self.config
+        subject = f"env.textarena.env_id={config.env_id} with players={config.players}"
+        with constructing(subject, "env_id, players or kwargs"):
             await self._threads.call(self.begin, 0)
 
     def begin(self, seed: int) -> "Game":
         """Create and reset a game. This call blocks."""
-        make = import_optional("textarena", extra_requirement("envs")).make
-        return Game(lambda: make(self.config.env_id, **self.config.kwargs), len(self.seats), seed)
+        package = import_optional("textarena", extra_requirement("envs"))
+        config = self.config
+        make = partial(package.make, config.env_id, **config.kwargs)
+        return Game(make, len(self.seats), seed)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play one game; each player gets the game's reward.
@@ -65,29 +74,33 @@ class TextArenaEnv(Env):
         whole = self.config.observation == "whole"
         game = await call(self.begin, seed_of(task))
         for _ in range(self.config.max_turns):
-            player, text = await call(game.look, whole)
+            player, observation = await call(game.look, whole)
             agent = agents[self.seats[player]]
-            action = await agent.act(text)
-            if await call(game.step, action.text) or action.is_last:
+            action = await agent.act(observation)
+            is_over = await call(game.step, action.text)
+            if is_over or action.is_last:
                 break
         rewards, info = await call(game.end)
         for player, reward in rewards.items():
             agent = agents[self.seats[player]]
             if agent.record.turns or not agent.trainable:
-                invalid = info.get(player, {}).get("invalid_move", False)
-                agent.reward(float(reward), invalid=float(invalid))
+                player_info = info.get(player, {})
+                is_invalid = player_info.get("invalid_move", False)
+                agent.reward(float(reward), invalid=float(is_invalid))
 
 
 class Game:
     """One game with its own random state."""
 
     def __init__(self, make: Callable[[], Any], players: int, seed: int) -> None:
-        self._state = random.Random(seed).getstate()
+        rng = random.Random(seed)
+        self._state = rng.getstate()
         self._env = self._seeded(make)
         self._seeded(self._env.reset, players, seed)
-        self._inner = self._env
-        while hasattr(self._inner, "env"):
-            self._inner = self._inner.env
+        inner = self._env
+        while hasattr(inner, "env"):
+            inner = inner.env
+        self._inner = inner
 
     def look(self, whole: bool) -> tuple[int, str]:
         """Return the player to act and its observation.
@@ -97,14 +110,19 @@ class Game:
         """
         if whole:
             return self._seeded(self._env.get_observation)
-        player, messages = self._seeded(self._inner.get_observation)
-        names = self._inner.state.role_mapping
-        lines = [f"[{names.get(one, f'Player {one}')}] {text}" for one, text, _ in messages]
+        inner = self._inner
+        player, messages = self._seeded(inner.get_observation)
+        names = inner.state.role_mapping
+        lines: list[str] = []
+        for sender, message, _ in messages:
+            sender_name = names.get(sender, f"Player {sender}")
+            lines.append(f"[{sender_name}] {message}")
         return player, "\n".join(lines)
 
-    def step(self, text: str) -> bool:
+    def step(self, move: str) -> bool:
         """Play a move; return whether the game is over."""
-        return bool(self._seeded(self._env.step, text)[0])
+        is_over, *_ = self._seeded(self._env.step, move)
+        return bool(is_over)
 
     def end(self) -> tuple[dict[int, float], dict[int, Any]]:
         """Close the game; return the rewards and the game's information by player."""

@@ -5,13 +5,13 @@ talks to the gateway with the API key of the agent's seat.
 """
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from copy import copy
 from functools import partial
 from importlib import import_module
-from itertools import count
+from itertools import count, islice
 from random import Random
 from typing import Any
 
@@ -54,23 +54,29 @@ class VerifiersEnv(Env):
         taskset = load(config).taskset
         is_eval = split == "eval"
         for turn in count():
-            chosen = (t for t in taskset if (t.data.idx % HELD_OUT == HELD_OUT - 1) == is_eval)
+            tasks = (task for task in taskset if is_held_out(task) == is_eval)
             if taskset.bounded:
-                chosen = [*chosen] or [*taskset]
-                Random(f"{split}/{seed}/{turn}").shuffle(chosen)
-            for task in chosen:
-                extra_info = {"number": task.data.idx, "key": task.key}
-                yield {"prompt": task.data.prompt_text or "(none)", "extra_info": extra_info}
+                tasks = [*tasks] or [*taskset]
+                rng = Random(f"{split}/{seed}/{turn}")
+                rng.shuffle(tasks)
+            for task in tasks:
+                yield {
+                    "prompt": task.data.prompt_text or "(none)",
+                    "extra_info": {"number": task.data.idx, "key": task.key},
+                }
 
     async def setup(self) -> None:
         """Load the environment, and start its shared tools, its proxy and the gateway."""
-        self._env = env = await self._threads.call(load, self.config)
+        env = await self._threads.call(load, self.config)
+        self._env = env
         self._source = iter(env.taskset)
-        self._gateway = Gateway(self.config.gateway, args=self.args)
-        self.cleanup.push_async_callback(self._gateway.close)
-        await self._gateway.start()
+        gateway = Gateway(self.config.gateway, args=self.args)
+        self._gateway = gateway
+        self.cleanup.push_async_callback(gateway.close)
+        await gateway.start()
         await self.cleanup.enter_async_context(env.serving())
-        env._interception.acquire = partial(connect, env._interception.acquire)
+        proxy = env._interception
+        proxy.acquire = partial(connect, proxy.acquire)
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Run the environment for one episode; each seat gets the rewards of its agent.
@@ -78,26 +84,41 @@ class VerifiersEnv(Env):
         Raises:
             VerifiersFailed: The episode failed, or no agent made a request.
         """
-        own = await self._threads.call(self._task, task)
-        vf = import_module("verifiers.v1")
+        verifiers_task = await self._threads.call(self._task, task)
+        verifiers = import_module("verifiers.v1")
         async with self._gateway.open(task, agents) as session:
             endpoint = session.endpoint
             ENDPOINT.set(endpoint)
             # Equal for all sessions, which share a client of verifiers; `connect` sets the key.
-            client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var="")
-            model = vf.ModelContext(model=endpoint.model, client=client)
-            episode = await self._env.run_episode(own, model)
-        acted = {name: agent for name, agent in agents.items() if agent.record.turns}
+            client = verifiers.EvalClientConfig(
+                base_url=endpoint.base_url,
+                api_key_var="",
+            )
+            model = verifiers.ModelContext(
+                model=endpoint.model,
+                client=client,
+            )
+            episode = await self._env.run_episode(verifiers_task, model)
+        acted = {seat: agent for seat, agent in agents.items() if agent.record.turns}
         if not episode.ok or not acted:
-            errors = [e for each in (*episode.traces, episode) for e in each.errors]
-            why = f"{errors[0].type}: {errors[0].message}" if errors else "it made no request"
-            raise VerifiersFailed(f"{self.config.id}: {why}")
-        parts = {name: Counter[str]() for name in agents}
+            raise VerifiersFailed(f"{self.config.id}: {failure_of(episode)}")
+        parts_by_seat = self._parts_by_seat(episode, agents)
+        for seat, agent in acted.items():
+            parts = parts_by_seat[seat]
+            agent.reward(sum(parts.values()), **parts)
+
+    def _parts_by_seat(self, episode: Any, seats: Iterable[str]) -> dict[str, Counter[str]]:
+        """Return the sums of rewards by name, by seat; those of other agents are the first's."""
+        parts_by_seat = {seat: Counter[str]() for seat in seats}
+        first_parts = parts_by_seat[self.seats[0]]
         for trace in episode.traces:
-            found = {name: each.value for name, each in trace.rewards.items() if each is not None}
-            parts.get(trace.agent.name, parts[self.seats[0]]).update(found)
-        for name, agent in acted.items():
-            agent.reward(sum(parts[name].values()), **parts[name])
+            parts = parts_by_seat.get(trace.agent.name, first_parts)
+            rewards: dict[str, Any] = {}
+            for name, reward in trace.rewards.items():
+                if reward is not None:
+                    rewards[name] = reward.value
+            parts.update(rewards)
+        return parts_by_seat
 
     def _task(self, row: Task) -> Any:
         """Return the environment's task of a row. This call blocks.
@@ -107,12 +128,30 @@ class VerifiersEnv(Env):
         """
         number = row.extra_info.get("number", -1)
         key = row.extra_info.get("key")
-        while len(self._tasks) <= number and (task := next(self._source, None)) is not None:
-            self._tasks.append(task)
-        if not 0 <= number < len(self._tasks) or self._tasks[number].key != key:
-            what = f"{row.task_id} is no task of verifiers.id={self.config.id}, or it has changed"
-            raise UserError(f"{what}. Set dataset.train=generated.")
-        return self._tasks[number]
+        tasks = self._tasks
+        num_missing = number + 1 - len(tasks)
+        if num_missing > 0:
+            tasks += islice(self._source, num_missing)
+        has_task = 0 <= number < len(tasks)
+        if not has_task or tasks[number].key != key:
+            raise UserError(
+                f"{row.task_id} is no task of verifiers.id={self.config.id}, or it has changed. "
+                "Set dataset.train=generated."
+            )
+        return tasks[number]
+
+
+def is_held_out(task: Any) -> bool:
+    """Return whether a task of verifiers is an evaluation task."""
+    return task.data.idx % HELD_OUT == HELD_OUT - 1
+
+
+def failure_of(episode: Any) -> str:
+    """Return the first error of an episode of verifiers; without one, it made no request."""
+    for failed in (*episode.traces, episode):
+        for error in failed.errors:
+            return f"{error.type}: {error.message}"
+    return "it made no request"
 
 
 @asynccontextmanager
@@ -128,8 +167,10 @@ async def connect(acquire: Callable[[Any], Any], session: Any) -> AsyncGenerator
     async with acquire(session) as slot:
         endpoint = ENDPOINT.get()
         if session.ctx.client.base_url == endpoint.base_url:
+            seat = session.trace.agent.name
+            seat_endpoint = endpoint.seats.get(seat, endpoint)
             session.client = copy(session.client)
-            session.client.api_key = endpoint.seats.get(session.trace.agent.name, endpoint).api_key
+            session.client.api_key = seat_endpoint.api_key
         yield slot
 
 
@@ -142,9 +183,15 @@ def load(config: VerifiersConfig) -> Any:
     import_optional("verifiers", extra_requirement("verifiers"))
     loaders = import_module("verifiers.v1.utils.loaders")
     options = dict(config.options)
-    options["taskset"] = {**options.get("taskset", {}), "id": config.id}
+    taskset_options = options.get("taskset", {})
+    options["taskset"] = {**taskset_options, "id": config.id}
     for seat in config.seats:
-        options[seat] = {"runtime": {"type": "subprocess"}, **options.get(seat, {})}
-    given = f"env.verifiers.id={config.id!r} with {config.options}"
-    with constructing(given, "id or options, or install the environment"):
-        return loaders.load_environment(loaders.resolve_env_config(options))
+        seat_options = options.get(seat, {})
+        options[seat] = {
+            "runtime": {"type": "subprocess"},
+            **seat_options,
+        }
+    subject = f"env.verifiers.id={config.id!r} with {config.options}"
+    with constructing(subject, "id or options, or install the environment"):
+        env_config = loaders.resolve_env_config(options)
+        return loaders.load_environment(env_config)

@@ -16,36 +16,41 @@ class Instrumented(ast.NodeTransformer):
     """
 
     def __init__(self, source: str, numbers: Iterator[int]) -> None:
-        self.numbers, self.always = numbers, set[int]()
+        self.numbers = numbers
+        self.always = set[int]()
         """Numbers of the cases that are under no `if`."""
         tree = ast.parse(source)
         if any(map(has_name, ast.walk(tree))):
             self.visit(tree)
         else:
             tree.body = [self.case(*tree.body)]
-        self.code = compile(ast.fix_missing_locations(tree), "<test>", "exec")
+        ast.fix_missing_locations(tree)
+        self.code = compile(tree, "<test>", "exec")
 
     def case(self, *body: ast.stmt) -> ast.Try:
         """Return a statement that reports whether `body` raises."""
         number = next(self.numbers)
-        text = f"try: pass\nexcept BaseException: _failed({number})\nelse: _passed({number})"
-        frame: Any = ast.parse(text).body[0]
-        frame.body = [*body]
+        template = ast.parse(
+            f"try: pass\nexcept BaseException: _failed({number})\nelse: _passed({number})"
+        )
+        statement: Any = template.body[0]
+        statement.body = [*body]
         self.always.add(number)
-        return frame
+        return statement
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         """Turn an assert into a case."""
         always = set(self.always)
-        frame = self.case(node)
+        statement = self.case(node)
         if not has_name(node):
-            frame.orelse = []
+            statement.orelse = []
             self.always = always
-        return frame
+        return statement
 
     def visit_Try(self, node: ast.Try) -> ast.AST:
         """Turn a `try` that has handlers and asserts into one case."""
-        if node.handlers and any(isinstance(part, ast.Assert) for part in ast.walk(node)):
+        has_assert = any(isinstance(child, ast.Assert) for child in ast.walk(node))
+        if node.handlers and has_assert:
             return self.case(node)
         return self.generic_visit(node)
 
@@ -59,5 +64,7 @@ class Instrumented(ast.NodeTransformer):
 
 def has_name(node: ast.AST) -> bool:
     """Return whether `node` is an assert whose condition contains a name."""
-    parts = ast.walk(node.test) if isinstance(node, ast.Assert) else ()
-    return any(isinstance(part, ast.Name) for part in parts)
+    if not isinstance(node, ast.Assert):
+        return False
+    condition = ast.walk(node.test)
+    return any(isinstance(child, ast.Name) for child in condition)

@@ -26,7 +26,7 @@ from arealite.impl.env.code.tasks import generate
 from arealite.impl.env.code.values import decode, encode, same, same_text
 from arealite.impl.sandbox.process import Sandbox
 
-MODULES = "values", "program", "asserts", "harness"
+MODULES = ("values", "program", "asserts", "harness")
 FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
@@ -64,7 +64,9 @@ class CodeEnv(Env):
     @classmethod
     def rows(cls, config: CodeEnvConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield functions to complete, of the configured levels (none: 1), without end."""
-        yield from generate(random.Random(f"code/{seed}/{split}"), [*config.levels] or [1], split)
+        rng = random.Random(f"code/{seed}/{split}")
+        levels = [*config.levels] or [1]
+        yield from generate(rng, levels, split)
 
     @staticmethod
     def check_row(task: Task, /) -> None:
@@ -91,14 +93,21 @@ class CodeEnv(Env):
         cases = read_cases(task, self.config.case_timeout_s)
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
-        verdict = await self.judge(program(action.text, task.text, cases.entry), cases)
+        source = program(action.text, task.text, cases.entry)
+        verdict = await self.judge(source, cases)
         agent.record.seconds_scoring += time.perf_counter() - begin
-        share = verdict.passed / verdict.total
+        passed_share = verdict.passed / verdict.total
         solved = float(verdict.passed == verdict.total)
-        reward = share * self.config.partial + self.config.bonus * solved
-        if not verdict.is_loaded:
+        if verdict.is_loaded:
+            reward = passed_share * self.config.partial + self.config.bonus * solved
+        else:
             reward = self.config.error_reward
-        agent.reward(reward, passed=share, solved=solved, loaded=float(verdict.is_loaded))
+        agent.reward(
+            reward,
+            passed=passed_share,
+            solved=solved,
+            loaded=float(verdict.is_loaded),
+        )
 
     async def judge(self, source: str, cases: Cases) -> Verdict:
         """Run all cases of a program in one sandbox.
@@ -107,10 +116,14 @@ class CodeEnv(Env):
             BrokenTests: The tests cannot be run.
             SandboxFailed: The sandbox or the harness failed.
         """
-        names = cases.work.get("names", [cases.entry])
-        parts = {"source": source, "entry": cases.entry, "names": names, "mode": cases.mode}
-        job = json.dumps(parts)
-        stdin = f"{len(job):010}{job}{json.dumps(cases.work)}"
+        job = {
+            "source": source,
+            "entry": cases.entry,
+            "names": cases.work.get("names", [cases.entry]),
+            "mode": cases.mode,
+        }
+        job_json = json.dumps(job)
+        stdin = f"{len(job_json):010}{job_json}{json.dumps(cases.work)}"
         outcome = await self.sandbox.run(harness(), stdin=stdin)
         if outcome.status == "exited" and outcome.code != 0:
             raise SandboxFailed(f"the harness failed: {outcome.stderr[-500:]}")
@@ -118,29 +131,43 @@ class CodeEnv(Env):
         for report in reports:
             if "broken" in report:
                 raise BrokenTests(": ".join(report["broken"]))
-        results = [report for report in reports if "case" in report]
-        counts = (sum(report.get(key, 0) for report in reports) for key in ("total", "of"))
-        total = len(cases.expected) or max(*counts, 1)
-        passed = sum(self._passed(result, cases.expected) for result in results)
-        return Verdict(passed, total, any("loaded" in report for report in reports))
+        num_passed = 0
+        for report in reports:
+            if "case" in report:
+                num_passed += self._passed(report, cases.expected)
+        return Verdict(
+            passed=num_passed,
+            total=len(cases.expected) or reported_total(reports),
+            is_loaded=any("loaded" in report for report in reports),
+        )
 
-    def _passed(self, result: dict[str, Any], expected: list[Any]) -> int:
+    def _passed(self, report: dict[str, Any], expected: list[Any]) -> int:
         """Return the number of passed cases in one report of the harness."""
-        if "passed" in result:
-            return int(result["passed"])
-        wanted = expected[result["case"]]
-        if "stdout" in result:
-            is_same = same_text(result["stdout"], wanted, self.config.tolerance)
-            return int(result["code"] == 0 and is_same)
+        if "passed" in report:
+            return int(report["passed"])
+        tolerance = self.config.tolerance
+        expected_result = expected[report["case"]]
+        if "stdout" in report:
+            is_same = same_text(report["stdout"], expected_result, tolerance)
+            return int(report["code"] == 0 and is_same)
         with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            got = decode(result["value"], lambda _: object()) if "value" in result else object()
-            return int(same(got, wanted, self.config.tolerance))
+            got: object = object()
+            if "value" in report:
+                got = decode(report["value"], lambda _: object())
+            return int(same(got, expected_result, tolerance))
         return 0
 
 
-def parse_reports(text: str) -> Iterator[dict[str, Any]]:
+def reported_total(reports: list[dict[str, Any]]) -> int:
+    """Return the number of cases: announced by the harness or in its reports, at least 1."""
+    num_announced = sum(report.get("total", 0) for report in reports)
+    num_reported = sum(report.get("of", 0) for report in reports)
+    return max(num_announced, num_reported, 1)
+
+
+def parse_reports(stdout: str) -> Iterator[dict[str, Any]]:
     """Yield the reports in a harness's stdout; skip lines that are not JSON, as a truncated one."""
-    for line in text.splitlines():
+    for line in stdout.splitlines():
         with suppress(ValueError, RecursionError):
             yield json.loads(line)
 
@@ -148,11 +175,16 @@ def parse_reports(text: str) -> Iterator[dict[str, Any]]:
 @cache
 def harness() -> str:
     """Return a program that loads the compiled modules of the harness and runs the last one."""
-    named = [f"arealite.impl.env.code.{name}" for name in MODULES[:-1]] + ["__main__"]
-    texts = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in MODULES}
-    codes = [marshal.dumps(compile(text, name, "exec")) for name, text in texts.items()]
+    named_codes: list[tuple[str, bytes]] = []
+    for name in MODULES:
+        source = Path(__file__).with_name(f"{name}.py").read_text()
+        code = marshal.dumps(compile(source, name, "exec"))
+        is_main = name == MODULES[-1]
+        module_name = "__main__" if is_main else f"arealite.impl.env.code.{name}"
+        named_codes.append((module_name, code))
     return (
-        f"import marshal, sys\nfor name, code in {[*zip(named, codes, strict=True)]!r}:\n"
+        "import marshal, sys\n"
+        f"for name, code in {named_codes!r}:\n"
         "    module = sys.modules[name] = type(sys)(name)\n"
         "    exec(marshal.loads(code), module.__dict__)\n"
     )
@@ -180,30 +212,60 @@ def read_cases(task: Task, seconds: float) -> Cases:
         BrokenTests: The row has no test cases.
     """
     info = task.extra_info
-    timed = {"seconds": seconds}
     entry = info.get("entry_point") or ""
     cases = list(info.get("cases") or [])
     if cases and cases[0].get("stdin") is not None:
-        work = timed | {"inputs": [case["stdin"] for case in cases]}
-        return Cases("stdio", "", work, [case["stdout"] for case in cases])
+        inputs = [case["stdin"] for case in cases]
+        return Cases(
+            mode="stdio",
+            entry="",
+            work={"seconds": seconds, "inputs": inputs},
+            expected=[case["stdout"] for case in cases],
+        )
     if cases and entry:
-        calls = [[list(case.get("args") or []), dict(case.get("kwargs") or {})] for case in cases]
-        work = timed | {"calls": encode(calls, str)}
-        return Cases("calls", entry, work, [case["expected"] for case in cases])
-    tests, (given, _) = list(info.get("test_list") or []), head_of(task.text, entry)
+        calls = [arguments_of(case) for case in cases]
+        return Cases(
+            mode="calls",
+            entry=entry,
+            work={"seconds": seconds, "calls": encode(calls, str)},
+            expected=[case["expected"] for case in cases],
+        )
+    return read_asserts(task, entry, seconds)
+
+
+def arguments_of(case: dict[str, Any]) -> list[Any]:
+    """Return the positional arguments and the keyword arguments of a case."""
+    args = list(case.get("args") or [])
+    kwargs = dict(case.get("kwargs") or {})
+    return [args, kwargs]
+
+
+def read_asserts(task: Task, entry: str, seconds: float) -> Cases:
+    """Return the asserts of a row as test cases; see `read_cases`."""
+    info = task.extra_info
+    tests = list(info.get("test_list") or [])
+    code_before_entry, _ = head_of(task.text, entry)
     if info.get("test") and entry:
         tests = [f"{info['test']}\ncheck(candidate)\n"]
     if not tests:
-        what = f"{task.task_id}: extra_info has no test cases. Add cases (with entry_point,"
-        raise BrokenTests(f"{what} or of stdin and stdout), test (with entry_point) or test_list.")
+        raise BrokenTests(
+            f"{task.task_id}: extra_info has no test cases. "
+            "Add cases (with entry_point, or of stdin and stdout), "
+            "test (with entry_point) or test_list."
+        )
     setup = info.get("setup") or info.get("test_setup_code") or ""
     names = [entry] if entry else names_read([setup, *tests])
-    if is_python(given):
-        own, classes = without_classes(given)
-        setup = f"{own}\n{setup}"
-        names = [*names, *classes]
-    work = timed | {"setup": setup, "tests": tests, "names": names}
-    return Cases("tests", entry, work, [])
+    if is_python(code_before_entry):
+        functions, class_names = without_classes(code_before_entry)
+        setup = f"{functions}\n{setup}"
+        names = [*names, *class_names]
+    work = {
+        "seconds": seconds,
+        "setup": setup,
+        "tests": tests,
+        "names": names,
+    }
+    return Cases(mode="tests", entry=entry, work=work, expected=[])
 
 
 def names_read(sources: list[str]) -> list[str]:
@@ -212,12 +274,21 @@ def names_read(sources: list[str]) -> list[str]:
     Builtin names are included only if there is no other name (MBPP has a task whose function is
     `sum`). A name of which only attributes are read (`math.isclose`) counts as a module.
     """
-    nodes = [n for text in filter(is_python, sources) for n in ast.walk(ast.parse(text))]
-    bases = {id(n.value) for n in nodes if isinstance(n, ast.Attribute)}
-    names = [n for n in nodes if isinstance(n, ast.Name) and id(n) not in bases]
-    made = {n.id for n in names if isinstance(n.ctx, ast.Store)}
-    read = {n.id for n in names} - made.union(getattr(n, "name", "") for n in nodes)
-    return sorted(read - {*dir(builtins)} or read)
+    nodes: list[ast.AST] = []
+    for source in filter(is_python, sources):
+        nodes += ast.walk(ast.parse(source))
+    attribute_bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    used: set[str] = set()
+    defined = {getattr(node, "name", "") for node in nodes}
+    for node in nodes:
+        if not isinstance(node, ast.Name) or id(node) in attribute_bases:
+            continue
+        used.add(node.id)
+        if isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+    read = used - defined
+    without_builtins = read - {*dir(builtins)}
+    return sorted(without_builtins or read)
 
 
 def without_classes(source: str) -> tuple[str, list[str]]:
@@ -228,7 +299,7 @@ def without_classes(source: str) -> tuple[str, list[str]]:
     return ast.unparse(tree), [node.name for node in classes]
 
 
-def program(text: str, prompt: str, entry: str) -> str:
+def program(completion: str, prompt: str, entry: str) -> str:
     """Return the program in a completion.
 
     A prompt may be code that ends with the head of a function, as in HumanEval. Then the code
@@ -236,20 +307,25 @@ def program(text: str, prompt: str, entry: str) -> str:
     is its body.
 
     Args:
-        text: The completion. Its last fenced block counts, or all of it without one.
+        completion: The agent's text. Its last fenced block counts, or all of it without one.
         prompt: The prompt's text.
         entry: Name of the tested function; "" for none.
     """
-    code, (before, head) = fenced(text), head_of(prompt, entry)
+    code = fenced(completion)
+    code_before_entry, head = head_of(prompt, entry)
     name = re.escape(entry)
-    if not re.search(rf"^(?:(?:async )?def|class) {name}\b|^{name} *=", code, re.MULTILINE):
+    definition = rf"^(?:(?:async )?def|class) {name}\b|^{name} *="
+    if not re.search(definition, code, re.MULTILINE):
         return head + code
-    return f"{before}\n{code}" if before and is_python(before) else code
+    if code_before_entry and is_python(code_before_entry):
+        return f"{code_before_entry}\n{code}"
+    return code
 
 
-def fenced(text: str) -> str:
+def fenced(markdown: str) -> str:
     """Return the last fenced block of a text; the whole text if there is none."""
-    return [text, *FENCE.findall(text)][-1]
+    blocks = FENCE.findall(markdown)
+    return blocks[-1] if blocks else markdown
 
 
 def head_of(prompt: str, entry: str) -> tuple[str, str]:
@@ -257,16 +333,20 @@ def head_of(prompt: str, entry: str) -> tuple[str, str]:
 
     Both are "" if the prompt does not define the function.
     """
+    if not entry:
+        return "", ""
     head = fenced(prompt)
-    begin = head.find(f"def {entry}(") if entry else -1
-    return (head[:begin], head) if begin >= 0 else ("", "")
+    begin = head.find(f"def {entry}(")
+    if begin < 0:
+        return "", ""
+    return head[:begin], head
 
 
 @lru_cache(1024)
-def is_python(text: str) -> bool:
+def is_python(source: str) -> bool:
     """Return whether a text is valid Python."""
     try:
-        ast.parse(text)
+        ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True

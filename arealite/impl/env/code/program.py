@@ -16,94 +16,119 @@ from typing import Any
 from arealite.impl.env.code.values import decode, encode
 
 ENDED = "ended"
+PIPE_BYTES = 1 << 16
+"""Capacity of a pipe, and the size of the largest read."""
 
 
 class Line:
     """Sends and receives JSON values, one per line, through two pipes."""
 
-    def __init__(self, read: int, write: int) -> None:
-        self.read = read
-        self.write = write
-        self.rest = b""
+    def __init__(self, read_fd: int, write_fd: int) -> None:
+        self.read_fd = read_fd
+        self.write_fd = write_fd
+        self.unread = b""
 
     def send(self, message: object) -> None:
         """Send one value."""
-        text = json.dumps(message).encode() + b"\n"
-        while text:
-            text = text[os.write(self.write, text) :]
+        write_all(self.write_fd, json.dumps(message).encode() + b"\n")
 
     def fill(self) -> None:
         """Read available bytes; exit if the other process has ended."""
-        piece = os.read(self.read, 1 << 16)
-        if not piece:
+        chunk = os.read(self.read_fd, PIPE_BYTES)
+        if not chunk:
             os._exit(0)
-        self.rest += piece
+        self.unread += chunk
 
     def receive(self) -> Any:
         """Wait for one value."""
-        while b"\n" not in self.rest:
+        while b"\n" not in self.unread:
             self.fill()
-        text, _, self.rest = self.rest.partition(b"\n")
-        return json.loads(text)
+        message, _, self.unread = self.unread.partition(b"\n")
+        return json.loads(message)
+
+
+def write_all(write_fd: int, octets: bytes) -> None:
+    """Write all bytes to a file descriptor."""
+    while octets:
+        num_written = os.write(write_fd, octets)
+        octets = octets[num_written:]
 
 
 OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda function, args, options: function(*args, **options),
-    "get": getattr, "set": setattr, "list": list, "len": len, "item": operator.getitem,
-    "str": str, "eq": operator.eq, "isinstance": lambda kind, value: isinstance(value, kind),
-}  # fmt: skip
+    "get": getattr,
+    "set": setattr,
+    "list": list,
+    "len": len,
+    "item": operator.getitem,
+    "str": str,
+    "eq": operator.eq,
+    "isinstance": lambda kind, value: isinstance(value, kind),
+}
 
 
-def wait_and_fork(job: dict[str, Any], line: Line, out: int) -> None:
+def wait_and_fork(job: dict[str, Any], line: Line, output_fd: int) -> None:
     """Fork a process for the program at each "start"; send its process id and its exit code."""
     while True:
         if line.receive() != "start":
             continue  # a request to a program that has ended
         pid = os.fork()
         if pid == 0:
-            run_program(job, line, out)
+            run_program(job, line, output_fd)
         line.send({"pid": pid})
-        line.send({ENDED: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
+        _, wait_status = os.waitpid(pid, 0)
+        line.send({ENDED: os.waitstatus_to_exitcode(wait_status)})
 
 
-def run_program(job: dict[str, Any], line: Line, out: int) -> None:
+def run_program(job: dict[str, Any], line: Line, output_fd: int) -> None:
     """Run the program. With a stdin, run it to its end; without, serve requests to its functions.
 
     Args:
         job: Source, entry point and visible names.
         line: Pipes to the harness; the first message is the stdin or None.
-        out: File descriptor that becomes stdout if there is a stdin.
+        output_fd: File descriptor that becomes stdout if there is a stdin.
     """
     stdin = line.receive()
     if stdin is not None:
-        os.dup2(out, 1)
+        os.dup2(output_fd, 1)
         feed(stdin.encode(errors="replace"))
-    os.close(out)
+    os.close(output_fd)
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     names = module.__dict__
-    code = 0
+    entry = job["entry"]
     try:
         compiled = compile(job["source"], "<program>", "exec")
         if stdin is None:
             exec(compiled, names)
-            if job["entry"]:
-                names[job["entry"]]
+            if entry:
+                names[entry]
     except BaseException as error:  # noqa: BLE001  (the harness gets any error)
         line.send({"error": describe(error)})
         os._exit(1)
     if stdin is not None:
         line.send({"loaded": {}})
+        code = 0
         try:
             exec(compiled, names)
         except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            code = exit_code(error)
         except BaseException:  # noqa: BLE001
             code = 1
         sys.stdout.flush()
         os._exit(code & 255)
-    visible = {name: names[name] for name in job["names"] if name in names}
-    serve({n: v for n, v in visible.items() if not isinstance(v, type(sys))}, line)
+    visible: dict[str, object] = {}
+    for name in job["names"]:
+        if name in names and not isinstance(names[name], type(sys)):
+            visible[name] = names[name]
+    serve(visible, line)
+
+
+def exit_code(error: SystemExit) -> int:
+    """Return the exit code of Python after a SystemExit, before it is reduced to 8 bits."""
+    if isinstance(error.code, int):
+        return error.code
+    return int(error.code is not None)
 
 
 def serve(visible: dict[str, object], line: Line) -> None:
@@ -114,12 +139,13 @@ def serve(visible: dict[str, object], line: Line) -> None:
         kept.append(value)
         return len(kept) - 1
 
-    line.send({"loaded": {name: encode(value, keep) for name, value in visible.items()}})
+    loaded = {name: encode(value, keep) for name, value in visible.items()}
+    line.send({"loaded": loaded})
     while True:
-        operation, *parts = line.receive()
+        operation, *encoded_arguments = line.receive()
         try:
-            parts = [decode(part, kept.__getitem__) for part in parts]
-            answer = {"value": encode(OPERATIONS[operation](*parts), keep)}
+            arguments = [decode(argument, kept.__getitem__) for argument in encoded_arguments]
+            answer = {"value": encode(OPERATIONS[operation](*arguments), keep)}
             json.dumps(answer)
         except BaseException as error:  # noqa: BLE001
             answer = {"error": describe(error)}
@@ -134,16 +160,16 @@ def describe(error: BaseException) -> list[str]:
         return ["Exception", ""]
 
 
-def feed(text: bytes) -> None:
-    """Make `text` this process's stdin."""
-    read, write = os.pipe()
-    if len(text) > 1 << 16 and os.fork() == 0:
-        os.close(read)
-        while text:
-            text = text[os.write(write, text) :]
+def feed(stdin: bytes) -> None:
+    """Make these bytes this process's stdin. A fork writes bytes that a pipe cannot hold."""
+    read_fd, write_fd = os.pipe()
+    fits_into_pipe = len(stdin) <= PIPE_BYTES
+    if fits_into_pipe:
+        os.write(write_fd, stdin)
+    elif os.fork() == 0:
+        os.close(read_fd)
+        write_all(write_fd, stdin)
         os._exit(0)
-    elif len(text) <= 1 << 16:
-        os.write(write, text)
-    os.close(write)
-    os.dup2(read, 0)
-    os.close(read)
+    os.close(write_fd)
+    os.dup2(read_fd, 0)
+    os.close(read_fd)

@@ -7,19 +7,44 @@ no comparison method of a program runs in the process that judges it.
 import math
 import re
 from collections.abc import Callable
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-SHAPES: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "dict": (dict, lambda value: [list(item) for item in value.items()], dict),
-    "tuple": (tuple, list, tuple),
-    "set": (set, list, set),
-    "frozenset": (frozenset, list, frozenset),
-    "bytes": ((bytes, bytearray), lambda value: value.hex(), bytes.fromhex),
-    "complex": (complex, lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
-    "range": (range, lambda value: [value.start, value.stop, value.step], lambda r: range(*r)),
+
+class Shape(NamedTuple):
+    """Conversions of a type that JSON lacks. Values of subclasses are converted, too."""
+
+    classes: Any
+    """A class, or a tuple of classes."""
+    to_plain: Callable[[Any], Any]
+    from_plain: Callable[[Any], Any]
+
+
+SHAPES: dict[str, Shape] = {
+    "dict": Shape(
+        classes=dict,
+        to_plain=lambda mapping: [list(pair) for pair in mapping.items()],
+        from_plain=dict,
+    ),
+    "tuple": Shape(tuple, list, tuple),
+    "set": Shape(set, list, set),
+    "frozenset": Shape(frozenset, list, frozenset),
+    "bytes": Shape(
+        classes=(bytes, bytearray),
+        to_plain=lambda octets: octets.hex(),
+        from_plain=bytes.fromhex,
+    ),
+    "complex": Shape(
+        classes=complex,
+        to_plain=lambda number: [number.real, number.imag],
+        from_plain=lambda pair: complex(*pair),
+    ),
+    "range": Shape(
+        classes=range,
+        to_plain=lambda numbers: [numbers.start, numbers.stop, numbers.step],
+        from_plain=lambda bounds: range(*bounds),
+    ),
 }
-"""By name: the classes (subclasses included), and the conversions to data and back."""
+"""By the name of the type in the encoding."""
 
 
 def encode(value: Any, keep: Callable[[object], object]) -> object:
@@ -33,13 +58,16 @@ def encode(value: Any, keep: Callable[[object], object]) -> object:
         if isinstance(value, plain):
             return plain(value)
     if isinstance(value, list):
-        return [encode(item, keep) for item in value]
-    for name, (kind, parts, _) in SHAPES.items():
-        if isinstance(value, kind):
-            return {name: encode(parts(value), keep)}
+        return [encode(element, keep) for element in value]
+    for name, shape in SHAPES.items():
+        if isinstance(value, shape.classes):
+            plain_value = shape.to_plain(value)
+            return {name: encode(plain_value, keep)}
     if type(value).__module__ == "numpy":
         return encode(value.tolist(), keep)
-    return value if value is None else {"handle": keep(value)}
+    if value is None:
+        return None
+    return {"handle": keep(value)}
 
 
 def decode(data: object, find: Callable[[int], object]) -> object:
@@ -53,11 +81,14 @@ def decode(data: object, find: Callable[[int], object]) -> object:
         ValueError, TypeError, KeyError, RecursionError: The data is invalid.
     """
     if isinstance(data, list):
-        return [decode(item, find) for item in data]
+        return [decode(element, find) for element in data]
     if not isinstance(data, dict):
         return data
-    ((name, inner),) = data.items()
-    return find(inner) if name == "handle" else SHAPES[name][2](decode(inner, find))
+    ((name, encoded),) = data.items()
+    if name == "handle":
+        return find(encoded)
+    shape = SHAPES[name]
+    return shape.from_plain(decode(encoded, find))
 
 
 def same(got: object, expected: object, tolerance: float) -> bool:
@@ -74,44 +105,89 @@ def same(got: object, expected: object, tolerance: float) -> bool:
     if isinstance(expected, dict):
         if not isinstance(got, dict):
             return False
-        named = {key if key in expected else str(key): value for key, value in got.items()}
-        return named.keys() == expected.keys() and all(
-            same(named[key], value, tolerance) for key, value in expected.items()
-        )
+        return same_dict(got, expected, tolerance)
     if isinstance(got, (set, frozenset)) and isinstance(expected, list):
         got = sorted(got, key=repr)
         expected = sorted(expected, key=repr)
     if isinstance(expected, (list, tuple)):
-        if not isinstance(got, (list, tuple)) or len(got) != len(expected):
+        if not isinstance(got, (list, tuple)):
             return False
-        return all(same(*pair, tolerance) for pair in zip(got, expected, strict=True))
+        if len(got) != len(expected):
+            return False
+        pairs = zip(got, expected, strict=True)
+        return all(same(element, wanted, tolerance) for element, wanted in pairs)
     if isinstance(expected, float) or isinstance(got, float):
         return close(got, expected, tolerance)
     return type(got) is not object and got == expected
 
 
+def same_dict(
+    got: dict[Any, object],
+    expected: dict[Any, object],
+    tolerance: float,
+) -> bool:
+    """Return whether two dicts are equal; a key of `got` equals its text in `expected`."""
+    got_by_key: dict[Any, object] = {}
+    for key, value in got.items():
+        expected_key = key if key in expected else str(key)
+        got_by_key[expected_key] = value
+    if got_by_key.keys() != expected.keys():
+        return False
+    return all(same(got_by_key[key], wanted, tolerance) for key, wanted in expected.items())
+
+
 def close(got: object, expected: object, tolerance: float) -> bool:
     """Return whether two numbers are equal within the tolerance; NaN equals NaN."""
-    if not isinstance(got, (int, float)) or not isinstance(expected, (int, float)):
+    if not isinstance(got, (int, float)):
+        return False
+    if not isinstance(expected, (int, float)):
         return False
     if isinstance(got, bool) is not isinstance(expected, bool):
         return False
     both_nan = got != got and expected != expected
-    return both_nan or math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
+    if both_nan:
+        return True
+    return math.isclose(
+        got,
+        expected,
+        rel_tol=tolerance,
+        abs_tol=tolerance,
+    )
 
 
 def same_text(got: str, expected: str, tolerance: float) -> bool:
     """Return whether two outputs have the same words in each line, numbers within the tolerance."""
-    lines = [[line.split() for line in text.rstrip().splitlines()] for text in (got, expected)]
-    if list(map(len, lines[0])) != list(map(len, lines[1])):
+    got_lines = words_by_line(got)
+    expected_lines = words_by_line(expected)
+    if len(got_lines) != len(expected_lines):
         return False
-    words = zip(*(chain.from_iterable(text) for text in lines), strict=True)
-    return all(a == b or close(number(a), number(b), tolerance) for a, b in words)
+    line_pairs = zip(got_lines, expected_lines, strict=True)
+    return all(same_words(words, wanted, tolerance) for words, wanted in line_pairs)
+
+
+def words_by_line(output: str) -> list[list[str]]:
+    """Return the words of each line, without empty lines at the end."""
+    lines = output.rstrip().splitlines()
+    return [line.split() for line in lines]
+
+
+def same_words(got: list[str], expected: list[str], tolerance: float) -> bool:
+    """Return whether two lines have the same words, numbers within the tolerance."""
+    if len(got) != len(expected):
+        return False
+    for word, wanted in zip(got, expected, strict=True):
+        if word == wanted:
+            continue
+        if not close(number(word), number(wanted), tolerance):
+            return False
+    return True
 
 
 def number(word: str) -> float | None:
     """Return the value of a number written with a point or an exponent; None for other words."""
+    if not re.search(r"[.eE]", word):
+        return None
     try:
-        return float(word) if re.search(r"[.eE]", word) else None
+        return float(word)
     except ValueError:
         return None

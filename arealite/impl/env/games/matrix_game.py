@@ -4,7 +4,7 @@ Each observation holds the rules, the payoffs and all earlier choices.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product, repeat
 from statistics import fmean
 
@@ -35,48 +35,83 @@ class MatrixGameEnv(Env):
     def __init__(self, args: TrialConfig, config: MatrixGameConfig) -> None:
         super().__init__(args, config)
         self.payoffs = payoffs(config)
-        self.choices = [tuple(dict.fromkeys(pair[i] for pair in self.payoffs)) for i in (0, 1)]
+        rows, columns = zip(*self.payoffs, strict=True)
+        self.choices = [unique(rows), unique(columns)]
 
     @classmethod
     def rows(cls, config: MatrixGameConfig, *, split: str, seed: int) -> Iterator[Row]:
         """Yield the same row without end."""
         payoffs(config)
-        yield from repeat({"prompt": "your own" if config.payoffs else config.game})
+        prompt = "your own" if config.payoffs else config.game
+        yield from repeat({"prompt": prompt})
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Run all rounds: request a choice of each seat, then set both rewards."""
-        seats = [agents[name] for name in self.seats]
+        row_agent = agents["row"]
+        column_agent = agents["column"]
         history: list[list[str]] = [[], []]
         for number in range(self.rounds):
-            async with asyncio.TaskGroup() as tasks:
-                pairs = zip(seats, [self.show(i, number, history[i]) for i in (0, 1)], strict=True)
-                acts = [tasks.create_task(agent.act(seen)) for agent, seen in pairs]
-            made = [chosen(acts[i].result().text, self.choices[i]) for i in (0, 1)]
-            for i, agent in enumerate(seats):
-                value = self.value(i, made)
-                own = made[i]
-                other = made[1 - i]
-                parts = {f"chose_{each}": (each == own) / self.rounds for each in self.choices[i]}
-                agent.reward(value / self.rounds, illegal=float(own is None), **parts)
-                line = f"Round {number + 1}: you: {own or 'unreadable'}, "
-                history[i].append(f"{line}the other: {other or 'unreadable'}. You got {value:g}.\n")
+            row_observation = self.show(0, number, history[0])
+            column_observation = self.show(1, number, history[1])
+            async with asyncio.TaskGroup() as group:
+                row_act = group.create_task(row_agent.act(row_observation))
+                column_act = group.create_task(column_agent.act(column_observation))
+            row_answer = row_act.result().text
+            column_answer = column_act.result().text
+            choices = [
+                chosen(row_answer, self.choices[0]),
+                chosen(column_answer, self.choices[1]),
+            ]
+            for seat, agent in enumerate((row_agent, column_agent)):
+                payoff = self.value(seat, choices)
+                self._reward(agent, seat, choices[seat], payoff)
+                choice = choices[seat] or "unreadable"
+                other_choice = choices[1 - seat] or "unreadable"
+                history[seat].append(
+                    f"Round {number + 1}: "
+                    f"you: {choice}, "
+                    f"the other: {other_choice}. "
+                    f"You got {payoff:g}.\n"
+                )
 
-    def value(self, seat: int, made: list[str | None]) -> float:
+    def _reward(self, agent: Agent, seat: int, choice: str | None, payoff: float) -> None:
+        """Set the reward of a round and its parts."""
+        parts: dict[str, float] = {}
+        for possible_choice in self.choices[seat]:
+            is_chosen = possible_choice == choice
+            parts[f"chose_{possible_choice}"] = is_chosen / self.rounds
+        is_illegal = choice is None
+        agent.reward(
+            payoff / self.rounds,
+            illegal=float(is_illegal),
+            **parts,
+        )
+
+    def value(self, seat: int, choices: list[str | None]) -> float:
         """Return a seat's payoff of a round.
 
         If the other seat's choice is unreadable, the payoff is the mean over that seat's choices.
 
         Args:
             seat: 0 for row, 1 for column.
-            made: Both choices; None for an unreadable one.
+            choices: Both choices; None for an unreadable one.
         """
-        own = made[seat]
-        if own is None:
+        choice = choices[seat]
+        if choice is None:
             return self.config.illegal_reward
-        other = made[1 - seat]
-        against = self.choices[1 - seat] if other is None else (other,)
-        pairs = [(own, each) if seat == 0 else (each, own) for each in against]
-        return fmean(self.payoffs[pair][seat] for pair in pairs)
+        other_choice = choices[1 - seat]
+        if other_choice is not None:
+            return self._payoff(seat, choice, other_choice)
+        other_choices = self.choices[1 - seat]
+        return fmean(self._payoff(seat, choice, other) for other in other_choices)
+
+    def _payoff(self, seat: int, choice: str, other_choice: str) -> float:
+        """Return the payoff of a seat for its choice and the other seat's choice."""
+        if seat == 0:
+            row_payoff, _ = self.payoffs[choice, other_choice]
+            return row_payoff
+        _, column_payoff = self.payoffs[other_choice, choice]
+        return column_payoff
 
     def show(self, seat: int, number: int, history: list[str]) -> Observation:
         """Return a seat's observation before a round.
@@ -86,17 +121,29 @@ class MatrixGameEnv(Env):
             number: Index of the round, from 0.
             history: One line for each earlier round.
         """
-        mine = {pair: (each[seat], each[1 - seat]) for pair, each in self.payoffs.items()}
-        table = "".join(
-            f"you {pair[seat]}, the other {pair[1 - seat]}: you get {own:g}, the other {other:g}\n"
-            for pair, (own, other) in mine.items()
-        )
-        often = f", {self.rounds} times" if self.rounds > 1 else ""
-        rules = f"You and another player choose at the same time{often}. What you get:\n{table}"
-        ask = f"Answer with one of: {', '.join(self.choices[seat])}. An unreadable answer is "
-        ask += f"worth {self.config.illegal_reward:g}.\n"
-        now = f"Round {number + 1} of {self.rounds}.\n" if self.rounds > 1 else ""
-        return Observation(rules + ask + "".join(history) + now, self.choices[seat])
+        other_seat = 1 - seat
+        choices = self.choices[seat]
+        is_repeated = self.rounds > 1
+        how_often = f", {self.rounds} times" if is_repeated else ""
+        lines = [
+            f"You and another player choose at the same time{how_often}. ",
+            "What you get:\n",
+        ]
+        for pair, pair_payoffs in self.payoffs.items():
+            lines += [
+                f"you {pair[seat]}, ",
+                f"the other {pair[other_seat]}: ",
+                f"you get {pair_payoffs[seat]:g}, ",
+                f"the other {pair_payoffs[other_seat]:g}\n",
+            ]
+        lines += [
+            f"Answer with one of: {', '.join(choices)}. ",
+            f"An unreadable answer is worth {self.config.illegal_reward:g}.\n",
+            *history,
+        ]
+        if is_repeated:
+            lines.append(f"Round {number + 1} of {self.rounds}.\n")
+        return Observation("".join(lines), choices)
 
 
 class PrisonersDilemmaEnv(MatrixGameEnv):
@@ -114,14 +161,29 @@ def payoffs(config: MatrixGameConfig) -> Payoffs:
         UserError: The game is unknown, or the configured payoffs lack a pair of choices.
     """
     if not config.payoffs and config.game not in GAMES:
-        raise UserError(unknown("matrix game", config.game, list(GAMES)))
-    given = config.payoffs or GAMES[config.game]
-    pairs = {tuple(key.split()): tuple(values) for key, values in given.items()}
-    whole = all(len(key) == len(values) == 2 for key, values in pairs.items())
-    if whole:
-        rows, columns = zip(*pairs, strict=True)
-        whole = {*product(rows, columns)} == {*pairs}
-    if not whole:
-        what = "payoffs: each pair of choices needs two numbers, for row and column"
-        raise UserError(f"{what}. Write {EXAMPLE}.")
+        raise UserError(unknown("matrix game", config.game, [*GAMES]))
+    configured = config.payoffs or GAMES[config.game]
+    pairs: dict[tuple[str, ...], tuple[float, ...]] = {}
+    for key, numbers in configured.items():
+        choices = tuple(key.split())
+        pairs[choices] = tuple(numbers)
+    if not is_complete(pairs):
+        raise UserError(
+            f"payoffs: each pair of choices needs two numbers, for row and column. Write {EXAMPLE}."
+        )
     return pairs  # pyright: ignore[reportReturnType]
+
+
+def is_complete(pairs: dict[tuple[str, ...], tuple[float, ...]]) -> bool:
+    """Return whether each choice of row has two payoffs for each choice of column."""
+    for choices, pair_payoffs in pairs.items():
+        if len(choices) != 2 or len(pair_payoffs) != 2:
+            return False
+    rows, columns = zip(*pairs, strict=True)
+    all_pairs = set(product(rows, columns))
+    return all_pairs == set(pairs)
+
+
+def unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in order, each once."""
+    return tuple(dict.fromkeys(names))

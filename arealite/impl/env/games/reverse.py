@@ -28,11 +28,15 @@ class ReverseEnv(Env):
         """Yield words of random letters."""
         rng = random.Random(f"reverse/{split}/{seed}")
         while True:
-            yield {"prompt": word(rng, config.length), "extra_info": {"level": config.length}}
+            yield {
+                "prompt": word(rng, config.length),
+                "extra_info": {"level": config.length},
+            }
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Ask for the task's prompt, reversed."""
-        await self.ask(agents["agent"], [("reverse", task.text)])
+        orders = [("reverse", task.text)]
+        await self.ask(agents["agent"], orders)
 
     async def ask(self, agent: Agent, orders: Sequence[tuple[str, ...]]) -> None:
         """Give the orders one after the other; all rewards together are at most 1.
@@ -41,12 +45,17 @@ class ReverseEnv(Env):
             agent: The agent that answers.
             orders: Pairs of an order, a key of ASK, and a text.
         """
-        for order, text in orders:
-            action = await agent.act(ASK[order] + text)
-            wanted = text[::-1] if order == "reverse" else text
-            score = similarity(action.text.strip(), wanted.strip())
-            value = score if self.config.partial_credit else float(score == 1.0)
-            agent.reward(value / len(orders), exact=float(score == 1.0) / len(orders))
+        num_orders = len(orders)
+        for order, source in orders:
+            action = await agent.act(ASK[order] + source)
+            wanted = source
+            if order == "reverse":
+                wanted = source[::-1]
+            answer = action.text.strip()
+            score = similarity(answer, wanted.strip())
+            exact = float(score == 1.0)
+            credit = score if self.config.partial_credit else exact
+            agent.reward(credit / num_orders, exact=exact / num_orders)
 
 
 class ReverseEchoEnv(ReverseEnv):
@@ -57,9 +66,14 @@ class ReverseEchoEnv(ReverseEnv):
         """Yield tasks with lines `reverse TEXT` or `echo TEXT`, chosen at random."""
         for number in count():
             rng = random.Random(f"reverse-echo/{split}/{seed}/{number}")
-            orders = (rng.choice([*ASK]) for _ in range(config.turns))
-            lines = [f"{order} {word(rng, config.length)}" for order in orders]
-            yield {"prompt": "\n".join(lines), "extra_info": {"level": config.length}}
+            lines: list[str] = []
+            for _ in range(config.turns):
+                order = rng.choice([*ASK])
+                lines.append(f"{order} {word(rng, config.length)}")
+            yield {
+                "prompt": "\n".join(lines),
+                "extra_info": {"level": config.length},
+            }
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Give the orders in the lines of the task's prompt.
@@ -67,18 +81,29 @@ class ReverseEchoEnv(ReverseEnv):
         Raises:
             UserError: A line is not an order.
         """
-        orders = [line.partition(" ")[::2] for line in task.text.splitlines()]
-        if not all(order in ASK and text for order, text in orders):
-            hint = "Write lines `reverse TEXT` and `echo TEXT`."
-            raise UserError(f"{task.task_id}: a line of `prompt` is not an order. {hint}")
+        orders: list[tuple[str, str]] = []
+        for line in task.text.splitlines():
+            order, _, source = line.partition(" ")
+            if order not in ASK or not source:
+                raise UserError(
+                    f"{task.task_id}: a line of `prompt` is not an order. "
+                    "Write lines `reverse TEXT` and `echo TEXT`."
+                )
+            orders.append((order, source))
         await self.ask(agents["agent"], orders)
 
 
 def word(rng: random.Random, length: int) -> str:
     """Return `length` random lower-case letters."""
-    return "".join(rng.choices(string.ascii_lowercase, k=length))
+    letters = rng.choices(string.ascii_lowercase, k=length)
+    return "".join(letters)
 
 
-def similarity(text: str, wanted: str) -> float:
+def similarity(answer: str, wanted: str) -> float:
     """Return the number of letters in the right place, divided by the longer text's length."""
-    return sum(a == b for a, b in zip(text, wanted, strict=False)) / max(len(text), len(wanted), 1)
+    num_right = 0
+    for letter, wanted_letter in zip(answer, wanted, strict=False):
+        if letter == wanted_letter:
+            num_right += 1
+    longer = max(len(answer), len(wanted), 1)
+    return num_right / longer

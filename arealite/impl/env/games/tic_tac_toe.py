@@ -17,7 +17,17 @@ from arealite.impl.env.games.choices import chosen
 from arealite.impl.env.prompts import PROMPTS
 
 SQUARES = tuple("123456789")
-LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+LINES = (
+    (0, 1, 2),
+    (3, 4, 5),
+    (6, 7, 8),
+    (0, 3, 6),
+    (1, 4, 7),
+    (2, 5, 8),
+    (0, 4, 8),
+    (2, 4, 6),
+)
+"""Indices of the squares in each row, column and diagonal."""
 RULES = PROMPTS["tic_tac_toe"]["rules"]
 
 
@@ -32,8 +42,12 @@ class TicTacToeEnv(Env):
         """Yield random openings of up to `opening_moves` moves."""
         for number in count():
             rng = random.Random(f"tic-tac-toe/{split}/{seed}/{number}")
-            moves = rng.sample(SQUARES, rng.randint(0, config.opening_moves))
-            yield {"prompt": "tic-tac-toe", "extra_info": {"opening": "".join(moves)}}
+            num_moves = rng.randint(0, config.opening_moves)
+            opening = "".join(rng.sample(SQUARES, num_moves))
+            yield {
+                "prompt": "tic-tac-toe",
+                "extra_info": {"opening": opening},
+            }
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play a game that starts with the moves of the task's `extra_info.opening`, as "159".
@@ -42,9 +56,12 @@ class TicTacToeEnv(Env):
             UserError: The opening is invalid.
         """
         opening = str(task.extra_info.get("opening", ""))
-        if len(opening) > 4 or len({*SQUARES} & {*opening}) != len(opening):
-            hint = "Write up to four different squares, as '159'."
-            raise UserError(f"{task.task_id}: extra_info.opening='{opening}'. {hint}")
+        squares = set(opening) & set(SQUARES)
+        if len(opening) > 4 or len(squares) != len(opening):
+            raise UserError(
+                f"{task.task_id}: extra_info.opening='{opening}'. "
+                "Write up to four different squares, as '159'."
+            )
         board = list(SQUARES)
         moved = set[str]()
         winner = ""
@@ -55,7 +72,8 @@ class TicTacToeEnv(Env):
             move = opening[number : number + 1]
             if not move:
                 free = tuple(square for square in board if square in SQUARES)
-                action = await agents[seat].act(Observation(self.show(board, seat), free))
+                observation = Observation(self.show(board, seat), free)
+                action = await agents[seat].act(observation)
                 moved.add(seat)
                 move = chosen(action.text, SQUARES)
                 if move not in free:
@@ -63,18 +81,40 @@ class TicTacToeEnv(Env):
                     illegal = seat
                     break
             board[int(move) - 1] = seat
-            if any(board[a] == board[b] == board[c] for a, b, c in LINES):
+            if has_full_line(board):
                 winner = seat
                 break
         for seat in moved:
-            value = self.config.draw_reward
-            if winner:
-                value = self.config.win_reward if seat == winner else self.config.loss_reward
-            if seat == illegal:
-                value = self.config.illegal_reward
-            agents[seat].reward(value, win=float(seat == winner), illegal=float(seat == illegal))
+            agents[seat].reward(
+                self._value(seat, winner, illegal),
+                win=float(seat == winner),
+                illegal=float(seat == illegal),
+            )
+
+    def _value(self, seat: str, winner: str, illegal: str) -> float:
+        """Return the reward of a seat; `winner` and `illegal` are seats, or "" for none."""
+        if seat == illegal:
+            return self.config.illegal_reward
+        if not winner:
+            return self.config.draw_reward
+        if seat == winner:
+            return self.config.win_reward
+        return self.config.loss_reward
 
     def show(self, board: list[str], seat: str) -> str:
         """Return a seat's observation before its move."""
-        rows = "\n".join(" ".join(board[i : i + 3]) for i in (0, 3, 6))
-        return f"{(self.config.rules or RULES).replace('{seat}', seat)}\n{rows}\n"
+        template = self.config.rules or RULES
+        rules = template.replace("{seat}", seat)
+        lines = [
+            rules,
+            " ".join(board[:3]),
+            " ".join(board[3:6]),
+            " ".join(board[6:]),
+            "",
+        ]
+        return "\n".join(lines)
+
+
+def has_full_line(board: list[str]) -> bool:
+    """Return whether three squares of a row, column or diagonal are equal."""
+    return any(board[a] == board[b] == board[c] for a, b, c in LINES)

@@ -13,14 +13,14 @@ import os
 import sys
 from contextlib import suppress
 
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copy bytes until either end closes; then close the writer."""
     with suppress(OSError):
-        while data := await reader.read(CHUNK):
-            writer.write(data)
+        while chunk := await reader.read(CHUNK_BYTES):
+            writer.write(chunk)
             await writer.drain()
     writer.close()
 
@@ -29,19 +29,24 @@ async def main(path: str, port: str, *command: str) -> None:
     """Serve the port while the program runs; exit with its code."""
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_unix_connection(path)
-        await asyncio.gather(relay(reader, far_writer), relay(far_reader, writer))
+        gateway_reader, gateway_writer = await asyncio.open_unix_connection(path)
+        await asyncio.gather(
+            relay(reader, gateway_writer),
+            relay(gateway_reader, writer),
+        )
 
     def parent_closed() -> None:
-        if not os.read(0, CHUNK):
+        if not os.read(0, CHUNK_BYTES):
             os._exit(1)
 
-    asyncio.get_running_loop().add_reader(0, parent_closed)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(0, parent_closed)
     await asyncio.start_server(connect, "127.0.0.1", int(port))
     try:
         program = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     except OSError as error:
-        os.write(2, f"{command[0]} cannot be started: {error}".encode())
+        message = f"{command[0]} cannot be started: {error}"
+        os.write(2, message.encode())
         os._exit(127)
     code = await program.wait()
     os._exit(code if code >= 0 else 128 - code)

@@ -57,8 +57,10 @@ class HarnessEnv(Env):
         check_constraints(config, AT)
         ways = [name for name in ("run", "command", "pull") if getattr(config, name)]
         if len(ways) != 1:
-            what = f"env.harness sets {' and '.join(ways) or 'no way to run an agent'}"
-            raise UserError(f"{what}. Set exactly one of run, command and pull.")
+            raise UserError(
+                f"env.harness sets {' and '.join(ways) or 'no way to run an agent'}. "
+                "Set exactly one of run, command and pull."
+            )
         self.seats = tuple(config.seats)
         self.scorer = make_reward(config.reward)
         token = read_token(config.gateway.token_env, f"{AT}gateway.")
@@ -92,32 +94,62 @@ class HarnessEnv(Env):
             HarnessFailed: The agent failed, made no request, or gave no reward.
             HarnessSilent: An agent elsewhere stopped.
         """
-        if not hasattr(next(iter(agents.values())).tokenizer, "decode"):  # a person plays
-            what = "the agent of env.type=harness needs the model of a run"
-            raise UserError(f"{what}. Use `arealite train`, `eval` or `collect`.")
+        any_agent = next(iter(agents.values()))
+        a_person_plays = not hasattr(any_agent.tokenizer, "decode")
+        if a_person_plays:
+            raise UserError(
+                "the agent of env.type=harness needs the model of a run. "
+                "Use `arealite train`, `eval` or `collect`."
+            )
         async with self.gateway.open(task, agents) as session, AsyncExitStack() as stack:
             stack.enter_context(self._proxy_hint(session))
             if self.programs:
-                result = await stack.enter_async_context(self.programs.run(task, session.endpoint))
+                program = self.programs.run(task, session.endpoint)
+                outcome = await stack.enter_async_context(program)
             elif self.functions:
-                result = await self.functions.run(task, session.endpoint)
+                outcome = await self.functions.run(task, session.endpoint)
             else:
-                result = await self._wait_for_end(session)
+                outcome = await self._wait_for_end(session)
             await session.close()  # first: it drops turns that the agent did not receive
-            acted = {name: each for name, each in agents.items() if each.record.turns}
-            if not acted:
-                raise HarnessFailed("the agent made no request to its endpoint's base_url")
-            begin = time.perf_counter()
-            stats = session.stats
-            scores = await self._scores(task, session, result)
-            first = next(iter(acted.values())).record
-            first.seconds_scoring += time.perf_counter() - begin
-            first.reward_parts["malformed_calls"] = float(stats["malformed_calls"])
-            branches = [count for name, count in stats.items() if name.startswith("branches_")]
-            first.reward_parts["branches"] = float(sum(branches))
-            for name, each in acted.items():
-                score = scores.get(name, scores.get("", Score(0.0)))
-                each.reward(score, **getattr(score, "parts", {}))
+            await self._reward_agents(task, session, outcome, agents)
+
+    async def _reward_agents(
+        self,
+        task: Task,
+        session: Session,
+        outcome: object,
+        agents: dict[str, Agent],
+    ) -> None:
+        """Set the rewards of the agents that made requests.
+
+        Args:
+            task: The task of the episode.
+            session: The closed session of the episode.
+            outcome: A program after its end, the result of a function, or None.
+            agents: The agents of all seats.
+
+        Raises:
+            HarnessFailed: No agent made a request, or gave a reward that can be read.
+        """
+        acted = {seat: agent for seat, agent in agents.items() if agent.record.turns}
+        if not acted:
+            raise HarnessFailed("the agent made no request to its endpoint's base_url")
+        begin = time.perf_counter()
+        stats = session.stats
+        scores = await self._scores(task, session, outcome)
+        first_agent = next(iter(acted.values()))
+        record = first_agent.record
+        record.seconds_scoring += time.perf_counter() - begin
+        num_branches = 0
+        for name, count in stats.items():
+            if name.startswith("branches_"):
+                num_branches += count
+        record.reward_parts["malformed_calls"] = float(stats["malformed_calls"])
+        record.reward_parts["branches"] = float(num_branches)
+        score_of_all = scores.get("", Score(0.0))
+        for seat, agent in acted.items():
+            score = scores.get(seat, score_of_all)
+            agent.reward(score, **getattr(score, "parts", {}))
 
     @contextmanager
     def _proxy_hint(self, session: Session) -> Generator[None]:
@@ -130,8 +162,10 @@ class HarnessEnv(Env):
             variable = proxy_variable(environment)
             if not variable or session.last_request > opened_at:
                 raise
-            what = f"no request reached the gateway, and {variable} is set"
-            raise HarnessFailed(f"{what}. Does the client ignore NO_PROXY? {error}") from error
+            raise HarnessFailed(
+                f"no request reached the gateway, and {variable} is set. "
+                f"Does the client ignore NO_PROXY? {error}"
+            ) from error
 
     async def _wait_for_end(self, session: Session) -> None:
         """Offer a session to agents elsewhere; return when an agent has ended it.
@@ -145,15 +179,21 @@ class HarnessEnv(Env):
         with Wait.without_deadline():
             await session.leased.wait()
         while not session.ended.is_set():
-            left = idle_s if session.in_flight else session.last_request + idle_s - loop.time()
-            if left <= 0:
-                what = f"the session made no request for {AT}idle_s={idle_s:g} s"
-                raise HarnessSilent(f"{what}, and was not ended")
+            remaining_s = idle_s
+            if not session.in_flight:
+                remaining_s = session.last_request + idle_s - loop.time()
+            if remaining_s <= 0:
+                raise HarnessSilent(
+                    f"the session made no request for {AT}idle_s={idle_s:g} s, and was not ended"
+                )
             with suppress(TimeoutError):
-                await asyncio.wait_for(session.ended.wait(), left)
+                await asyncio.wait_for(session.ended.wait(), remaining_s)
 
     async def _scores(
-        self, task: Task, session: Session, result: Any
+        self,
+        task: Task,
+        session: Session,
+        outcome: Any,
     ) -> Mapping[str, Score | None]:
         """Return the reward of each seat by name; "": of all seats. None: it has no score.
 
@@ -161,26 +201,32 @@ class HarnessEnv(Env):
             HarnessFailed: The agent gave no reward, or one that cannot be read.
         """
         source = self.config.reward_from
-        file = self.config.reward_file
-        finished = result if isinstance(result, Finished) else None
+        finished = outcome if isinstance(outcome, Finished) else None
         if session.reported is not None and source in ("auto", "posted"):
-            value, parts = session.reported
-            return {"": Score(value, **parts)}
+            reward, parts = session.reported
+            return {"": Score(reward, **parts)}
         if finished and source in ("auto", "file"):
+            file = self.config.reward_file
             written = finished.read(file)
             if written is not None or source == "file":
                 return {"": parse(written, f"{AT}reward_file={file}")}
         if finished and source == "last_line":
-            return {"": parse(finished.text.rpartition("\n")[2], "the last line of stdout")}
-        if source in ("auto", "return") and not isinstance(result, str | Finished | None):
-            return self._by_seat(result)
+            _, _, last_line = finished.stdout_tail.rpartition("\n")
+            return {"": parse(last_line, "the last line of stdout")}
+        is_reward = not isinstance(outcome, str | Finished | None)
+        if is_reward and source in ("auto", "return"):
+            return self._by_seat(outcome)
         if source not in ("auto", "function"):
             raise HarnessFailed(f"{AT}reward_from={source}: the agent gave no reward that way")
-        text: Any = finished.text if finished else result
-        folder = {"folder": str(finished.folder)} if finished else {}
-        return {"": await self._score(task, text or session.answer, folder)}
+        answer: Any = outcome
+        extra_info: dict[str, str] = {}
+        if finished:
+            answer = finished.stdout_tail
+            extra_info = {"folder": str(finished.folder)}
+        answer = answer or session.answer
+        return {"": await self._score(task, answer, extra_info)}
 
-    def _by_seat(self, result: Any) -> dict[str, Score]:
+    def _by_seat(self, returned: Any) -> dict[str, Score]:
         """Return the scores in the result of a function: of each seat, or of all.
 
         Raises:
@@ -188,55 +234,74 @@ class HarnessEnv(Env):
         """
         path = self.config.run
         seats = self.seats
-        found = {"": result}
-        if isinstance(result, dict) and len(seats) > 1:
-            named = cast(dict[str, object], result)
-            if {*named} & {*seats} or any(isinstance(each, dict) for each in named.values()):
-                found = named
-        if wrong := [name for name in found if name and name not in seats]:
-            raise HarnessFailed(f"{path} returned rewards: {unknown('seat', wrong[0], seats)}")
-        return {name: score_of(each, path) for name, each in found.items()}
+        rewards: dict[str, object] = {"": returned}
+        if isinstance(returned, dict) and len(seats) > 1:
+            by_name = cast(dict[str, object], returned)
+            names_a_seat = not by_name.keys().isdisjoint(seats)
+            if names_a_seat or any(isinstance(reward, dict) for reward in by_name.values()):
+                rewards = by_name
+        for seat in rewards:
+            if seat and seat not in seats:
+                raise HarnessFailed(f"{path} returned rewards: {unknown('seat', seat, seats)}")
+        return {seat: score_of(reward, path) for seat, reward in rewards.items()}
 
     @cached_property
     def _scoring(self) -> asyncio.Task[None]:
         """The setup of the reward function, which begins at its first use."""
         return asyncio.create_task(self.scorer.setup())
 
-    async def _score(self, task: Task, text: str, folder: dict[str, str]) -> Score | None:
+    async def _score(self, task: Task, answer: str, extra_info: dict[str, str]) -> Score | None:
         """Score an answer with the reward function; None: it has no score."""
         if self.scorer.needs_truth and task.ground_truth is None:
-            what = "the agent gave no reward, and the row has no ground_truth to score its answer"
-            raise HarnessFailed(f"{what}. Return a reward, or set {AT}reward.type.")
+            raise HarnessFailed(
+                "the agent gave no reward, and the row has no ground_truth to score its answer. "
+                f"Return a reward, or set {AT}reward.type."
+            )
         await asyncio.shield(self._scoring)
-        task = structs.replace(task, extra_info={**task.extra_info, **folder})
-        found = await self.scorer.score_task(text, task)
-        return found if isinstance(found, Score | None) else Score(found)
+        task = structs.replace(task, extra_info=task.extra_info | extra_info)
+        score = await self.scorer.score_task(answer, task)
+        if score is None or isinstance(score, Score):
+            return score
+        return Score(score)
 
 
-def parse(text: str | None, where: str) -> Score:
+def parse(written: str | None, source: str) -> Score:
     """Parse a reward: JSON of a number or an object.
+
+    Args:
+        written: The JSON; None: it was not written.
+        source: Names the file or line in an error.
 
     Raises:
         HarnessFailed: There is no text, or it is no reward.
     """
     try:
-        return score_of(msgspec.json.decode(text or ""), where)
+        return score_of(msgspec.json.decode(written or ""), source)
     except msgspec.DecodeError as error:
-        was = "is missing" if text is None else f"is {text!r:.60}"
-        wanted = 'Write a number, or an object like {"reward": 1.0}'
-        raise HarnessFailed(f"{where}: the reward {was}. {wanted}.") from error
+        problem = "is missing" if written is None else f"is {written!r:.60}"
+        raise HarnessFailed(
+            f'{source}: the reward {problem}. Write a number, or an object like {{"reward": 1.0}}.'
+        ) from error
 
 
-def score_of(found: object, where: str) -> Score:
+def score_of(reward: object, source: str) -> Score:
     """Convert a number, or a dict of parts whose sum or item `reward` is the reward.
+
+    Args:
+        reward: The number or dict.
+        source: Names the function, file or line in an error.
 
     Raises:
         HarnessFailed: It is neither.
     """
-    given: dict[str, Any] = cast(Any, found) if isinstance(found, dict) else {"reward": found}
+    numbers: dict[str, Any] = {"reward": reward}
+    if isinstance(reward, dict):
+        numbers = cast(dict[str, Any], reward)
     try:
-        parts = {name: float(value) for name, value in given.items()}
-        return Score(parts.pop("reward", fsum(parts.values())), **parts)
+        parts = {name: float(number) for name, number in numbers.items()}
+        total = fsum(parts.values())
+        return Score(parts.pop("reward", total), **parts)
     except (TypeError, ValueError) as error:
-        wanted = "and must give a number, or a dict of numbers"
-        raise HarnessFailed(f"{where} gave {found!r:.60}, {wanted}") from error
+        raise HarnessFailed(
+            f"{source} gave {reward!r:.60}, and must give a number, or a dict of numbers"
+        ) from error

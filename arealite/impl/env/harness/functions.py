@@ -34,14 +34,16 @@ class Functions:
         """
         self.path = path
         option = f"{AT}run={path}"
-        self._function = found = import_function(path, option)
+        function = import_function(path, option)
+        self._function = function
         self._threads = Threads(THREADS)
         try:
-            inspect.signature(found).bind("task", "endpoint")
+            inspect.signature(function).bind("task", "endpoint")
         except (TypeError, ValueError) as error:
-            fix = "Write def solve(task, endpoint)."
-            raise UserError(f"{option} cannot be called: {error}. {fix}") from error
-        if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+            raise UserError(
+                f"{option} cannot be called: {error}. Write def solve(task, endpoint)."
+            ) from error
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise UserError(f"{option} is a generator. Return the reward, do not yield it.")
 
     def setup(self, cleanup: AsyncExitStack) -> None:
@@ -74,12 +76,22 @@ class Functions:
             error = root_error(raised)
             if isinstance(error, EpisodeError | UserError):
                 raise error from raised
-            frames = extract_tb(error.__traceback__)
-            file = inspect.getsourcefile(inspect.unwrap(self._function))
-            at = [frame for frame in frames if frame.filename == file][-1:] or frames[-1:]
-            where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in at)
-            what = f"{type(error).__name__}: {error}"
-            raise HarnessFailed(f"{self.path} raised {what:.250}{where}") from raised
+            description = f"{type(error).__name__}: {error}"
+            raise HarnessFailed(
+                f"{self.path} raised {description:.250}{self._line_of(error)}"
+            ) from raised
+
+    def _line_of(self, error: BaseException) -> str:
+        """Return " (file:line)" of the function's last frame, or of the last frame; "": none."""
+        frames = extract_tb(error.__traceback__)
+        if not frames:
+            return ""
+        function_file = inspect.getsourcefile(inspect.unwrap(self._function))
+        last_frame = frames[-1]
+        for frame in frames:
+            if frame.filename == function_file:
+                last_frame = frame
+        return f" ({last_frame.filename}:{last_frame.lineno})"
 
 
 async def finish(result: Awaitable[object]) -> object:

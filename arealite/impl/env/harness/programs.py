@@ -37,8 +37,10 @@ PIPES_S = 1.0
 MAX_FILE = 1 << 20
 DISK = 1 << 30
 """Bytes of files outside its folder that a confined program can keep, in memory."""
-INSIDE, SOCKET = "/tmp/episode", "/tmp/gateway.sock"
-"""Paths of the folder and of the gateway in the sandbox."""
+INSIDE = "/tmp/episode"
+"""Path of the folder in the sandbox."""
+SOCKET = "/tmp/gateway.sock"
+"""Path of the gateway in the sandbox."""
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "CUDA_HOME")
 """Variables of the worker that programs get."""
 READABLE = ("passwd", "group", "hosts", "nsswitch.conf", "alternatives", "ssl/certs")
@@ -53,7 +55,7 @@ class Finished(NamedTuple):
     """A program that has ended."""
 
     folder: Path
-    text: str
+    stdout_tail: str
     """The end of its stdout, without white space around it."""
 
     def read(self, name: str) -> str | None:
@@ -76,11 +78,14 @@ class Programs:
         """
         self.config = config
         needed = {config.command[0]: "write the path of the program"}
-        needed |= {"bwrap": "set sandbox=false"} if config.sandbox else {}
-        for program, other in needed.items():
+        if config.sandbox:
+            needed["bwrap"] = "set sandbox=false"
+        for program, alternative in needed.items():
             if "{" not in program and not shutil.which(program):
-                what = f"env.harness: the program {program} is not installed"
-                raise UserError(f"{what}. Install it, or {other}.")
+                raise UserError(
+                    f"env.harness: the program {program} is not installed. "
+                    f"Install it, or {alternative}."
+                )
 
     async def setup(self, cleanup: AsyncExitStack) -> None:
         """Make the folder of all episodes; remove the folders that killed workers left."""
@@ -93,7 +98,9 @@ class Programs:
     @property
     def socket(self) -> str:
         """Path at which the gateway must listen for confined programs; "": there are none."""
-        return str(self._root / "gateway.sock") if self.config.sandbox else ""
+        if not self.config.sandbox:
+            return ""
+        return str(self._root / "gateway.sock")
 
     @asynccontextmanager
     async def run(self, task: Task, endpoint: Endpoint) -> AsyncGenerator[Finished]:
@@ -111,37 +118,52 @@ class Programs:
             await asyncio.to_thread(self._write_task, folder, task, endpoint)
             inside = INSIDE if self.config.sandbox else str(folder)
             words = self.config.check_task(task, inside)
-            guarded = ["/bin/sh", "-c", GUARD, "sh", *words]
             if self.config.sandbox:
-                guarded = self._confine(words, folder, urlsplit(endpoint.base_url).port)
-            yield await self._run(guarded, folder, self._environment(endpoint, inside))
+                port = urlsplit(endpoint.base_url).port
+                command = self._confine(words, folder, port)
+            else:
+                command = ["/bin/sh", "-c", GUARD, "sh", *words]
+            environment = self._environment(endpoint, inside)
+            yield await self._run(command, folder, environment)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _write_task(self, folder: Path, task: Task, endpoint: Endpoint) -> None:
         """Write task.json. The ground truth is left out unless the program gives the reward: the
         model may be able to read files."""
-        own = {"task_id": task.task_id, "prompt": task.prompt, "extra_info": task.extra_info}
-        own |= {"columns": task.columns, "keys": {n: e.api_key for n, e in endpoint.seats.items()}}
+        api_keys = {seat: seat_endpoint.api_key for seat, seat_endpoint in endpoint.seats.items()}
+        fields = {
+            "task_id": task.task_id,
+            "prompt": task.prompt,
+            "extra_info": task.extra_info,
+            "columns": task.columns,
+            "keys": api_keys,
+        }
         if self.config.reward_from in ("file", "last_line", "posted"):
-            own["ground_truth"] = task.ground_truth
-        (folder / "task.json").write_bytes(msgspec.json.encode(own))
+            fields["ground_truth"] = task.ground_truth
+        file = folder / "task.json"
+        file.write_bytes(msgspec.json.encode(fields))
 
     def _environment(self, endpoint: Endpoint, folder: str) -> dict[str, str]:
         """Return the environment of a program: few variables of the worker, and its endpoint."""
-        session = f"{endpoint.base_url}/rl/sessions/current"
-        own = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        own["HOME"] = folder
-        own["TASK"] = f"{folder}/task.json"
-        own["AREALITE_TASK"] = own["TASK"]
-        own["AREALITE_SESSION"] = session
-        for api, url in (("OPENAI", endpoint.base_url), ("ANTHROPIC", endpoint.anthropic_base_url)):
-            own |= {f"{api}_BASE_URL": url, f"{api}_API_KEY": endpoint.api_key}
-            own[f"{api}_MODEL"] = endpoint.model
-        given = self.config.environment
-        own |= {name: os.path.expandvars(value) for name, value in given.items()}
-        bypass_proxies(urlsplit(endpoint.base_url).hostname or "", environment=own)
-        return own
+        inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        environment = inherited | {
+            "HOME": folder,
+            "TASK": f"{folder}/task.json",
+            "AREALITE_TASK": f"{folder}/task.json",
+            "AREALITE_SESSION": f"{endpoint.base_url}/rl/sessions/current",
+            "OPENAI_BASE_URL": endpoint.base_url,
+            "OPENAI_API_KEY": endpoint.api_key,
+            "OPENAI_MODEL": endpoint.model,
+            "ANTHROPIC_BASE_URL": endpoint.anthropic_base_url,
+            "ANTHROPIC_API_KEY": endpoint.api_key,
+            "ANTHROPIC_MODEL": endpoint.model,
+        }
+        for name, template in self.config.environment.items():
+            environment[name] = os.path.expandvars(template)
+        gateway_host = urlsplit(endpoint.base_url).hostname or ""
+        bypass_proxies(gateway_host, environment=environment)
+        return environment
 
     async def _run(self, words: list[str], folder: Path, environment: dict[str, str]) -> Finished:
         try:
@@ -149,10 +171,12 @@ class Programs:
         except OSError as error:
             raise HarnessFailed(f"the program cannot be started: {error}") from error
         assert process.stdout and process.stderr
-        out = bytearray()
-        err = bytearray()
-        pipes = ((process.stdout, out), (process.stderr, err))
-        readers = [asyncio.create_task(keep_tail(pipe, kept)) for pipe, kept in pipes]
+        stdout = bytearray()
+        stderr = bytearray()
+        readers = [
+            asyncio.create_task(keep_tail(process.stdout, stdout)),
+            asyncio.create_task(keep_tail(process.stderr, stderr)),
+        ]
         try:
             code = await process.wait()
         finally:
@@ -160,25 +184,33 @@ class Programs:
             await asyncio.wait(readers, timeout=PIPES_S)
             for reader in readers:
                 reader.cancel()
-        text, errors = [bytes(kept).decode(errors="replace").strip() for kept in (out, err)]
+        stdout_tail = stdout.decode(errors="replace").strip()
+        stderr_tail = stderr.decode(errors="replace").strip()
         if code not in self.config.ok_codes:
-            lines = "\n".join((errors or text).splitlines()[-SHOWN_LINES:])
-            raise HarnessFailed(f"{how_ended(code)}: {lines}")
-        return Finished(folder, text)
+            output_lines = (stderr_tail or stdout_tail).splitlines()
+            last_lines = "\n".join(output_lines[-SHOWN_LINES:])
+            raise HarnessFailed(f"{how_ended(code)}: {last_lines}")
+        return Finished(folder, stdout_tail)
 
     def _confine(self, words: list[str], folder: Path, port: int | None) -> list[str]:
         """Return the command that runs `words` in bubblewrap, with the gateway at `port`."""
-        binds = ["--bind", str(folder), INSIDE, "--bind", self.socket, SOCKET, "--cap-drop", "ALL"]
-        readable = [os.path.abspath(os.path.expanduser(path)) for path in self.config.readable]
-        readable += [sys.base_prefix, *(f"/etc/{name}" for name in READABLE)]
-        outer = bubblewrap(readable, DISK, binds=binds, folder=INSIDE)
-        code = Path(confined.__file__).read_text()
-        python = [os.path.realpath(sys.executable), "-I", "-S", "-c", code]
-        return [*outer, *python, SOCKET, str(port), *words]
+        binds = ["--bind", str(folder), INSIDE]
+        binds += ["--bind", self.socket, SOCKET]
+        binds += ["--cap-drop", "ALL"]
+        readable: list[str] = []
+        for path in self.config.readable:
+            readable.append(os.path.abspath(os.path.expanduser(path)))
+        readable.append(sys.base_prefix)
+        readable += [f"/etc/{name}" for name in READABLE]
+        sandbox = bubblewrap(readable, DISK, binds=binds, folder=INSIDE)
+        interpreter = os.path.realpath(sys.executable)
+        source = Path(confined.__file__).read_text()
+        python = [interpreter, "-I", "-S", "-c", source]
+        return [*sandbox, *python, SOCKET, str(port), *words]
 
 
-async def keep_tail(pipe: asyncio.StreamReader, kept: bytearray) -> None:
+async def keep_tail(pipe: asyncio.StreamReader, tail: bytearray) -> None:
     """Read a pipe to its end; keep its last KEPT bytes."""
-    while data := await pipe.read(KEPT):
-        kept += data
-        del kept[:-KEPT]
+    while chunk := await pipe.read(KEPT):
+        tail += chunk
+        del tail[:-KEPT]

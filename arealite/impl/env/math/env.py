@@ -6,7 +6,7 @@ It is the shortest environment. Copy it to write a new one.
 import random
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
@@ -38,19 +38,30 @@ class MathEnv(Env):
         Raises:
             UserError: A kind or level is unknown.
         """
-        for name, given, known in (("kind", config.kinds, KINDS), ("level", config.levels, TOP)):
-            for each in given or [None]:
-                if each not in known:
-                    raise UserError(unknown(f"{name} of questions", str(each), [*map(str, known)]))
+        check_choices(
+            option="kind of questions",
+            configured=config.kinds,
+            choices=[*KINDS],
+        )
+        check_choices(
+            option="level of questions",
+            configured=config.levels,
+            choices=[*TOP],
+        )
+        is_train = split == "train"
         rng = random.Random(f"math/{split}/{seed}")
         while True:
             kind = rng.choice(config.kinds)
             level = rng.choice(config.levels)
             question, answer = KINDS[kind](rng, level)
-            if (zlib.crc32(question.encode()) % HELD_OUT > 0) == (split == "train"):
-                extra_info = {"data_source": kind, "level": level}
-                prompt = f"{question} {config.instruction}".strip()
-                yield {"prompt": prompt, "ground_truth": str(answer), "extra_info": extra_info}
+            is_held_out = zlib.crc32(question.encode()) % HELD_OUT == 0
+            if is_held_out == is_train:
+                continue
+            yield {
+                "prompt": f"{question} {config.instruction}".strip(),
+                "ground_truth": str(answer),
+                "extra_info": {"data_source": kind, "level": level},
+            }
 
     async def setup(self) -> None:
         """Start the reward function."""
@@ -64,9 +75,22 @@ class MathEnv(Env):
             EpisodeError: The task has no ground truth, or the answer cannot be scored.
         """
         agent = agents["agent"]
-        _ = self.scorer.needs_truth and task.truth
+        if self.scorer.needs_truth:
+            _ = task.truth  # raises if the row has no ground truth
         action = await agent.act(task.prompt)
         begin = time.perf_counter()
         score = await self.scorer.score_task(action.text, task)
         agent.record.seconds_scoring += time.perf_counter() - begin
         agent.reward(score, **getattr(score, "parts", {}))
+
+
+def check_choices(option: str, configured: Sequence[object], choices: Sequence[object]) -> None:
+    """Check that an option has at least one value, and only values among the choices.
+
+    Raises:
+        UserError: There is no value, or a value is no choice.
+    """
+    for choice in configured or [None]:
+        if choice not in choices:
+            choice_names = [str(name) for name in choices]
+            raise UserError(unknown(option, str(choice), choice_names))

@@ -22,9 +22,16 @@ import msgspec
 
 from arealite.api.env import Env, envs
 from arealite.api.env_config import EnvConfig
-from arealite.api.env_server import EnvServerConfig, Reply, Reset, SeatObservation, SeatReward, Step
+from arealite.api.env_server import (
+    EnvServerConfig,
+    Reply,
+    Reset,
+    SeatObservation,
+    SeatReward,
+    Step,
+)
 from arealite.api.episode import Action
-from arealite.api.observation import Observation, Request
+from arealite.api.observation import Observation, Request, ToolCall
 from arealite.api.reward import RewardConfig, rewards
 from arealite.api.task import Row, Task
 from arealite.api.tool import tools
@@ -41,8 +48,13 @@ from arealite.system.data.dataset import make_task
 from arealite.system.data.tasks import generate
 
 T = TypeVar("T")
-VARIANTS = {"reasoning_gym": "dataset", "matrix_game": "game"}
-VARIANTS |= dict.fromkeys(("gymnasium", "textarena", "gyllm"), "env_id")
+VARIANTS = {
+    "reasoning_gym": "dataset",
+    "matrix_game": "game",
+    "gymnasium": "env_id",
+    "textarena": "env_id",
+    "gyllm": "env_id",
+}
 """The option that NAME of `FAMILY/NAME` sets, by family."""
 EPISODE_S = 1e6
 """Longest episode; a person may think for long."""
@@ -52,7 +64,12 @@ EPISODE_S = 1e6
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of the environments; a daemon thread runs it."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    thread = threading.Thread(
+        target=loop.run_forever,
+        name="environments",
+        daemon=True,
+    )
+    thread.start()
     return loop
 
 
@@ -61,15 +78,19 @@ os.register_at_fork(after_in_child=event_loop.cache_clear)  # a forked child has
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in the event loop of the environments; return its result."""
-    return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
+    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
+    return future.result()
 
 
 async def gather(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
     """Run coroutines concurrently; when all have ended, return their lists as one."""
-    ended = await asyncio.gather(*calls, return_exceptions=True)
-    if errors := [each for each in ended if isinstance(each, BaseException)]:
-        raise errors[0]
-    return [each for made in ended if isinstance(made, list) for each in made]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    joined: list[T] = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        joined += outcome
+    return joined
 
 
 def make(name: str, *, wrappers: Sequence[Wrapper] = (), **options: Any) -> Requests:
@@ -85,11 +106,17 @@ def make(name: str, *, wrappers: Sequence[Wrapper] = (), **options: Any) -> Requ
     Raises:
         UserError: The name or an option is unknown, or the environment cannot be set up.
     """
-    return Requests([run(open_game(load(name, options), wrappers))])
+    config = load(name, options)
+    game = run(open_game(config, wrappers))
+    return Requests([game])
 
 
 def make_vec(
-    names: str | Sequence[str | Requests], n: int = 1, *, autoreset: bool = False, **options: Any
+    names: str | Sequence[str | Requests],
+    n: int = 1,
+    *,
+    autoreset: bool = False,
+    **options: Any,
 ) -> Requests:
     """Create a vector of environments, which step concurrently and may differ.
 
@@ -101,11 +128,20 @@ def make_vec(
     """
     if n < 1 or not names:
         raise UserError(f"make_vec: n={n} copies of {names!r}. Give at least one environment.")
-    named = [names] if isinstance(names, str) else names
-    made = [make(each, **options) if isinstance(each, str) else each for each in named]
-    own = enumerate(game for each in made for game in each.games for _ in range(n))
-    games = [Game(game.env, game.config, f"::env={number}") for number, game in own]
-    return Requests(games, autoreset=autoreset)
+    if isinstance(names, str):
+        names = [names]
+    originals: list[Game] = []
+    for name in names:
+        requests = name
+        if isinstance(requests, str):
+            requests = make(requests, **options)
+        originals += requests.games
+    copies: list[Game] = []
+    for game in originals:
+        for _ in range(n):
+            suffix = f"::env={len(copies)}"
+            copies.append(Game(game.env, game.config, suffix))
+    return Requests(copies, autoreset=autoreset)
 
 
 def load(name: str, options: Mapping[str, Any]) -> EnvServerConfig:
@@ -119,21 +155,30 @@ def load(name: str, options: Mapping[str, Any]) -> EnvServerConfig:
         options = {VARIANTS[kind]: variant, **options}
     elif kind != "openenv":
         kind = name
-    elif variant and not {"addresses", "runtime"} & {*options}:
-        options = {"runtime": {"type": "docker", "image": f"{variant}-env:latest"}, **options}
+    elif variant and "addresses" not in options and "runtime" not in options:
+        runtime = {"type": "docker", "image": f"{variant}-env:latest"}
+        options = {"runtime": runtime, **options}
     import_plugins(options.get("imports", ()))
     envs.check(kind)
-    parts = {EnvConfig: envs.configs, RewardConfig: rewards.configs, ToolsEnvConfig: tools.configs}
-    section = kind if hasattr(base_config.extend(EnvConfig, parts)(), kind) else envs.base_of(kind)
+    parts = {
+        EnvConfig: envs.configs,
+        RewardConfig: rewards.configs,
+        ToolsEnvConfig: tools.configs,
+    }
+    default_config = base_config.extend(EnvConfig, parts)()
+    has_section = hasattr(default_config, kind)
+    section = kind if has_section else envs.base_of(kind)
+    paths = {"imports": "imports", "runtime": "env.runtime"}
     words = [f"env.type={kind}"]
-    places = {"imports": "imports", "runtime": "env.runtime"}
     try:
-        for key, value in options.items():
-            place = places.get(key, f"env.{section}.{key}")
-            words.append(f"{place}={msgspec.json.encode(value).decode()}")
+        for name_of_option, setting in options.items():
+            path = paths.get(name_of_option, f"env.{section}.{name_of_option}")
+            setting_json = msgspec.json.encode(setting).decode()
+            words.append(f"{path}={setting_json}")
         return base_config.load(EnvServerConfig, [], words, parts)
     except (TypeError, UserError) as error:
-        raise UserError(f"{kind}: {str(error).removeprefix('command line: ')}") from error
+        problem = str(error).removeprefix("command line: ")
+        raise UserError(f"{kind}: {problem}") from error
 
 
 async def open_game(config: EnvServerConfig, wrappers: Sequence[Wrapper]) -> Game:
@@ -163,47 +208,94 @@ class Game:
     async def reset(self, seed: int, task: Task | Row | str | None) -> list[Request]:
         """Begin an episode of a task; without one, of the task that the seed generates."""
         if task is None:
-            task = await asyncio.to_thread(next, generate(self.config, "train", seed))
+            tasks = generate(self.config, "train", seed)
+            task = await asyncio.to_thread(next, tasks)
         elif not isinstance(task, Task):
             row = {"prompt": task} if isinstance(task, str) else task
             task = make_task(row, "task", "the task of the reset")
-        content = msgspec.json.encode((task.prompt, task.ground_truth, task.extra_info))
-        self.group_id = hashlib.blake2b(content, digest_size=8).hexdigest()
+        self.group_id = group_of(task)
         self.waits = {}
-        reply = await self.session.reset(task, Reset(untrained=self.env.seats))
+        reset = Reset(untrained=self.env.seats)
+        reply = await self.session.reset(task, reset)
         return self.requests(reply, reply.observation.rewards)
 
     async def step(self, actions: Mapping[str, object], seeds: Iterator[int]) -> list[Request]:
         """Apply one action of each actor in `waits`; begin a next episode with a seed, if any."""
-        steps = [make_step(wait, actions[actor]) for actor, wait in self.waits.items()]
+        steps: list[Step] = []
+        for actor, wait in self.waits.items():
+            steps.append(make_step(wait, actions[actor]))
         self.waits = {}  # if the episode fails, it is over
         replies = [await self.session.step(step) for step in steps]
-        given = [each for reply in replies for each in reply.observation.rewards]
-        made = self.requests(replies[-1], given)
-        for seed in islice(seeds, int(replies[-1].done)):
-            made += await self.reset(seed, None)
-        return made
+        last_reply = replies[-1]
+        rewards: list[SeatReward] = []
+        for reply in replies:
+            rewards += reply.observation.rewards
+        requests = self.requests(last_reply, rewards)
+        next_seed = next(seeds, None) if last_reply.done else None
+        if next_seed is not None:
+            requests += await self.reset(next_seed, None)
+        return requests
 
-    def requests(self, reply: Reply, given: Sequence[SeatReward]) -> list[Request]:
+    def requests(self, reply: Reply, rewards: Sequence[SeatReward]) -> list[Request]:
         """Return a request for each seat that waits or got a reward; at the end, for each seat."""
-        view = reply.observation
-        made = list[Request]()
-        episode = str(self.session.episode_id)
-        waits = {wait.seat: wait for wait in [view, *reversed(view.waiting)] if wait.turn}
-        self.waits = {s + self.suffix: waits[s] for s in self.env.seats if s in waits}
+        waits = oldest_waits(reply)
+        self.waits = {}
+        requests: list[Request] = []
         for seat in self.env.seats:
-            own = [each for each in given if each.seat == seat]
-            parts = Counter[str]()
-            for each in own:
-                parts.update(each.parts)  # pyright: ignore  (adds numbers)
-            if own or reply.done or seat in waits:
-                wait = waits.get(seat, SeatObservation())
-                needs_action = seat in waits
-                seen = Observation(wait.content, wait.choices, wait.tools)
-                result = (fsum(each.value or 0.0 for each in own), needs_action, reply.done)
-                ids = (episode, self.group_id, {**parts})
-                made.append(Request(seat + self.suffix, seen, *result, *ids))
-        return made
+            wait = waits.get(seat)
+            if wait:
+                self.waits[seat + self.suffix] = wait
+            seat_rewards = [reward for reward in rewards if reward.seat == seat]
+            if wait or seat_rewards or reply.done:
+                request = self._request(seat, wait, seat_rewards, reply.done)
+                requests.append(request)
+        return requests
+
+    def _request(
+        self,
+        seat: str,
+        wait: SeatObservation | None,
+        rewards: Sequence[SeatReward],
+        done: bool,
+    ) -> Request:
+        """Return the request of a seat; `wait` is None if the seat does not have to act."""
+        view = wait or SeatObservation()
+        observation = Observation(
+            content=view.content,
+            choices=view.choices,
+            tools=view.tools,
+        )
+        total = fsum(reward.value or 0.0 for reward in rewards)
+        parts = Counter[str]()
+        for reward in rewards:
+            parts.update(reward.parts)  # pyright: ignore  (adds numbers)
+        return Request(
+            actor=seat + self.suffix,
+            observation=observation,
+            reward=total,
+            needs_action=wait is not None,
+            done=done,
+            episode_id=str(self.session.episode_id),
+            group_id=self.group_id,
+            info={**parts},
+        )
+
+
+def group_of(task: Task) -> str:
+    """Return an id that is equal for equal tasks."""
+    content = (task.prompt, task.ground_truth, task.extra_info)
+    digest = hashlib.blake2b(msgspec.json.encode(content), digest_size=8)
+    return digest.hexdigest()
+
+
+def oldest_waits(reply: Reply) -> dict[str, SeatObservation]:
+    """Return the oldest pending observation of each seat that has to act."""
+    view = reply.observation
+    waits: dict[str, SeatObservation] = {}
+    for wait in (*view.waiting, view):
+        if wait.turn:
+            waits.setdefault(wait.seat, wait)
+    return waits
 
 
 def make_step(wait: SeatObservation, action: object) -> Step:
@@ -213,10 +305,20 @@ def make_step(wait: SeatObservation, action: object) -> Step:
         UserError: The action is neither a text nor an Action.
     """
     if isinstance(action, str):
-        action = Action(action, calls=read_calls(action, HERMES)[1] if wait.tools else ())
+        calls: tuple[ToolCall, ...] = ()
+        if wait.tools:
+            _, calls = read_calls(action, HERMES)
+        action = Action(action, calls=calls)
     if not isinstance(action, Action):
         raise UserError(f"step: the action of '{wait.seat}' is {action!r:.100}. Give a text.")
-    return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, "stop")
+    return Step(
+        text=action.text,
+        seat=wait.seat,
+        turn=wait.turn,
+        calls=action.calls,
+        is_last=action.is_last,
+        stop_reason="stop",
+    )
 
 
 class Requests(AbstractContextManager["Requests"]):
@@ -233,10 +335,16 @@ class Requests(AbstractContextManager["Requests"]):
     @property
     def actors(self) -> tuple[str, ...]:
         """The names of all actors."""
-        return tuple(seat + game.suffix for game in self.games for seat in game.env.seats)
+        names: list[str] = []
+        for game in self.games:
+            names += [seat + game.suffix for seat in game.env.seats]
+        return tuple(names)
 
     def reset(
-        self, *, seed: int | Sequence[int] | None = None, task: Task | Row | str | None = None
+        self,
+        *,
+        seed: int | Sequence[int] | None = None,
+        task: Task | Row | str | None = None,
     ) -> list[Request]:
         """Begin an episode in each environment; unfinished ones are cancelled.
 
@@ -252,12 +360,18 @@ class Requests(AbstractContextManager["Requests"]):
             UserError: The task is invalid, or the environment generates none.
             EpisodeError: An episode failed.
         """
+        num_games = len(self.games)
         if isinstance(seed, int):
             self._seeds = count(seed)
-        seeds = seed if isinstance(seed, Sequence) else [*islice(self._seeds, len(self.games))]
-        if len(seeds) != len(self.games):
-            raise UserError(f"reset: {len(seeds)} seeds for {len(self.games)} environments.")
-        return run(gather(g.reset(n, task) for g, n in zip(self.games, seeds, strict=True)))
+        seeds = seed
+        if not isinstance(seeds, Sequence):
+            seeds = [*islice(self._seeds, num_games)]
+        if len(seeds) != num_games:
+            raise UserError(f"reset: {len(seeds)} seeds for {num_games} environments.")
+        resets: list[Coroutine[Any, Any, list[Request]]] = []
+        for game, game_seed in zip(self.games, seeds, strict=True):
+            resets.append(game.reset(game_seed, task))
+        return run(gather(resets))
 
     def step(self, actions: Mapping[str, str | Action] | str | Action) -> list[Request]:
         """Apply the action of each actor that must act.
@@ -277,14 +391,13 @@ class Requests(AbstractContextManager["Requests"]):
         waiting = [actor for game in self.games for actor in game.waits]
         if not waiting:
             raise UserError("no episode is running. Call reset() before step().")
-        given = actions if isinstance(actions, Mapping) else {waiting[0]: actions}
-        if wrong := sorted(map(str, {*given} ^ {*waiting})):
-            what = "has no action" if wrong[0] in waiting else "does not have to act"
-            listed = ", ".join([*waiting[:9], *["…"][: len(waiting) > 9]])
-            fix = f"Give one action to each actor whose Request needs one: {listed}"
-            raise UserError(f"step: '{wrong[0]}' {what}. {fix}.")
+        if not isinstance(actions, Mapping):
+            actions = {waiting[0]: actions}
+        check_actors(acting=actions, waiting=waiting)
         seeds = self._seeds if self._autoreset else iter(())
-        return run(gather(game.step(given, seeds) for game in self.games if game.waits))
+        running = [game for game in self.games if game.waits]
+        steps = [game.step(actions, seeds) for game in running]
+        return run(gather(steps))
 
     def close(self) -> None:
         """End the episodes and stop the environments."""
@@ -296,3 +409,24 @@ class Requests(AbstractContextManager["Requests"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_actors(acting: Iterable[str], waiting: Sequence[str]) -> None:
+    """Check that the actors with an action are those that must act.
+
+    Raises:
+        UserError: They are not.
+    """
+    wrong_actors = {*acting} ^ {*waiting}
+    if not wrong_actors:
+        return
+    actor = min(map(str, wrong_actors))
+    problem = "has no action" if actor in waiting else "does not have to act"
+    shown_actors = [*waiting[:9]]
+    if len(waiting) > 9:
+        shown_actors.append("…")
+    raise UserError(
+        f"step: '{actor}' {problem}. "
+        "Give one action to each actor whose Request needs one: "
+        f"{', '.join(shown_actors)}."
+    )

@@ -34,9 +34,9 @@ class Wrapper:
 
     def __call__(self, agent: Any) -> Any:
         """Return a copy for the seat of an agent."""
-        made = copy(self)
-        made.agent = agent
-        return made
+        seat_wrapper = copy(self)
+        seat_wrapper.agent = agent
+        return seat_wrapper
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.agent, name)
@@ -66,7 +66,13 @@ class TimeLimit(Wrapper):
 class ScaleReward(Wrapper):
     """Multiplies rewards by `scale` and clips them to [-clip, clip]; each action adds `bias`."""
 
-    def __init__(self, scale: float = 1.0, *, clip: float = inf, bias: float = 0.0) -> None:
+    def __init__(
+        self,
+        scale: float = 1.0,
+        *,
+        clip: float = inf,
+        bias: float = 0.0,
+    ) -> None:
         self.scale = scale
         self.clip = clip
         self.bias = bias
@@ -81,7 +87,9 @@ class ScaleReward(Wrapper):
     def reward(self, value: float | None, /, **parts: float) -> None:
         """Give the agent the scaled reward; parts are unchanged."""
         if value is not None:
-            value = min(max(value * self.scale, -self.clip), self.clip)
+            scaled = value * self.scale
+            at_least = max(scaled, -self.clip)
+            value = min(at_least, self.clip)
         self.agent.reward(value, **parts)
 
 
@@ -93,11 +101,12 @@ class TransformObservation(Wrapper):
 
     async def act(self, observation: object) -> Action:
         """Show the agent the new observation; choices and tools stay if it is a text."""
-        seen = observe(observation)
-        new = self.function(seen)
-        if isinstance(new, str | list) and (seen.choices or seen.tools):
-            new = msgspec.structs.replace(seen, content=new)
-        return await self.agent.act(new)
+        original = observe(observation)
+        transformed = self.function(original)
+        has_attributes = original.choices or original.tools
+        if has_attributes and isinstance(transformed, str | list):
+            transformed = msgspec.structs.replace(original, content=transformed)
+        return await self.agent.act(transformed)
 
 
 class Record(Wrapper):
@@ -111,7 +120,8 @@ class Record(Wrapper):
 
     async def act(self, observation: object) -> Action:
         """Record observation and action."""
-        self._add("observation", observe(observation).content)
+        content = observe(observation).content
+        self._add("observation", content)
         action = await self.agent.act(observation)
         self._add("action", action.text)
         return action
@@ -122,23 +132,29 @@ class Record(Wrapper):
         self.agent.reward(value, **parts)
 
     def _add(self, kind: str, value: object) -> None:
-        event = {"episode": self.agent.seat.episode_id, "actor": self.agent.seat.name, kind: value}
+        seat = self.agent.seat
+        event = {
+            "episode": seat.episode_id,
+            "actor": seat.name,
+            kind: value,
+        }
         if isinstance(self.to, list):
             self.to.append(event)
             return
+        line = msgspec.json.encode(event) + b"\n"
         with open(self.to, "ab") as file:
-            file.write(msgspec.json.encode(event) + b"\n")
+            file.write(line)
 
 
 def wrapped(run: Run, wrappers: Sequence[Wrapper]) -> Run:
     """Return `Env.run` with wrappers; the first one is next to the agent."""
 
     async def run_wrapped(task: Task, **agents: Agent) -> None:
-        seats = agents
+        wrapped_agents = agents
         for wrapper in wrappers:
-            seats = {name: wrapper(agent) for name, agent in seats.items()}
+            wrapped_agents = {seat: wrapper(agent) for seat, agent in wrapped_agents.items()}
         try:
-            await run(task, **seats)
+            await run(task, **wrapped_agents)
         except* TimeIsUp:
             for agent in agents.values():
                 if agent.record.turns:
@@ -156,6 +172,10 @@ def wrap(base: type[Env], *wrappers: Wrapper) -> type[Env]:
     """
 
     async def run(self: Env, task: Task, **agents: Agent) -> None:
-        await wrapped(partial(base.run, self), wrappers)(task, **agents)
+        base_run = partial(base.run, self)
+        run_wrapped = wrapped(base_run, wrappers)
+        await run_wrapped(task, **agents)
 
-    return cast(Any, type(base))(base.__name__, (base,), {"run": run, "__doc__": base.__doc__})
+    metaclass = cast(Any, type(base))
+    attributes = {"run": run, "__doc__": base.__doc__}
+    return metaclass(base.__name__, (base,), attributes)

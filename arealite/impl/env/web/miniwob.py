@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
 
@@ -27,8 +27,14 @@ from arealite.impl.browser.process import Browser
 if TYPE_CHECKING:
     from arealite.impl.browser.page import Page, View
 
-UNLISTED = {"button-delay", "chase-circle", "hover-shape", "moving-items", "simon-says"}
-UNLISTED.add("flight.Alaska-auto-medium")
+UNLISTED = {
+    "button-delay",
+    "chase-circle",
+    "flight.Alaska-auto-medium",
+    "hover-shape",
+    "moving-items",
+    "simon-says",
+}
 """Pages that are not among the 128 tasks, most of them because they need timing. `browser.tasks`
 may name them."""
 BEGIN = """async seed => {
@@ -64,7 +70,11 @@ class BrowserEnv(Env):
         while True:
             rng.shuffle(names)
             for name in names:
-                extra_info = {"task": name, "seed": rng.randrange(2**31), "data_source": name}
+                extra_info = {
+                    "task": name,
+                    "seed": rng.randrange(2**31),
+                    "data_source": name,
+                }
                 yield {"prompt": name, "extra_info": extra_info}
 
     async def run(self, task: Task, **agents: Agent) -> None:
@@ -73,26 +83,55 @@ class BrowserEnv(Env):
         Raises:
             EpisodeError: The task is unknown, or the page or the browser failed.
         """
+        agent = agents["agent"]
         name = str(task.extra_info.get("task", task.prompt))
+        seed = int(task.extra_info.get("seed", 0))
         async with self.browser.page() as page:
-            goal = await self._begin(page, name, int(task.extra_info.get("seed", 0)))
-            look = partial(page.look, SKIPPED, WATCHED)
-            options = {"goal": goal, "max_steps": self.config.max_steps, "shows_address": False}
-            _, view = await play(page, agents["agent"], look=look, is_over=is_over, **options)
-        score = float(view.state[2] or 0.0) if view.state and view.state[0] else LEFT
-        agents["agent"].reward(score, success=float(score > 0))
+            goal = await self._begin(page, name, seed)
+            _, view = await play(
+                page,
+                agent,
+                goal=goal,
+                max_steps=self.config.max_steps,
+                look=partial(page.look, SKIPPED, WATCHED),
+                is_over=is_over,
+                shows_address=False,
+            )
+        state = TaskState.of(view)
+        score = float(state.raw_reward or 0.0) if state.is_task_page else LEFT
+        agent.reward(score, success=float(score > 0))
 
     async def _begin(self, page: "Page", name: str, seed: int) -> str:
         if name not in page_names():
             raise EpisodeError(unknown("task", name, sorted(page_names())))
         await page.open(f"{self.address}/{page_path(name)}")
         goal = await page.evaluate(BEGIN, seed)
-        return goal["utterance"] if isinstance(goal, dict) else str(goal)
+        if isinstance(goal, dict):
+            return goal["utterance"]
+        return str(goal)
+
+
+class TaskState(NamedTuple):
+    """The variables in WATCHED of a page."""
+
+    is_task_page: Any = None
+    """None: the agent has left the task's page."""
+    is_done: Any = None
+    raw_reward: Any = None
+
+    @classmethod
+    def of(cls, view: "View") -> "TaskState":
+        """Return the state of a view."""
+        if not view.state:
+            return cls()
+        is_task_page, is_done, raw_reward = view.state
+        return cls(is_task_page, is_done, raw_reward)
 
 
 def is_over(view: "View") -> bool:
     """Return whether the task is finished or the agent has left its page."""
-    return not view.state or not view.state[0] or bool(view.state[1])
+    state = TaskState.of(view)
+    return not state.is_task_page or bool(state.is_done)
 
 
 @asynccontextmanager
@@ -130,24 +169,30 @@ def html_folder() -> Path:
     Raises:
         UserError: The package is not installed.
     """
-    found = importlib.util.find_spec("miniwob")
-    if found is None or not found.submodule_search_locations:
-        fix = f"Install it: pip install {extra_requirement('browser')}."
-        raise UserError(f"No module named 'miniwob'. {fix}")
-    return Path(found.submodule_search_locations[0]) / "html"
+    spec = importlib.util.find_spec("miniwob")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"No module named 'miniwob'. Install it: pip install {extra_requirement('browser')}."
+        )
+    package = Path(spec.submodule_search_locations[0])
+    return package / "html"
 
 
 def page_names() -> set[str]:
     """Return the names of all pages of the package."""
     root = html_folder()
-    flights = {f"flight.{file.parent.name}" for file in root.glob("flight/*/wrapper.html")}
-    return {file.stem for file in root.glob("miniwob/*.html")} | flights
+    pages = {file.stem for file in root.glob("miniwob/*.html")}
+    for file in root.glob("flight/*/wrapper.html"):
+        pages.add(f"flight.{file.parent.name}")
+    return pages
 
 
 def page_path(name: str) -> str:
     """Return the path of a task's page in the folder."""
     kind, _, flight = name.partition(".")
-    return f"flight/{flight}/wrapper.html" if flight else f"miniwob/{kind}.html"
+    if flight:
+        return f"flight/{flight}/wrapper.html"
+    return f"miniwob/{kind}.html"
 
 
 def task_names(configured: list[str]) -> list[str]:
@@ -156,7 +201,11 @@ def task_names(configured: list[str]) -> list[str]:
     Raises:
         UserError: A task is unknown.
     """
-    known = page_names()
-    for name in set(configured) - known - {"all"}:
-        raise UserError("browser.tasks: " + unknown("task", name, ["all", *sorted(known)]))
-    return sorted(known - UNLISTED) if "all" in configured else sorted(set(configured))
+    pages = page_names()
+    for name in configured:
+        if name not in pages and name != "all":
+            choices = ["all", *sorted(pages)]
+            raise UserError(f"browser.tasks: {unknown('task', name, choices)}")
+    if "all" in configured:
+        return sorted(pages - UNLISTED)
+    return sorted(set(configured))

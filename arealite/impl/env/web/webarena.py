@@ -50,8 +50,10 @@ class WebArenaEnv(Env):
         """
         sites = addresses(self.config.sites)
         if not sites:
-            fix = "Set their addresses there, or in the variables WA_SHOPPING, WA_REDDIT, …"
-            raise UserError(f"webarena.sites={{}}: there are no sites. {fix}")
+            raise UserError(
+                "webarena.sites={}: there are no sites. "
+                "Set their addresses there, or in the variables WA_SHOPPING, WA_REDDIT, …"
+            )
         self.browser = Browser(self.config.browser, [*sites.values()])
         self.cleanup.push_async_callback(self.browser.close)
         await self.browser.setup()
@@ -62,17 +64,20 @@ class WebArenaEnv(Env):
         tasks = load_tasks(config)
         rng = random.Random(f"{split}-{seed}")
         if config.held_out:
-            is_train = split == "train"
-            every = config.held_out
-            tasks = [task for n, task in enumerate(tasks) if bool((n + 1) % every) == is_train]
+            tasks = tasks_of_split(tasks, split, config.held_out)
         if not tasks:
-            what = f"webarena.tasks={config.tasks} has no tasks for the split {split}"
-            raise UserError(f"{what}. Add tasks, or change webarena.held_out={config.held_out}.")
+            raise UserError(
+                f"webarena.tasks={config.tasks} has no tasks for the split {split}. "
+                f"Add tasks, or change webarena.held_out={config.held_out}."
+            )
         while True:
             rng.shuffle(tasks)
             for task in tasks:
-                extra_info = {"task": task, "data_source": "+".join(task["sites"])}
-                yield {"prompt": task["intent"], "extra_info": extra_info}
+                data_source = "+".join(task["sites"])
+                yield {
+                    "prompt": task["intent"],
+                    "extra_info": {"task": task, "data_source": data_source},
+                }
 
     async def run(self, task: Task, **agents: Agent) -> None:
         """Play one task, then run its checks.
@@ -84,38 +89,71 @@ class WebArenaEnv(Env):
         agent = agents["agent"]
         if not isinstance(definition, dict):
             raise EpisodeError(f"{task.task_id} has no WebArena task in extra_info.task")
-        if missing := checks.unsupported(definition):
-            raise checks.UnsupportedCheck(f"{task.task_id}: {missing}")
-        async with self.browser.page(storage_state=definition.get("storage_state") or {}) as page:
-            start, *others = str(definition["start_url"]).split(" |AND| ")
-            await page.open(start)
-            page.notes += [f"Another page of this task: {other}" for other in others]
-            steps = self.config.max_steps
-            goal = definition["intent"]
-            answer, _ = await play(page, agent, goal=goal, max_steps=steps, look=page.look)
+        unsupported_checks = checks.unsupported(definition)
+        if unsupported_checks:
+            raise checks.UnsupportedCheck(f"{task.task_id}: {unsupported_checks}")
+        storage_state = definition.get("storage_state") or {}
+        async with self.browser.page(storage_state=storage_state) as page:
+            start_url, *other_urls = str(definition["start_url"]).split(" |AND| ")
+            await page.open(start_url)
+            page.notes += [f"Another page of this task: {url}" for url in other_urls]
+            answer, _ = await play(
+                page,
+                agent,
+                goal=definition["intent"],
+                max_steps=self.config.max_steps,
+                look=page.look,
+            )
             judge = partial(self._judge, definition, agents.get("judge"))
-            score = float(await self._check(page, definition["eval"], answer or "", judge))
+            passed = await self._check(page, definition["eval"], answer or "", judge)
+        score = float(passed)
         agent.reward(score, success=score, stopped=float(answer is not None))
 
-    async def _check(self, page: "Page", rules: Any, answer: str, judge: checks.Judge) -> bool:
+    async def _check(
+        self,
+        page: "Page",
+        rules: Any,
+        answer: str,
+        judge: checks.Judge,
+    ) -> bool:
+        """Return whether an episode passes all checks in `rules`, the `eval` of the task."""
         kinds = rules["eval_types"]
-        references = rules["reference_answers"] if "string_match" in kinds else {}
+        references: dict[str, Any] = {}
+        if "string_match" in kinds:
+            references = rules["reference_answers"]
         if not await checks.string_match(answer, references, judge):
             return False
-        if "url_match" in kinds and not checks.url_match(page.tab.url, rules["reference_url"]):
-            return False
-        for target in rules["program_html"] if "program_html" in kinds else []:
-            if not checks.content_match(await find(page, target), target["required_contents"]):
+        if "url_match" in kinds:
+            reference_url = rules["reference_url"]
+            if not checks.url_match(page.tab.url, reference_url):
                 return False
+        if "program_html" in kinds:
+            for target in rules["program_html"]:
+                content = await find(page, target)
+                if not checks.content_match(content, target["required_contents"]):
+                    return False
         return True
 
-    async def _judge(self, definition: Any, judge: Agent | None, right: str, given: str) -> bool:
+    async def _judge(
+        self,
+        definition: Any,
+        judge: Agent | None,
+        right: str,
+        answer: str,
+    ) -> bool:
+        """Return whether an answer means the same as the right one, or has its words (no judge)."""
         if judge is None:
-            return checks.words(right) == checks.words(given)
+            return checks.words(right) == checks.words(answer)
         if right == "N/A":
-            right = "It cannot be done. " + (definition["eval"].get("string_note") or "")
-        question = JUDGE.format(question=definition["intent"], right=right, given=given)
-        verdict = checks.words((await judge.act(question)).text)
+            note = definition["eval"].get("string_note") or ""
+            right = f"It cannot be done. {note}"
+        question = JUDGE.format(
+            question=definition["intent"],
+            right=right,
+            given=answer,
+        )
+        action = await judge.act(question)
+        verdict = checks.words(action.text)
         return "yes" in verdict and "no" not in verdict
 
 
@@ -126,15 +164,33 @@ async def find(page: "Page", target: dict[str, Any]) -> str:
     locator = target["locator"].strip()
     if not locator:
         return str(await page.evaluate("() => document.documentElement.outerHTML"))
-    first = "; ".join(target.get("prep_actions", []))
-    script = f"try {{ {first} }} catch {{}} try {{ return {locator} }} catch {{ return '' }}"
-    return str(await page.evaluate(f"() => {{ {script} }}") or "")
+    preparation = "; ".join(target.get("prep_actions", []))
+    prepare = f"try {{ {preparation} }} catch {{}}"
+    locate = f"try {{ return {locator} }} catch {{ return '' }}"
+    located = await page.evaluate(f"() => {{ {prepare} {locate} }}")
+    return str(located or "")
 
 
 def addresses(config: dict[str, str]) -> dict[str, str]:
     """Return the sites' URLs by name, from the config or else from WA_<NAME>."""
-    own = {name: os.environ.get(f"WA_{name.upper()}", "") for name in SITES}
-    return {name: url.rstrip("/") for name, url in {**own, **config}.items() if url}
+    from_environment = {name: os.environ.get(f"WA_{name.upper()}", "") for name in SITES}
+    sites = from_environment | config
+    return {name: url.rstrip("/") for name, url in sites.items() if url}
+
+
+def tasks_of_split(
+    tasks: list[dict[str, Any]],
+    split: str,
+    held_out: int,
+) -> list[dict[str, Any]]:
+    """Return the tasks of a split: every `held_out`-th task is left out of the split train."""
+    is_train = split == "train"
+    selected: list[dict[str, Any]] = []
+    for number, task in enumerate(tasks, start=1):
+        is_held_out = number % held_out == 0
+        if is_held_out != is_train:
+            selected.append(task)
+    return selected
 
 
 def load_tasks(config: Any) -> list[dict[str, Any]]:
@@ -148,27 +204,65 @@ def load_tasks(config: Any) -> list[dict[str, Any]]:
     path = Path(config.tasks)
     sites = addresses(config.sites)
     left_out: Counter[str] = Counter()
-    made: list[dict[str, Any]] = []
+    playable: list[dict[str, Any]] = []
     try:
         for task in json.loads(path.read_text(encoding="utf-8")):
-            text = json.dumps(task)
-            missing = {name for name in PLACEHOLDER.findall(text) if name.lower() not in sites}
-            if why := (checks.unsupported(task) and "func:") or ", ".join(sorted(missing)):
-                left_out[why] += 1
-                continue
-            for name, url in sites.items():
-                text = text.replace(f"__{name.upper()}__", json.dumps(url)[1:-1])
-            made.append(json.loads(text))
+            obstacle = obstacle_of(task, sites)
+            if obstacle:
+                left_out[obstacle] += 1
+            else:
+                playable.append(with_addresses(task, sites))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = f"webarena.tasks={path}: the file must hold a JSON list of tasks"
-        raise UserError(f"{what} ({type(error).__name__}: {error}).") from error
+        raise UserError(
+            f"webarena.tasks={path}: the file must hold a JSON list of tasks "
+            f"({type(error).__name__}: {error})."
+        ) from error
     if left_out:
-        logger.warning("tasks left out", missing_sites_or_checks=dict(left_out), kept=len(made))
-    if not made:
-        what = f"webarena.tasks={path}: no task can be played"
-        raise UserError(f"{what}. Set webarena.sites, or WA_…, for: {', '.join(left_out)}")
-    cookies = [task.get("storage_state") or "" for task in made]
-    if files := {file for file in cookies if file and not Path(file).is_file()}:
-        what = f"webarena.tasks={path}: {min(files)}, the storage_state of a task, does not exist"
-        raise UserError(f"{what}. Save the cookies there with WebArena's login script.")
-    return made
+        logger.warning(
+            "tasks left out",
+            missing_sites_or_checks=dict(left_out),
+            kept=len(playable),
+        )
+    if not playable:
+        raise UserError(
+            f"webarena.tasks={path}: no task can be played. "
+            f"Set webarena.sites, or WA_…, for: {', '.join(left_out)}"
+        )
+    check_cookie_files(path, playable)
+    return playable
+
+
+def obstacle_of(task: dict[str, Any], sites: dict[str, str]) -> str:
+    """Return the reason for which a task cannot be played, "" if it can.
+
+    The reason is "func:" for an unsupported check, or the names of the missing sites.
+    """
+    placeholders = set(PLACEHOLDER.findall(json.dumps(task)))
+    if checks.unsupported(task):
+        return "func:"
+    return ", ".join(sorted(name for name in placeholders if name.lower() not in sites))
+
+
+def with_addresses(task: dict[str, Any], sites: dict[str, str]) -> dict[str, Any]:
+    """Return a task with the sites' addresses in place of the placeholders."""
+    task_json = json.dumps(task)
+    for name, url in sites.items():
+        url_in_json = json.dumps(url)[1:-1]
+        task_json = task_json.replace(f"__{name.upper()}__", url_in_json)
+    return json.loads(task_json)
+
+
+def check_cookie_files(path: Path, tasks: list[dict[str, Any]]) -> None:
+    """Check that the tasks' files with cookies exist.
+
+    Raises:
+        UserError: A file does not exist.
+    """
+    files = {task.get("storage_state") or "" for task in tasks}
+    missing_files = [file for file in files if file and not Path(file).is_file()]
+    if missing_files:
+        raise UserError(
+            f"webarena.tasks={path}: "
+            f"{min(missing_files)}, the storage_state of a task, does not exist. "
+            "Save the cookies there with WebArena's login script."
+        )

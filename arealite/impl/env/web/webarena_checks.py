@@ -27,45 +27,66 @@ def unsupported(task: Mapping[str, Any]) -> str:
     `func:` is unsupported: it calls a program of WebArena for one site.
     """
     checks: Mapping[str, Any] = task["eval"]
-    kinds = set(checks["eval_types"]) - {"string_match", "url_match", "program_html"}
-    targets = checks.get("program_html") or []
-    where = [str(target[key]) for target in targets for key in ("url", "locator")]
-    return ", ".join([*sorted(kinds), *[text for text in where if text.startswith("func:")]])
+    supported_kinds = {"string_match", "url_match", "program_html"}
+    unsupported_checks = sorted(set(checks["eval_types"]) - supported_kinds)
+    for target in checks.get("program_html") or []:
+        for key in ("url", "locator"):
+            location = str(target[key])
+            if location.startswith("func:"):
+                unsupported_checks.append(location)
+    return ", ".join(unsupported_checks)
 
 
-def clean(text: str) -> str:
+def clean(phrase: str) -> str:
     """Return a text in lower case, without the quotes around it."""
-    return re.sub(r"^(['\"])(.*)\1$", r"\2", text.strip(), flags=re.DOTALL).lower()
+    unquoted = re.sub(
+        r"^(['\"])(.*)\1$",
+        r"\2",
+        phrase.strip(),
+        flags=re.DOTALL,
+    )
+    return unquoted.lower()
 
 
-def words(text: str) -> list[str]:
+def words(phrase: str) -> list[str]:
     """Return the words of a text in lower case, without punctuation."""
-    return re.findall(r"\w+", text.lower())
+    return re.findall(r"\w+", phrase.lower())
 
 
-def includes(text: str, wanted: str, *, as_word: bool = False) -> bool:
-    """Return whether `text` contains `wanted`.
+def includes(content: str, wanted: str, *, as_word: bool = False) -> bool:
+    """Return whether `content` contains `wanted`.
 
     Args:
-        text: The text.
+        content: The text to search.
         wanted: The text to find.
         as_word: Whether a single letter or digit must be a separate word.
     """
-    inner = clean(wanted)
-    outer = clean(text)
-    return inner in words(outer) if as_word and len(inner) == 1 else inner in outer
+    clean_wanted = clean(wanted)
+    clean_content = clean(content)
+    if as_word and len(clean_wanted) == 1:
+        return clean_wanted in words(clean_content)
+    return clean_wanted in clean_content
 
 
 async def string_match(answer: str, references: Mapping[str, Any], judge: Judge) -> bool:
     """Return whether an answer passes all comparisons of `reference_answers`."""
-    if "exact_match" in references and clean(answer) != clean(str(references["exact_match"])):
-        return False
-    wanted = [str(each) for each in references.get("must_include") or []]
-    if not all(includes(answer, each, as_word=len(wanted) == 1) for each in wanted):
-        return False
+    clean_answer = clean(answer)
+    if "exact_match" in references:
+        exact = str(references["exact_match"])
+        if clean_answer != clean(exact):
+            return False
+    phrases = [str(phrase) for phrase in references.get("must_include") or []]
+    is_only_phrase = len(phrases) == 1
+    for phrase in phrases:
+        if not includes(answer, phrase, as_word=is_only_phrase):
+            return False
     fuzzy = references.get("fuzzy_match") or []
-    for each in [fuzzy] if isinstance(fuzzy, str) else fuzzy:
-        if clean(answer) != clean(str(each)) and not await judge(str(each), answer):
+    if isinstance(fuzzy, str):
+        fuzzy = [fuzzy]
+    for reference in map(str, fuzzy):
+        if clean_answer == clean(reference):
+            continue
+        if not await judge(reference, answer):
             return False
     return True
 
@@ -76,18 +97,28 @@ def url_match(url: str, reference: str) -> bool:
     The address must contain one of the addresses in `reference`. For each query parameter of these,
     it must have one of their values.
     """
-    place, given = _split(url)
-    accepted = [_split(each) for each in reference.split(OR)]
-    names = {name for _, query in accepted for name in query}
-    return any(base in place for base, _ in accepted) and all(
-        {v for _, query in accepted for v in query.get(name, [])} & set(given.get(name, []))
-        for name in names
-    )
+    path, query = _split(url)
+    is_accepted_path = False
+    accepted_query: dict[str, set[str]] = {}
+    for accepted_url in reference.split(OR):
+        reference_path, reference_query = _split(accepted_url)
+        if reference_path in path:
+            is_accepted_path = True
+        for name, parameters in reference_query.items():
+            accepted_query.setdefault(name, set()).update(parameters)
+    if not is_accepted_path:
+        return False
+    for name, accepted_parameters in accepted_query.items():
+        if accepted_parameters.isdisjoint(query.get(name, [])):
+            return False
+    return True
 
 
 def _split(url: str) -> tuple[str, dict[str, list[str]]]:
+    """Return host and path of an address, and the parameters of its query."""
     parts = urlsplit(url.strip().rstrip("/"))
-    return (parts.netloc + parts.path).rstrip("/"), parse_qs(parts.query)
+    path = parts.netloc + parts.path
+    return path.rstrip("/"), parse_qs(parts.query)
 
 
 def content_match(content: str, required: Mapping[str, Any]) -> bool:
@@ -98,8 +129,12 @@ def content_match(content: str, required: Mapping[str, Any]) -> bool:
     """
     content = html.unescape(content)
     if "exact_match" in required:
-        return clean(content) == clean(str(required["exact_match"]))
+        exact = str(required["exact_match"])
+        return clean(content) == clean(exact)
     if "must_include" not in required:
         raise UnsupportedCheck(f"required_contents: {', '.join(required)}")
-    wanted = (each.split(OR) for each in required["must_include"])
-    return all(any(includes(content, text) for text in texts) for texts in wanted)
+    for alternatives in required["must_include"]:
+        phrases = alternatives.split(OR)
+        if not any(includes(content, phrase) for phrase in phrases):
+            return False
+    return True
