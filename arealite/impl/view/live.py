@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -19,15 +20,19 @@ from arealite.base.errors import UserError
 from arealite.base.names import RunPaths
 from arealite.impl.http_guard import guard
 from arealite.impl.http_limits import LimitedRunner
-from arealite.impl.view import report, report_rows
+from arealite.impl.view import report, report_rows, report_run
 from arealite.impl.view.panel import health, progress
 from arealite.impl.view.report_text import Vocabulary
 from arealite.system.health.snapshot import RunReader, Snapshot
 
-MOST = 10_000
+MAX_TRAJECTORIES = 10_000
 """Maximum number of trajectories on the page."""
-PERIOD_S, SHARE = 2.0, 0.05
-"""Shortest time between two reads of the run's data, and their largest share of the time."""
+PERIOD_S = 2.0
+"""Shortest time between two reads of the run's data."""
+READ_SHARE = 0.05
+"""Largest share of the time in which the run's data are read."""
+BLOCK_KINDS = "txrw"
+"""First letters of a chunk's blocks: those of a report's file, and its words."""
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
@@ -43,13 +48,14 @@ class LiveRun:
         self._paths = paths
         self._reader = RunReader(paths)
         self._vocabulary = Vocabulary.find(report.model_folders(paths))
-        self._seen = object()
-        self._due = 0.0
+        self._read_state: tuple[object, ...] = ()
+        """Newest step, number of evaluations and state at the last successful read."""
+        self._due_s = 0.0
         self._problem = ""
         self._version = ""
-        self._about = {}
+        self._report = dict[str, Any]()
         self._chunks = list[list[report_rows.Row]]()
-        self._pack = lru_cache(maxsize=4)(self._read_chunk)
+        self._blocks = lru_cache(maxsize=4)(self._read_chunk)
 
     def answer(self, name: str, version: str) -> bytes:
         """Return the answer to a request of the page.
@@ -60,44 +66,66 @@ class LiveRun:
             version: The version of the page's data; "": none. Blocks of an older version are empty.
         """
         if name == "":
-            title = "/".join(self._paths.root.absolute().parts[-2:])
-            return report.page(title, {"live": True}, connects="'self'").encode()
+            title = report_run.run_name(self._paths)
+            html = report.page(title, {"live": True}, connects="'self'")
+            return html.encode()
         if name == "run":
-            state = self._state(shot := self._reader.read())
-            self._renew(shot)
-            about = self._about if version != self._version else None
-            return msgspec.json.encode({"state": state, "version": self._version, "about": about})
+            return self._answer_run(version)
         if version != self._version:
             return b""
-        return self._pack(version, int(name[1:]))["txrw".index(name[0])]
+        kind = name[0]
+        number = int(name[1:])
+        blocks = self._blocks(version, number)
+        return blocks[BLOCK_KINDS.index(kind)]
+
+    def _answer_run(self, version: str) -> bytes:
+        """Return the run's state, and its data if they are newer than `version`."""
+        shot = self._reader.read()
+        state = self._state(shot)
+        self._renew(shot)
+        newer_report = self._report if version != self._version else None
+        return msgspec.json.encode(
+            {"state": state, "version": self._version, "about": newer_report},
+        )
 
     def _renew(self, shot: Snapshot) -> None:
         """Read the run's data if there is a new step. Before step 1, the data are small."""
         began = time.monotonic()
-        seen = (shot.metrics.newest, len(shot.metrics.evals), shot.state)
-        if began < self._due or (seen == self._seen and shot.metrics.steps):
+        if began < self._due_s:
+            return
+        metrics = shot.metrics
+        state = (metrics.newest, len(metrics.evals), shot.state)
+        if metrics.steps and state == self._read_state:
             return
         try:
-            rows, self._about = report.read(self._paths, most=MOST)
+            rows, self._report = report.read(self._paths, most=MAX_TRAJECTORIES)
             self._chunks = [*report_rows.cut(rows)]
-            self._version = str(self._about["written"])
-            self._seen = seen
+            self._version = str(self._report["written"])
+            self._read_state = state
             self._problem = ""
         except (UserError, OSError, sqlite3.Error) as error:  # for example while it is created
             self._problem = str(error)
-        now = time.monotonic()
-        self._due = now + max(PERIOD_S, (now - began) / SHARE)
+        ended = time.monotonic()
+        pause_s = (ended - began) / READ_SHARE
+        self._due_s = ended + max(PERIOD_S, pause_s)
 
     def _read_chunk(self, version: str, number: int) -> tuple[bytes, ...]:
+        """Return the blocks of a chunk, in the order of BLOCK_KINDS."""
         chunks = report_rows.Chunks(self._paths)
-        packed = chunks.pack(self._chunks[number])
-        return *packed, msgspec.json.encode(report.words(chunks, self._vocabulary))
+        token_blocks = chunks.pack(self._chunks[number])
+        words = report.words(chunks, self._vocabulary)
+        return *token_blocks, msgspec.json.encode(words)
 
     def _state(self, shot: Snapshot) -> list[tuple[str, str]]:
         """Return labels and texts on the state of the run."""
-        rows = [("", shot.state), ("cannot be read", self._problem)]
-        rows += [(label, text.plain) for _, label, text in (next(progress(shot)), *health(shot))]
-        return [(label, text) for label, text in [*rows, ("now", shot.now)] if text]
+        rows = [next(progress(shot)), *health(shot)]
+        state = [
+            ("", shot.state),
+            ("cannot be read", self._problem),
+            *((row.label, row.line.plain) for row in rows),
+            ("now", shot.now),
+        ]
+        return [(label, line) for label, line in state if line]
 
 
 async def serve(paths: RunPaths, port: int, say: Callable[[str], object]) -> None:
@@ -106,25 +134,36 @@ async def serve(paths: RunPaths, port: int, say: Callable[[str], object]) -> Non
     Raises:
         UserError: the folder is no run folder, or the port is in use.
     """
-    loop, thread, token = asyncio.get_running_loop(), ThreadPoolExecutor(1), secrets.token_hex(16)
+    loop = asyncio.get_running_loop()
+    thread = ThreadPoolExecutor(1)
+    token = secrets.token_hex(16)
     run = await loop.run_in_executor(thread, LiveRun, paths)
 
     async def answer(request: web.Request) -> web.Response:
-        name, version = request.match_info["name"], request.query.get("version", "")
+        name = request.match_info["name"]
+        version = request.query.get("version", "")
         body = await loop.run_in_executor(thread, run.answer, name, version)
-        kind = "application/octet-stream" if name else "text/html"
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+        return web.Response(
+            body=body,
+            content_type="application/octet-stream" if name else "text/html",
+            charset="utf-8",
+            headers=HEADERS,
+        )
 
-    app = web.Application(middlewares=[guard(token, is_page=True)])
+    only_with_token = guard(token, is_page=True)
+    app = web.Application(middlewares=[only_with_token])
     app.router.add_get(r"/{name:|run|[trwx]\d{1,9}}", answer)
     runner = LimitedRunner(app, bodies={}, shutdown_timeout=0.1)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port).start()
-        say(f"live page: http://127.0.0.1:{runner.addresses[0][1]}/?token={token}")
+        _, actual_port = runner.addresses[0]
+        say(f"live page: http://127.0.0.1:{actual_port}/?token={token}")
         await asyncio.Event().wait()
     except (OSError, OverflowError) as error:
-        why = str(error).rstrip(".")
-        raise UserError(f"--port {port}: {why}. Use another port, or 0 for a free one.") from error
+        reason = str(error).rstrip(".")
+        raise UserError(
+            f"--port {port}: {reason}. Use another port, or 0 for a free one.",
+        ) from error
     finally:
         await runner.cleanup()

@@ -25,9 +25,19 @@ from arealite.impl.view import report_rows, report_run
 from arealite.impl.view.report_text import Vocabulary, id_table
 
 HERE = Path(__file__).parent
-STYLES = "vendor/uPlot.min.css", "report.css"
-SCRIPTS = "base", "tokens", "charts", "run", "detail", "browser"
-"""report_<name>.js, in their order in the page, after uPlot."""
+STYLES = (
+    "vendor/uPlot.min.css",
+    "report.css",
+)
+SCRIPTS = (
+    "report_base.js",
+    "report_tokens.js",
+    "report_charts.js",
+    "report_run.js",
+    "report_detail.js",
+    "report_browser.js",
+)
+"""Files of the report's scripts, in their order in the page, after uPlot."""
 
 
 def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
@@ -44,7 +54,8 @@ def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
     Raises:
         UserError: The folder is not a run's, or the file cannot be written.
     """
-    if not (paths.config.exists() or paths.metrics.exists() or paths.ledger.exists()):
+    run_files = (paths.config, paths.metrics, paths.ledger)
+    if not any(file.exists() for file in run_files):
         raise UserError(f"{paths.root} is no run. Name its folder, as in runs/EXPERIMENT/TRIAL.")
     try:
         with replacing(out) as temporary, temporary.open("w", encoding="utf-8") as file:
@@ -57,58 +68,109 @@ def write_report(paths: RunPaths, out: Path, *, most: int) -> dict[str, int]:
 def read(paths: RunPaths, *, most: int) -> tuple[list[report_rows.Row], dict[str, Any]]:
     """Return at most `most` trajectories of a run, and all other data of its report."""
     run = report_run.describe(paths)
-    has_ledger = paths.ledger.exists()
-    rows, total = report_rows.choose(paths.ledger, most) if has_ledger else ([], 0)
-    table = report_rows.table(rows) if has_ledger else None
-    now = {"written": time.time(), "arealite": __version__, "table": table}
-    return rows, {**run, "shown": len(rows), "trajectories": total, **now}
+    rows = list[report_rows.Row]()
+    num_trajectories = 0
+    table = None
+    if paths.ledger.exists():
+        rows, num_trajectories = report_rows.choose(paths.ledger, most)
+        table = report_rows.table(rows)
+    page_data = {
+        **run,
+        "shown": len(rows),
+        "trajectories": num_trajectories,
+        "written": time.time(),
+        "arealite": __version__,
+        "table": table,
+    }
+    return rows, page_data
 
 
 def _write(paths: RunPaths, file: TextIO, *, most: int) -> dict[str, int]:
-    rows, about = read(paths, most=most)
-    file.write(page(about["name"], about))
+    """Write the report into an open file; return the counts of `write_report` without "bytes"."""
+    rows, page_data = read(paths, most=most)
+    file.write(page(page_data["name"], page_data))
     chunks = report_rows.Chunks(paths)
     for number, chunk in enumerate(report_rows.cut(rows)):
-        for name, packed in zip("txr", chunks.pack(chunk), strict=True):
-            file.write(block(f"{name}{number}", packed))
-    file.write(block("end", words(chunks, Vocabulary.find(model_folders(paths)))))
+        token_ids, tokens, turns = chunks.pack(chunk)
+        file.write(block(f"t{number}", token_ids))
+        file.write(block(f"x{number}", tokens))
+        file.write(block(f"r{number}", turns))
+    vocabulary = Vocabulary.find(model_folders(paths))
+    file.write(block("end", words(chunks, vocabulary)))
     file.write("</body></html>\n")
-    return {name: about[name] for name in ("shown", "trajectories")}
+    return {
+        "shown": page_data["shown"],
+        "trajectories": page_data["trajectories"],
+    }
 
 
 def words(chunks: report_rows.Chunks, vocabulary: Vocabulary | None) -> dict[str, object]:
     """Return the pieces of the packed tokens, and the number of unreadable payloads."""
-    pieces = vocabulary.table(chunks.ids) if vocabulary else id_table(chunks.ids)
-    return {"vocabulary": pieces, "unreadable": chunks.unreadable}
+    table = vocabulary.table if vocabulary else id_table
+    return {
+        "vocabulary": table(chunks.ids),
+        "unreadable": chunks.unreadable,
+    }
 
 
-def page(name: str, about: dict[str, object], *, connects: str = "'none'") -> str:
+def page(name: str, page_data: dict[str, object], *, connects: str = "'none'") -> str:
     """Return the page up to where its tokens begin; `connects` is its policy's connect-src."""
-    style = "\n".join(_text(file) for file in STYLES)
-    own = "\n".join(_text(f"report_{script}.js") for script in SCRIPTS)
-    uplot = f"/* {_text('vendor/uPlot.LICENSE')} */\n{_text('vendor/uPlot.iife.min.js')}"
-    script = f'{uplot}\n"use strict";\n(() => {{\n{own}\n}})();\n'
-    allowed = {"style-src": style, "script-src": script}
-    hashes = {k: b64encode(sha256(v.encode()).digest()).decode() for k, v in allowed.items()}
-    policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; connect-src {connects}; "
-    policy += "; ".join(f"{k} 'sha256-{v}'" for k, v in hashes.items())
-    texts = {"policy": policy, "title": escape(name), "about": block("about", about)}
-    return Template(_text("report.html")).substitute(texts, style=style, script=script)
+    style = "\n".join(map(_read, STYLES))
+    script = _script()
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            f"connect-src {connects}",
+            f"style-src 'sha256-{_base64_sha256(style)}'",
+            f"script-src 'sha256-{_base64_sha256(script)}'",
+        )
+    )
+    template = Template(_read("report.html"))
+    return template.substitute(
+        policy=policy,
+        title=escape(name),
+        about=block("about", page_data),
+        style=style,
+        script=script,
+    )
 
 
-def _text(file: str) -> str:
+def _script() -> str:
+    """Return uPlot with its license, and the report's scripts in one function."""
+    uplot_license = _read("vendor/uPlot.LICENSE")
+    uplot = _read("vendor/uPlot.iife.min.js")
+    scripts = "\n".join(map(_read, SCRIPTS))
+    return f'/* {uplot_license} */\n{uplot}\n"use strict";\n(() => {{\n{scripts}\n}})();\n'
+
+
+def _base64_sha256(source: str) -> str:
+    """Return the hash of a style or script as a content security policy names it."""
+    digest = sha256(source.encode()).digest()
+    return b64encode(digest).decode()
+
+
+def _read(file: str) -> str:
+    """Return the content of a file of this folder."""
     return (HERE / file).read_text("utf-8")
 
 
-def block(name: str, data: bytes | dict[str, object]) -> str:
-    """Return compressed data as an element that no browser runs or shows."""
-    raw = data if isinstance(data, bytes) else msgspec.json.encode(data)
-    packed = b64encode(zlib.compress(raw, 4)).decode()
+def block(name: str, content: bytes | dict[str, object]) -> str:
+    """Return compressed bytes or JSON as an element that no browser runs or shows."""
+    encoded = content if isinstance(content, bytes) else msgspec.json.encode(content)
+    compressed = zlib.compress(encoded, 4)
+    packed = b64encode(compressed).decode()
     return f'<script type="application/octet-stream" id="{name}">{packed}</script>\n'
 
 
 def model_folders(paths: RunPaths) -> list[Path]:
     """List the folders where the run's tokenizer may be: the first model's, the exported one's."""
-    config = base_config.read_saved(paths.config) if paths.config.exists() else {}
-    model = (config.get("model") or {}).get("path")
-    return [*([Path(model)] if model else []), paths.export]
+    folders = list[Path]()
+    if paths.config.exists():
+        config = base_config.read_saved(paths.config)
+        model_path = (config.get("model") or {}).get("path")
+        if model_path:
+            folders.append(Path(model_path))
+    folders.append(paths.export)
+    return folders

@@ -7,7 +7,7 @@ Shape letter: T = tokens of a chunk.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from arealite.api.payloads import decode_segments
-from arealite.api.trajectory import TrajectoryHeader
+from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.base.names import RunPaths
 from arealite.system.ledger import token_stats
 from arealite.system.ledger.ledger import connect, decode_header, read_payloads
@@ -23,25 +23,50 @@ from arealite.system.ledger.ledger import connect, decode_header, read_payloads
 CHUNK_TOKENS = 1 << 16
 """Approximate size of a chunk, which holds at least one trajectory."""
 SHOWN = (
-    *("trajectory_id", "seat", "source", "reward", "reward_parts", "turns", "truncated"),
-    *("interruptions", "segment_lengths", "num_tokens", "trained_tokens", "oldest_version"),
-    *("newest_version", "seconds"),
+    "trajectory_id",
+    "seat",
+    "source",
+    "reward",
+    "reward_parts",
+    "turns",
+    "truncated",
+    "interruptions",
+    "segment_lengths",
+    "num_tokens",
+    "trained_tokens",
+    "oldest_version",
+    "newest_version",
+    "seconds",
 )
 """The fields of headers that are columns of the table."""
 FIELDS = {
-    "tokens": "<i4", "loss_mask": "u1", "logprobs": "<f4", "versions": "<i4", "rewards": "<f4",
-}  # fmt: skip
+    "tokens": "<i4",
+    "loss_mask": "u1",
+    "logprobs": "<f4",
+    "versions": "<i4",
+    "rewards": "<f4",
+}
 """A segment's arrays."""
-TOKEN = np.dtype([
-    ("mask", "u1"), ("age", "<u2"), ("logprob", "<f2"), ("advantage", "<f2"),
-    ("difference", "<f2"), ("reward", "<f4"),
-])  # fmt: skip
+TOKEN = np.dtype(
+    [
+        ("mask", "u1"),
+        ("age", "<u2"),
+        ("logprob", "<f2"),
+        ("advantage", "<f2"),
+        ("difference", "<f2"),
+        ("reward", "<f4"),
+    ]
+)
 """The page's record of a token. `age` is its policy version less the trajectory's oldest; NaN means
 unknown. Age, logprob, advantage and difference are 0 where the policy did not sample the token."""
-
-
-Tree = list[list[tuple[int, int, str]]]
-"""For each segment, a list of its turns: start, number of reused tokens, and reason."""
+Turns = list[list[tuple[int, int, str]]]
+"""For each segment of a trajectory, its turns: start, number of reused tokens, and reason."""
+GROUPS = """
+SELECT group_id, g.task_id, state, reason, g.step, IFNULL(ranks, 0), COUNT(*)
+FROM groups g JOIN trajectories USING (group_id) LEFT JOIN steps s USING (step)
+GROUP BY seq ORDER BY g.step IS NULL, g.step, place, seq"""
+"""Selects the fields of GroupRow."""
+HEADERS = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
 
 
 class GroupRow(NamedTuple):
@@ -72,32 +97,37 @@ def choose(ledger: Path, most: int) -> tuple[list[Row], int]:
     """
     with closing(connect(ledger, read_only=True)) as db:
         db.execute("BEGIN")  # a consistent view of a running run
-        groups = [GroupRow(*row) for row in db.execute("""
-            SELECT group_id, g.task_id, state, reason, g.step, IFNULL(ranks, 0), COUNT(*)
-            FROM groups g JOIN trajectories USING (group_id) LEFT JOIN steps s USING (step)
-            GROUP BY seq ORDER BY g.step IS NULL, g.step, place, seq""")]  # fmt: skip
-        total = sum(group.size for group in groups)
-        share = min(1.0, most / max(total, 1))
-        due = 0.0
+        groups = [GroupRow._make(columns) for columns in db.execute(GROUPS)]
+        num_trajectories = sum(group.size for group in groups)
         rows = list[Row]()
-        sql = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
-        for group in groups:
-            due += group.size * share
-            if due > group.size - 1e-6:
-                due -= group.size
-                headers = db.execute(sql, (group.group_id,))
-                rows += [Row(group, decode_header(blob)) for (blob,) in headers]
-        return rows, total
+        share = min(1.0, most / max(num_trajectories, 1))
+        for group in _even_share(groups, share):
+            for (header,) in db.execute(HEADERS, (group.group_id,)):
+                rows.append(Row(group, decode_header(header)))
+        return rows, num_trajectories
+
+
+def _even_share(groups: Sequence[GroupRow], share: float) -> Iterator[GroupRow]:
+    """Yield groups so that after each group, about `share` of all trajectories were yielded."""
+    due = 0.0
+    for group in groups:
+        due += group.size * share
+        if due > group.size - 1e-6:
+            due -= group.size
+            yield group
 
 
 def table(rows: Sequence[Row]) -> dict[str, object]:
     """Return the columns of the rows, and the number of rows of each chunk."""
-    return {
-        **{name: [getattr(row.group, name) for row in rows] for name in GroupRow._fields},
-        **{name: [getattr(row.header, name) for row in rows] for name in SHOWN},
-        "step": [None if row.group.step is None else row.group.step + 1 for row in rows],
-        "chunks": [len(chunk) for chunk in cut(rows)],
-    }
+    columns = dict[str, object]()
+    for name in GroupRow._fields:
+        columns[name] = [getattr(row.group, name) for row in rows]
+    for name in SHOWN:
+        columns[name] = [getattr(row.header, name) for row in rows]
+    steps = [row.group.step for row in rows]
+    columns["step"] = [None if step is None else step + 1 for step in steps]
+    columns["chunks"] = [len(chunk) for chunk in cut(rows)]
+    return columns
 
 
 def cut(rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -123,8 +153,8 @@ class Chunks:
         self.ids = set[int]()
         self.unreadable = 0
         """Number of payloads that contradict their headers; these tokens are left blank."""
-        folder = paths.token_stats
-        self._stats = lru_cache(maxsize=1)(lambda s, r: token_stats.read(folder, s, ranks=r))
+        read_stats = partial(token_stats.read, paths.token_stats)
+        self._stats = lru_cache(maxsize=1)(read_stats)
 
     def pack(self, rows: Sequence[Row]) -> tuple[bytes, bytes, bytes]:
         """Return the blocks of a chunk: as byte planes, its token ids (u4 [T]) and TOKEN [T]; as
@@ -132,56 +162,96 @@ class Chunks:
 
         Search reads the first block only.
         """
-        names = [row.header.trajectory_id for row in rows]
-        ids = list[np.ndarray]()
-        known = list[np.ndarray]()
-        trees = list[Tree]()
-        for row, payload in zip(rows, read_payloads(self._ledger, names, dropped=b""), strict=True):
+        ids = [row.header.trajectory_id for row in rows]
+        token_ids = list[np.ndarray]()
+        token_records = list[np.ndarray]()
+        turns_of_rows = list[Turns]()
+        payloads = read_payloads(self._ledger, ids, dropped=b"")
+        for row, payload in zip(rows, payloads, strict=True):
             arrays, turns = self._arrays(row.header, payload)
-            trees.append(turns)
-            ids.append(arrays["tokens"])
-            known.append(self._known(row, arrays))
-        tokens = np.concatenate(ids)
-        self.ids |= set(np.unique(tokens).tolist())
-        return planes(tokens), planes(np.concatenate(known)), msgspec.json.encode(trees)
+            token_ids.append(arrays["tokens"])
+            token_records.append(self._records(row, arrays))
+            turns_of_rows.append(turns)
+        token_ids_T = np.concatenate(token_ids)
+        records_T = np.concatenate(token_records)
+        distinct_ids = np.unique(token_ids_T)
+        self.ids.update(distinct_ids.tolist())
+        return (
+            planes(token_ids_T),
+            planes(records_T),
+            msgspec.json.encode(turns_of_rows),
+        )
 
     def _arrays(
         self, header: TrajectoryHeader, payload: bytes
-    ) -> tuple[dict[str, np.ndarray], Tree]:
+    ) -> tuple[dict[str, np.ndarray], Turns]:
         """Return FIELDS over all segments, and the turns.
 
         If the payload contradicts the header, return zeros and [].
         """
         with suppress(msgspec.MsgspecError, ValueError):
             segments = decode_segments(payload)
-            found = {
-                name: np.concatenate([np.frombuffer(getattr(s, name), kind) for s in segments])
-                for name, kind in FIELDS.items()
-            }
-            sizes = {len(array) for array in found.values()}
-            if sizes == {header.num_tokens} and found["loss_mask"].sum() == header.trained_tokens:
-                return found, [[(t.start, t.reused, t.reason) for t in s.turns] for s in segments]
-        self.unreadable += bool(payload)  # an empty one was dropped
-        blank = {name: np.zeros(header.num_tokens, kind) for name, kind in FIELDS.items()}
+            arrays = {name: _concatenate(segments, name) for name in FIELDS}
+            if _fits_header(arrays, header):
+                return arrays, [_turns(segment) for segment in segments]
+        if payload:  # else it was dropped
+            self.unreadable += 1
+        blank = dict[str, np.ndarray]()
+        for name, dtype in FIELDS.items():
+            blank[name] = np.zeros(header.num_tokens, dtype)
         blank["loss_mask"][: header.trained_tokens] = 1
         return blank, []
 
-    def _known(self, row: Row, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    def _records(self, row: Row, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """Return TOKEN of a row's tokens."""
         mask = arrays["loss_mask"].astype(bool)
-        known = np.zeros(len(mask), TOKEN)
-        known["mask"] = mask
-        known["reward"] = arrays["rewards"]
         ages = arrays["versions"] - row.header.oldest_version
-        known["age"][mask] = np.maximum(ages[mask], 0)
-        known["logprob"][mask] = arrays["logprobs"][mask].clip(-6e4, 6e4)
-        stats = self._stats(row.group.step, row.group.ranks) if row.group.ranks else {}
-        pair = stats.get(row.header.trajectory_id, (np.empty(0), np.empty(0)))
-        fits = {len(array) for array in pair} == {int(mask.sum())}
-        known["advantage"][mask], known["difference"][mask] = pair if fits else (np.nan, np.nan)
-        return known
+        logprobs = arrays["logprobs"].clip(-6e4, 6e4)
+        advantages, differences = self._trainer_stats(row)
+        num_sampled = int(mask.sum())
+        records = np.zeros(len(mask), TOKEN)
+        records["mask"] = mask
+        records["reward"] = arrays["rewards"]
+        records["age"][mask] = np.maximum(ages[mask], 0)
+        records["logprob"][mask] = logprobs[mask]
+        if len(advantages) == len(differences) == num_sampled:
+            records["advantage"][mask] = advantages
+            records["difference"][mask] = differences
+        else:
+            records["advantage"][mask] = np.nan
+            records["difference"][mask] = np.nan
+        return records
+
+    def _trainer_stats(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
+        """Return advantages and differences of a row's sampled tokens; empty if unknown."""
+        unknown = (np.empty(0), np.empty(0))
+        group = row.group
+        if not group.ranks:
+            return unknown
+        stats = self._stats(group.step, ranks=group.ranks)
+        return stats.get(row.header.trajectory_id, unknown)
+
+
+def _concatenate(segments: Sequence[Segment], name: str) -> np.ndarray:
+    """Return an array of FIELDS over all segments."""
+    dtype = FIELDS[name]
+    arrays = [np.frombuffer(getattr(segment, name), dtype) for segment in segments]
+    return np.concatenate(arrays)
+
+
+def _turns(segment: Segment) -> list[tuple[int, int, str]]:
+    """Return start, number of reused tokens and reason of each turn of a segment."""
+    return [(turn.start, turn.reused, turn.reason) for turn in segment.turns]
+
+
+def _fits_header(arrays: dict[str, np.ndarray], header: TrajectoryHeader) -> bool:
+    """Return whether arrays have the numbers of tokens and sampled tokens that a header has."""
+    lengths = {len(array) for array in arrays.values()}
+    num_sampled = arrays["loss_mask"].sum()
+    return lengths == {header.num_tokens} and num_sampled == header.trained_tokens
 
 
 def planes(values: np.ndarray) -> bytes:
     """Return the first byte of each value, then each second byte, and so on: they compress well."""
-    return values.view(np.uint8).reshape(-1, values.itemsize).T.tobytes()
+    bytes_of_values = values.view(np.uint8).reshape(-1, values.itemsize)
+    return bytes_of_values.T.tobytes()

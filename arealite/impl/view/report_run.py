@@ -4,8 +4,9 @@ The source is the run's files, each of which may be missing: a report can be wri
 has just begun, or that has no ledger.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from itertools import pairwise
@@ -16,7 +17,8 @@ from arealite.base.data import read_toml
 from arealite.base.names import RunPaths
 from arealite.impl.logger import names
 from arealite.system.health.snapshot import Line, Metrics, is_step
-from arealite.system.ledger.audit import TRAINED, audit
+from arealite.system.ledger.audit import audit
+from arealite.system.ledger.audit_queries import TRAINED
 from arealite.system.ledger.ledger import connect
 
 POINTS = 2000
@@ -32,26 +34,51 @@ def describe(paths: RunPaths) -> dict[str, Any]:
     """Return the data on the whole run that the report's scripts read."""
     lines = Metrics(paths.metrics).poll()
     steps = [line for line in lines if is_step(line)]
-    stride = max(1, -(-len(steps) // POINTS))
     evals = [line for line in lines if not is_step(line)]
-    descriptions = {name: names.describe(name) for name in set[str]().union(*lines)}
+    stride = max(1, math.ceil(len(steps) / POINTS))
+    # The newest step is drawn in any case.
+    earlier_steps = steps[:-1:stride]
+    newest_step = steps[-1:]
+    ledger = None
+    if paths.ledger.exists():
+        ledger = read_ledger(paths.ledger)
+    waits = dict[str, dict[str, float]]()
+    for role, parts in roles(steps).items():
+        if any(parts.values()):
+            waits[role] = parts
     return {
-        "name": "/".join(paths.root.absolute().parts[-2:]),
-        "metrics": columns([*evals, *steps[:-1:stride], *steps[-1:]]),
+        "name": run_name(paths),
+        "metrics": columns([*evals, *earlier_steps, *newest_step]),
         "stride": stride,
         "labels": LABELS,
-        "descriptions": {name: text for name, text in descriptions.items() if text},
-        "waits": {role: parts for role, parts in roles(steps).items() if any(parts.values())},
+        "descriptions": _descriptions(lines),
+        "waits": waits,
         "configs": read_configs(paths),
-        "ledger": read_ledger(paths.ledger) if paths.ledger.exists() else None,
+        "ledger": ledger,
     }
+
+
+def run_name(paths: RunPaths) -> str:
+    """Return the name of a run: EXPERIMENT/TRIAL."""
+    return "/".join(paths.root.absolute().parts[-2:])
+
+
+def _descriptions(lines: Sequence[Line]) -> dict[str, str]:
+    """Return the description of each metric of a run that has one."""
+    descriptions = dict[str, str]()
+    metric_names = set[str]().union(*lines)
+    for name in metric_names:
+        description = names.describe(name)
+        if description:
+            descriptions[name] = description
+    return descriptions
 
 
 def columns(lines: Sequence[Line]) -> dict[str, list[float | None]]:
     """Return one list per metric, by ascending step; None where a step lacks the metric."""
-    names = dict.fromkeys(name for line in lines for name in line)
+    metric_names = dict.fromkeys(name for line in lines for name in line)
     merged = by_step(lines)
-    return {name: [line.get(name) for line in merged] for name in names}
+    return {name: [line.get(name) for line in merged] for name in metric_names}
 
 
 def by_step(lines: Iterable[Line]) -> list[Line]:
@@ -66,44 +93,89 @@ def roles(steps: Sequence[Line]) -> dict[str, dict[str, float]]:
     """Return each role's seconds by part; the parts add up to the role's whole time."""
     total = defaultdict[str, float](float)
     for line in steps:
-        count = line.get("episode/trajectories", 0.0)
-        for name, value in line.items():
-            total[name] += value * (count if name.startswith("episode/") else 1.0)
+        num_trajectories = line.get("episode/trajectories", 0.0)
+        for name, number in line.items():
+            if name.startswith("episode/"):  # the mean of the episodes
+                total[name] += number * num_trajectories
+            else:
+                total[name] += number
     whole = total["time/step_s"]
-    parts = {k.removeprefix(EPISODE): v for k, v in total.items() if k.startswith(EPISODE)}
-    idle = worked = 0.0
-    for before, line in pairwise(steps):
-        waited = line.get("rollout/lease_wait_s", 0.0) - before.get("rollout/lease_wait_s", 0.0)
-        seconds = line.get("time/step_s", 0.0) * line.get("rollout/workers", 0.0)
-        idle += (part := min(max(waited, 0.0), seconds))
-        worked += seconds - part
-    groups = total["datapipe/groups_wait_s"]
+    groups_wait = total["datapipe/groups_wait_s"]
     # Version 0.1.0 named the wait for slow episodes "pace".
-    slow = sum(total[f"datapipe/{cause}_wait_s"] for cause in ("slow_episodes", "pace"))
-    stall = total["publish/stall_s"]
-    trainer = {k[5:-2]: v for k, v in total.items() if k.startswith("time/")}
-    trainer |= {f"{k[5:-2]} wait": v for k, v in total.items() if k.startswith("wait/")}
-    trainer.pop("step", None)
-    parts["rest"] = max(0.0, total["episode/seconds_mean"] - sum(parts.values()))
-    works = max(0.0, whole - groups - slow)
+    slow_wait = total["datapipe/slow_episodes_wait_s"]
+    slow_wait += total["datapipe/pace_wait_s"]
+    weights_wait = total["publish/stall_s"]
     return {
-        "trainer": trainer,
-        "episodes": parts,
-        "workers": {"full": worked, "lease wait": idle},
-        "datapipe": {"groups wait": groups, "slow wait": slow, "trainer works": works},
-        "servers": {"generate or idle": max(0.0, whole - stall), "weights wait": stall},
+        "trainer": _trainer_seconds(total),
+        "episodes": _episode_seconds(total),
+        "workers": _worker_seconds(steps),
+        "datapipe": {
+            "groups wait": groups_wait,
+            "slow wait": slow_wait,
+            "trainer works": max(0.0, whole - groups_wait - slow_wait),
+        },
+        "servers": {
+            "generate or idle": max(0.0, whole - weights_wait),
+            "weights wait": weights_wait,
+        },
     }
+
+
+def _trainer_seconds(total: Mapping[str, float]) -> dict[str, float]:
+    """Return the trainer's seconds by part: its work first, then its waits."""
+    parts = dict[str, float]()
+    waits = dict[str, float]()
+    for name, seconds in total.items():
+        group, slash, part = name.partition("/")
+        part = part.removesuffix("_s")
+        if not slash:
+            continue
+        if group == "time":
+            parts[part] = seconds
+        elif group == "wait":
+            waits[f"{part} wait"] = seconds
+    parts.pop("step", None)  # the sum of all others
+    return parts | waits
+
+
+def _episode_seconds(total: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of all episodes by part; "rest" is their time outside the named waits."""
+    parts = dict[str, float]()
+    for name, seconds in total.items():
+        if name.startswith(EPISODE):
+            parts[name.removeprefix(EPISODE)] = seconds
+    all_seconds = total.get("episode/seconds_mean", 0.0)
+    named_seconds = sum(parts.values())
+    parts["rest"] = max(0.0, all_seconds - named_seconds)
+    return parts
+
+
+def _worker_seconds(steps: Sequence[Line]) -> dict[str, float]:
+    """Return the seconds in which workers were full, and in which they waited for a lease."""
+    idle = 0.0
+    full = 0.0
+    for before, line in pairwise(steps):
+        waited_before = before.get("rollout/lease_wait_s", 0.0)
+        waited = line.get("rollout/lease_wait_s", 0.0) - waited_before
+        num_workers = line.get("rollout/workers", 0.0)
+        seconds = line.get("time/step_s", 0.0) * num_workers
+        idle_seconds = max(waited, 0.0)
+        idle_seconds = min(idle_seconds, seconds)
+        idle += idle_seconds
+        full += seconds - idle_seconds
+    return {"full": full, "lease wait": idle}
 
 
 def read_configs(paths: RunPaths) -> list[dict[str, object]]:
     """Return the text of each config of the run, with the first step that it applied to."""
-    found = list[dict[str, object]]()
-    for step, file in (paths.starts or {0: paths.config}).items():
+    configs = list[dict[str, object]]()
+    config_files = paths.starts or {0: paths.config}
+    for step, file in config_files.items():
         with suppress(OSError, ValueError):
-            text = file.read_text("utf-8")
-            if not found or found[-1]["text"] != text:
-                found.append({"step": step + 1, "text": text})
-    return found
+            yaml = file.read_text("utf-8")
+            if not configs or configs[-1]["text"] != yaml:
+                configs.append({"step": step + 1, "text": yaml})
+    return configs
 
 
 def read_ledger(ledger: Path) -> dict[str, object]:
@@ -114,9 +186,15 @@ def read_ledger(ledger: Path) -> dict[str, object]:
     """
     report = audit(ledger, new_only=True)
     with closing(connect(ledger, read_only=True)) as db:
-        examples = db.execute("SELECT class, MIN(detail) FROM failures GROUP BY class").fetchall()
-        younger = ", ".join(f"SUM(step - oldest <= {age})" for age in range(AGES))
-        select = f"SELECT step + 1, {younger}, COUNT(*) FROM {TRAINED} GROUP BY step"
-        ages = db.execute(select).fetchall()
-    found = {"examples": dict(examples), "ages": list(zip(*ages, strict=True))}
-    return {**asdict(report), "ok": report.ok, **found}
+        select = "SELECT class, MIN(detail) FROM failures GROUP BY class"
+        examples = dict(db.execute(select).fetchall())
+        younger = [f"SUM(step - oldest <= {age})" for age in range(AGES)]
+        counts = ", ".join([*younger, "COUNT(*)"])
+        select = f"SELECT step + 1, {counts} FROM {TRAINED} GROUP BY step"
+        ages_of_steps = db.execute(select).fetchall()
+    return {
+        **asdict(report),
+        "ok": report.ok,
+        "examples": examples,
+        "ages": list(zip(*ages_of_steps, strict=True)),
+    }

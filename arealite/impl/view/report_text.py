@@ -11,9 +11,15 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-ALPHABET = {chr(byte): byte for byte in _PLAIN} | {
-    chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PLAIN)
+_PRINTABLE = [
+    *range(33, 127),
+    *range(161, 173),
+    *range(174, 256),
+]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+ALPHABET = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(code): byte for code, byte in enumerate(_OTHERS, start=256)},
 }
 """The byte of each character of byte-level BPE (GPT-2's encoder): a printable byte is itself, the
 others are the characters from 256 on."""
@@ -32,7 +38,8 @@ class Vocabulary:
     @classmethod
     def find(cls, folders: Iterable[Path]) -> "Vocabulary | None":
         """Open the first folder's tokenizer that can be read; None if there is none."""
-        for file in (folder.expanduser() / "tokenizer.json" for folder in folders):
+        for folder in folders:
+            file = folder.expanduser() / "tokenizer.json"
             with suppress(Exception):  # the package raises nothing narrower
                 return cls(file)
         return None
@@ -41,14 +48,16 @@ class Vocabulary:
         """Return the bytes of a token; the joined pieces of a text are the text."""
         if token in self._added:
             return self._added[token].content.encode()
-        text = self._tokenizer.id_to_token(token)
-        if text is None:  # models have more ids than tokenizers
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:  # models have more ids than tokenizers
             return f"⟨{token}⟩".encode()
         if "ByteLevel" in self._decoder:
-            return b"".join(bytes([ALPHABET[c]]) if c in ALPHABET else c.encode() for c in text)
-        if "ByteFallback" in self._decoder and (byte := BYTE.fullmatch(text)):
-            return bytes.fromhex(byte[1])
-        return text.replace("▁", " ").encode()
+            return b"".join(map(_bytes_of, piece))
+        if "ByteFallback" in self._decoder:
+            byte = BYTE.fullmatch(piece)
+            if byte:
+                return bytes.fromhex(byte[1])
+        return piece.replace("▁", " ").encode()
 
     def table(self, tokens: Iterable[int]) -> dict[str, object]:
         """Return the pieces of tokens for a report, as latin-1: each character is a byte."""
@@ -56,11 +65,25 @@ class Vocabulary:
         return {
             "ids": ids,
             "pieces": [self.piece(token).decode("latin-1") for token in ids],
-            "special": [t for t in ids if t in self._added and self._added[t].special],
+            "special": [token for token in ids if self._is_special(token)],
         }
+
+    def _is_special(self, token: int) -> bool:
+        return token in self._added and self._added[token].special
+
+
+def _bytes_of(character: str) -> bytes:
+    """Return the byte of a character of ALPHABET; another character is its UTF-8."""
+    if character in ALPHABET:
+        return bytes([ALPHABET[character]])
+    return character.encode()
 
 
 def id_table(tokens: Iterable[int]) -> dict[str, object]:
     """Return the table of a run without a tokenizer: each token is shown as its id."""
     ids = sorted(tokens)
-    return {"ids": ids, "pieces": [f"{token} " for token in ids], "special": []}
+    return {
+        "ids": ids,
+        "pieces": [f"{token} " for token in ids],
+        "special": [],
+    }

@@ -19,13 +19,21 @@ class Terminal(Console):
     """A console on the unfiltered stdout: prints lines without markup, and draws the panel."""
 
     def __init__(self) -> None:
-        out = unguarded(sys.stdout)
-        super().__init__(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        super().__init__(
+            file=unguarded(sys.stdout),
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+            emoji=False,
+        )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None):
         """Yield segments whose texts have no control characters; rich's own codes stay."""
         for part in super().render(renderable, options):
-            yield part if part.control else part._replace(text=printable(part.text))
+            if part.control:
+                yield part
+            else:
+                yield part._replace(text=printable(part.text))
 
     def show_cursor(self, show: bool = True) -> bool:
         """Ignore requests to hide the cursor: a killed process could not restore it."""
@@ -38,7 +46,9 @@ class Terminal(Console):
             os.tcgetpgrp(sys.stdout.fileno())  # raises unless stdout is this session's terminal
         except OSError:
             return False
-        return self.encoding[:3] == "utf" and not self.is_dumb_terminal and not os.environ.get("CI")
+        if os.environ.get("CI"):
+            return False
+        return self.encoding.startswith("utf") and not self.is_dumb_terminal
 
     def keep_panel(self) -> Live:
         """Return a context that keeps the panel below all lines printed in its body."""
@@ -48,7 +58,11 @@ class Terminal(Console):
         """Read the run, then draw its panel; printing blocks only while it is drawn."""
         try:
             # Two columns at the right are left for the ^C that a terminal echoes.
-            shown = panel(watch.read(), width=self.width - 2, height=self.height - 1)
+            shown = panel(
+                watch.read(),
+                width=self.width - 2,
+                height=self.height - 1,
+            )
         except Exception as error:  # noqa: BLE001  (the panel must not end the run)
             shown = Text(f"no panel: {error!r}", no_wrap=True)
         live.update(shown, refresh=True)

@@ -28,13 +28,12 @@ USER: dict[str, Any] = {"role": "user", "content": "q"}
 SHORT_ANSWER = {"role": "assistant", "content": MARK}
 CALL_ID = "c00010000"
 """Nine letters and digits: the only form of an id that Mistral's templates accept."""
-CALL_ANSWER = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
-    ],
+CALL = {
+    "id": CALL_ID,
+    "type": "function",
+    "function": {"name": "f", "arguments": {"a": "b"}},
 }
+CALL_ANSWER = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 TOOL_RESULT = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "r"}
 THOUGHT = "reasoning_content"
 """The key of an answer's thought in errors."""
@@ -67,8 +66,9 @@ def turn_end(tokenizer: Any) -> TurnEnd:
 def _turn_end(tokenizer: Any, _template: str) -> TurnEnd:
     last = render(tokenizer, [USER, SHORT_ANSWER], add_generation_prompt=False)
     longer = render(tokenizer, [USER, SHORT_ANSWER, USER], add_generation_prompt=False)
-    after = longer.rpartition(MARK)[2]
-    return TurnEnd(marker=_first_marker(tokenizer, after), tail=last.rpartition(MARK)[2])
+    _, _, after_last = last.rpartition(MARK)
+    _, _, after_earlier = longer.rpartition(MARK)
+    return TurnEnd(marker=_first_marker(tokenizer, after_earlier), tail=after_last)
 
 
 @lru_cache(maxsize=16)
@@ -79,9 +79,9 @@ def _marker_after_calls(tokenizer: Any, _template: str) -> str:
     return _first_marker(tokenizer, longer.removeprefix(last))
 
 
-def _first_marker(tokenizer: Any, text: str) -> str:
+def _first_marker(tokenizer: Any, rendered: str) -> str:
     """Return the special token, or else the marker, at the start of a text; "" without one."""
-    stripped = text.lstrip()
+    stripped = rendered.lstrip()
     special = [token for token in special_tokens(tokenizer) if stripped.startswith(token)]
     if special:
         return max(special, key=len)
@@ -92,9 +92,9 @@ def _first_marker(tokenizer: Any, text: str) -> str:
 @lru_cache(maxsize=16)
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     """Return the texts of a tokenizer's special tokens."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    texts = [token.content for token in added if token.special]
-    return tuple(text for text in {*texts, *tokenizer.all_special_tokens} if text)
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    added = [token.content for token in added_tokens if token.special]
+    return tuple(token for token in {*added, *tokenizer.all_special_tokens} if token)
 
 
 def marker_id(tokenizer: Any, marker: str) -> int:
@@ -130,7 +130,12 @@ class Answer(NamedTuple):
 class Conversation:
     """A conversation, and what the chat template renders for it."""
 
-    def __init__(self, tokenizer: Any, messages: Messages, tools: Sequence[object] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Messages,
+        tools: Sequence[object] = (),
+    ) -> None:
         """Keep the conversation.
 
         Args:
@@ -152,7 +157,13 @@ class Conversation:
             self._rendered[end] = self._render(self.messages[:end], end < len(self.messages))
         return self._rendered[end]
 
-    def answer(self, index: int, *, following: int, begun: str = "") -> Answer:
+    def answer(
+        self,
+        index: int,
+        *,
+        following: int,
+        begun: str = "",
+    ) -> Answer:
         """Return the rendering of the answer at an index.
 
         A template may render an answer differently when other messages follow: Qwen3's omits an
@@ -171,15 +182,19 @@ class Conversation:
         answer = self._whole_answer(index, following)
         if not begun:
             return answer
-        text = answer.text.lstrip()
-        if not text.startswith(begun):
+        stripped = answer.text.lstrip()
+        if not stripped.startswith(begun):
             raise UserError(
                 f"the chat template changes {begun[:SHOWN]!r}, the beginning of message "
                 f"{index + 1} in the prompt. Move the beginning into the completion."
             )
-        context = len(answer.text) - len(text) + len(begun)
-        prompt = answer.prompt + answer.text[:context]
-        return Answer(prompt=prompt, text=answer.text[context:], needs_eos=answer.needs_eos)
+        num_spaces = len(answer.text) - len(stripped)
+        begin = num_spaces + len(begun)
+        return Answer(
+            prompt=answer.prompt + answer.text[:begin],
+            text=answer.text[begin:],
+            needs_eos=answer.needs_eos,
+        )
 
     def _whole_answer(self, index: int, following: int) -> Answer:
         prompt = self.prompt(index)
@@ -187,18 +202,20 @@ class Conversation:
         whole = self._render(self.messages[:end], False)
         if not whole.startswith(prompt):
             begin = max(0, common_prefix_length(prompt, whole) - SHOWN)
+            rendered = whole[begin : begin + 2 * SHOWN]
             raise UserError(
                 f"the chat template's generation prompt ends with {prompt[begin:]!r}, but the "
-                f"template renders {whole[begin : begin + 2 * SHOWN]!r} for message {end}, the "
+                f"template renders {rendered!r} for message {end}, the "
                 "assistant's, so no model would sample this message. If the prompt opens a "
                 "thought, write the thought into the message's `reasoning_content`, or use "
                 "another template."
             )
         answer = self._with_end(prompt, whole[len(prompt) :], self.messages[index])
-        if lost := self._lost_parts(index, prompt[-SHOWN:], answer.text, end):
+        lost_keys = self._lost_parts(index, prompt[-SHOWN:], answer.text, end)
+        if lost_keys:
             raise UserError(
-                f"the chat template leaves out `{lost[0]}` of message {end}, the assistant's, so "
-                "it cannot be trained. Remove it from the row, or use another template."
+                f"the chat template leaves out `{lost_keys[0]}` of message {end}, the assistant's, "
+                "so it cannot be trained. Remove it from the row, or use another template."
             )
         return self._repeated(index, following, answer) or answer
 
@@ -213,13 +230,15 @@ class Conversation:
         if not later.startswith(answer.prompt):
             return None
         marker = turn_end(self.tokenizer).marker
-        text, separator, _ = later[len(answer.prompt) :].partition(marker) if marker else ("",) * 3
-        text += separator
-        if text == answer.text or not separator or not answer.text.endswith(separator):
+        if not marker or not answer.text.endswith(marker):
             return None
-        if self._lost_parts(index, answer.prompt[-SHOWN:], text, following):
+        content, end_marker, _ = later[len(answer.prompt) :].partition(marker)
+        repeated = content + end_marker
+        if not end_marker or repeated == answer.text:
             return None
-        return Answer(prompt=answer.prompt, text=text, needs_eos=False)
+        if self._lost_parts(index, answer.prompt[-SHOWN:], repeated, following):
+            return None
+        return Answer(prompt=answer.prompt, text=repeated, needs_eos=False)
 
     def check_context(self) -> None:
         """Check that the template renders all tools, and all messages except answers.
@@ -231,25 +250,37 @@ class Conversation:
         contents = [message.get("content") or "" for message in self.messages]
         if not all(_contains(whole, content) for content in contents):
             for index in dropped_messages(self.tokenizer, self.messages, self.tools):
-                if (role := self.messages[index]["role"]) != "assistant":
+                role = self.messages[index]["role"]
+                if role != "assistant":
                     raise UserError(
                         f"the chat template leaves out message {index + 1}, whose role is "
                         f"'{role}'. Remove it, use another role, or another template."
                     )
-        lost = [name for name in map(tool_name, self.tools) if not _contains(whole, name)]
-        if lost:
-            raise UserError(
-                f"the chat template leaves out the tool `{lost[0]}` of the column `tools`. Remove "
-                "the column, or use another template."
-            )
+        for tool in self.tools:
+            name = tool_name(tool)
+            if not _contains(whole, name):
+                raise UserError(
+                    f"the chat template leaves out the tool `{name}` of the column `tools`. "
+                    "Remove the column, or use another template."
+                )
 
     def _render(self, messages: Messages, is_prompt: bool) -> str:
-        return render(self.tokenizer, messages, tools=self.tools, add_generation_prompt=is_prompt)
+        return render(
+            self.tokenizer,
+            messages,
+            tools=self.tools,
+            add_generation_prompt=is_prompt,
+        )
 
-    def _with_end(self, prompt: str, text: str, message: dict[str, Any]) -> Answer:
-        """Cut the text of an answer after the token that ends the turn, or add that token."""
+    def _with_end(
+        self,
+        prompt: str,
+        rendered: str,
+        message: dict[str, Any],
+    ) -> Answer:
+        """Cut the rendering of an answer after the token that ends the turn, or add that token."""
         end = turn_end(self.tokenizer)
-        stripped = text.rstrip()
+        stripped = rendered.rstrip()
         markers = [*special_tokens(self.tokenizer)]
         if end.marker and end.marker in end.tail:
             markers.append(end.marker)
@@ -257,41 +288,52 @@ class Conversation:
         if closing:
             marker_id(self.tokenizer, max(closing, key=len))
             return Answer(prompt=prompt, text=stripped, needs_eos=False)
-        if end.tail.isspace():
-            text = text.removesuffix(end.tail)
+        content = rendered.removesuffix(end.tail) if end.tail.isspace() else rendered
         marker = end.marker
         if marker and tool_calls(message):
             marker = _marker_after_calls(self.tokenizer, str(self.tokenizer.chat_template))
         if not marker:
-            return Answer(prompt=prompt, text=text, needs_eos=True)
+            return Answer(prompt=prompt, text=content, needs_eos=True)
         marker_id(self.tokenizer, marker)
-        return Answer(prompt=prompt, text=text + marker, needs_eos=False)
+        return Answer(prompt=prompt, text=content + marker, needs_eos=False)
 
-    def _lost_parts(self, index: int, start: str, text: str, end: int) -> list[str]:
+    def _lost_parts(
+        self,
+        index: int,
+        start: str,
+        rendered: str,
+        end: int,
+    ) -> list[str]:
         """Return the keys of an answer whose values its rendering does not contain.
 
         Args:
             index: Index of the answer.
             start: The end of the generation prompt.
-            text: The rendering of the answer.
+            rendered: The rendering of the answer.
             end: Number of messages that are rendered.
         """
         message = self.messages[index]
         parts = list(_parts(message))
         # The generation prompt can contain the start of the answer: the tag of its thought.
-        rendered = _squeeze(start + text)
-        lost = [key for key, part in parts if not _contains(rendered, part)]
-        changed = {
+        squeezed = _squeeze(start + rendered)
+        lost_keys = [key for key, part in parts if not _contains(squeezed, part)]
+        marked_messages = {
             "content": {**message, "content": MARK},
             THOUGHT: with_thought(message, MARK),
         }
         for key, part in parts:
-            if key in changed and 0 < len(part) < SHORT_PART and key not in lost:
-                # The rendering can contain a short text by chance, so a unique text replaces it.
-                messages = [*self.messages[:index], changed[key], *self.messages[index + 1 : end]]
-                if MARK not in self._render(messages, end < len(self.messages)):
-                    lost.append(key)
-        return lost
+            is_short = 0 < len(part) < SHORT_PART
+            if not is_short or key not in marked_messages or key in lost_keys:
+                continue
+            # The rendering can contain a short text by chance, so a unique text replaces it.
+            messages = [
+                *self.messages[:index],
+                marked_messages[key],
+                *self.messages[index + 1 : end],
+            ]
+            if MARK not in self._render(messages, end < len(self.messages)):
+                lost_keys.append(key)
+        return lost_keys
 
 
 def _parts(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -309,10 +351,14 @@ def tool_name(tool: Any) -> str:
 
 def _contains(squeezed: str, part: str) -> bool:
     """Return whether a squeezed rendering contains a text; JSON escapes may differ."""
-    forms = part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]
+    forms = (
+        part,
+        json.dumps(part)[1:-1],
+        json.dumps(part, ensure_ascii=False)[1:-1],
+    )
     return any(_squeeze(form) in squeezed for form in forms)
 
 
-def _squeeze(text: str) -> str:
+def _squeeze(rendered: str) -> str:
     """Return a text without white space, which templates trim and add."""
-    return "".join(text.split())
+    return "".join(rendered.split())

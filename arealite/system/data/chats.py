@@ -14,15 +14,24 @@ from arealite.base.errors import UserError
 from arealite.base.model_folder import vocab_size
 from arealite.base.names import RunPaths
 from arealite.system.data.dataset import EMPTY, identity
-from arealite.system.data.examples import Row, RowEncoder
+from arealite.system.data.examples import Example, Row, RowEncoder
 from arealite.system.data.forms import chat_row, renamed
 from arealite.system.data.sources import is_saved, parquet_columns, read_rows
 from arealite.system.ledger.ledger import open_read_only
 from arealite.system.ledger.payloads import whole_payload
 
 COLUMNS = (
-    *("messages", "prompt", "completion", "chosen", "rejected"),
-    *("tokens", "loss_mask", "reward", "next_state", "tools", "system"),
+    "messages",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "tokens",
+    "loss_mask",
+    "reward",
+    "next_state",
+    "tools",
+    "system",
 )
 
 
@@ -32,14 +41,20 @@ def read_dataset(config: ExperimentConfig) -> tuple[list[Row], list[Row]]:
     Returns:
         Training rows and held-out rows; the latter are [] without `dataset.eval`.
     """
-    data = config.dataset
-    least = config.trainer.sft.min_reward if config.trainer.type == "sft" else None
-    read = partial(load_rows, min_reward=least, columns=data.columns)
-    return read(data.train, "train"), read(data.eval, "eval") if data.eval else []
+    dataset = config.dataset
+    min_reward = config.trainer.sft.min_reward if config.trainer.type == "sft" else None
+    read = partial(load_rows, min_reward=min_reward, columns=dataset.columns)
+    train = read(dataset.train, "train")
+    held_out = read(dataset.eval, "eval") if dataset.eval else []
+    return train, held_out
 
 
 def load_rows(
-    path: str, split: str, *, min_reward: float | None = None, columns: Mapping[str, str] = EMPTY
+    path: str,
+    split: str,
+    *,
+    min_reward: float | None = None,
+    columns: Mapping[str, str] = EMPTY,
 ) -> list[Row]:
     """Read rows from a dataset, or from the ledger of a run.
 
@@ -52,41 +67,55 @@ def load_rows(
     Raises:
         UserError: there are no rows, or none has at least `min_reward`.
     """
-    place = Path(path).expanduser()
-    is_run = bool(path) and place.is_dir() and not is_saved(place)
-    ledger = RunPaths(place).ledger if is_run else place
+    source = Path(path).expanduser()
+    is_run = bool(path) and source.is_dir() and not is_saved(source)
+    ledger = RunPaths(source).ledger if is_run else source
     if ledger.suffix == ".sqlite":
-        found = _collected(ledger)
+        rows = _collected(ledger)
     else:
-        every = read_rows(path, split, () if columns else COLUMNS)
-        found = [(at, renamed(row, chat_row(row), columns, at, COLUMNS)) for at, row in every]
-    if not found:
+        rows: list[Row] = []
+        for place, row in read_rows(path, split, () if columns else COLUMNS):
+            columns_of_row = renamed(row, chat_row(row), columns, place, COLUMNS)
+            rows.append((place, columns_of_row))
+    if not rows:
         raise UserError(f"dataset.{split}={path} has no rows.")
     if min_reward is None:
-        return found
-    rows = [row for row in found if _reward(row, unknown=min_reward) >= min_reward]
-    if not rows:
-        what = f"none of its {len(found)} rows has a reward of at least trainer.sft.min_reward"
-        raise UserError(f"dataset.{split}={path}: {what}={min_reward}. Lower it.")
-    return rows
+        return rows
+    rewarded = [row for row in rows if _reward(row, default=min_reward) >= min_reward]
+    if not rewarded:
+        raise UserError(
+            f"dataset.{split}={path}: none of its {len(rows)} rows has a reward of at least "
+            f"trainer.sft.min_reward={min_reward}. Lower it."
+        )
+    return rewarded
 
 
-def _reward(row: Row, *, unknown: float) -> float:
-    if not isinstance(reward := row[1].get("reward"), int | float | None):
-        raise UserError(f"{row[0]}: `reward` must be a number, or null where it is not known.")
-    return unknown if reward is None else reward
+def _reward(row: Row, *, default: float) -> float:
+    """Return the reward of a row; `default` without one."""
+    place, columns = row
+    reward = columns.get("reward")
+    if not isinstance(reward, int | float | None):
+        raise UserError(f"{place}: `reward` must be a number, or null where it is not known.")
+    return default if reward is None else reward
 
 
 def _collected(ledger: Path) -> list[Row]:
     """Return one row for each segment of the trajectories in a ledger."""
     with open_read_only(ledger) as db:
-        sql = "SELECT trajectory_id, reward, payload FROM trajectories WHERE payload NOTNULL "
-        sql += "ORDER BY rowid"
-        return [
-            (f"{ledger}, {name}", {"tokens": s.tokens, "loss_mask": s.loss_mask, "reward": reward})
-            for name, reward, payload in db.execute(sql)
-            for s in decode_segments(whole_payload(db, payload))
-        ]
+        query = (
+            "SELECT trajectory_id, reward, payload FROM trajectories WHERE payload NOTNULL "
+            "ORDER BY rowid"
+        )
+        rows: list[Row] = []
+        for trajectory_id, reward, payload in db.execute(query):
+            for segment in decode_segments(whole_payload(db, payload)):
+                columns: dict[str, object] = {
+                    "tokens": segment.tokens,
+                    "loss_mask": segment.loss_mask,
+                    "reward": reward,
+                }
+                rows.append((f"{ledger}, {trajectory_id}", columns))
+        return rows
 
 
 def identity_of_rows(config: ExperimentConfig, rows: list[Row]) -> dict[str, str]:
@@ -117,26 +146,46 @@ def check_examples(config: ExperimentConfig, model: dict[str, object]) -> Checke
     """
     train, held_out = read_dataset(config)
     encoder = RowEncoder(config, load_tokenizer(config.model.path))
-    vocabulary = vocab_size(model)
-    limit = config.trainer.offline.max_tokens
+    num_token_ids = vocab_size(model)
     untrained = list[str]()
     for row in (*train, *held_out):
+        place, _ = row
         examples = encoder.encode(row)
         for example in examples:
-            top = int(example.tokens.max(initial=0))
-            bottom = int(example.tokens.min(initial=0))
-            if bottom < 0 or (vocabulary and top >= vocabulary):
-                wrong = top if bottom >= 0 else bottom
-                what = f"{row[0]}: token {wrong} is not among the model's {vocabulary}"
-                raise UserError(f"{what}. Create the rows with the tokenizer of model.path.")
+            _check_token_ids(example, num_token_ids, place)
         if not all(example.kinds[1:].any() for example in examples):
-            untrained.append(row[0])
+            untrained.append(place)
     for split, rows in (("train", train), ("eval", held_out)):
         if rows and {place for place, _ in rows} <= {*untrained}:
-            what = f"no row has a token to learn within trainer.offline.max_tokens={limit}"
-            raise UserError(f"dataset.{split}: {what}. Raise it.")
+            raise UserError(
+                f"dataset.{split}: no row has a token to learn within "
+                f"trainer.offline.max_tokens={config.trainer.offline.max_tokens}. Raise it."
+            )
     for path in filter(None, [config.dataset.train, config.dataset.eval]):
-        encoder.note_columns([name for name in parquet_columns(path) if name not in COLUMNS])
+        other_columns = [name for name in parquet_columns(path) if name not in COLUMNS]
+        encoder.note_columns(other_columns)
     return Checked(
-        identity=identity_of_rows(config, train), untrained=untrained, unread=str(encoder.unread)
+        identity=identity_of_rows(config, train),
+        untrained=untrained,
+        unread=str(encoder.unread),
+    )
+
+
+def _check_token_ids(example: Example, num_token_ids: int | None, place: str) -> None:
+    """Check that the model has all tokens of an example.
+
+    Args:
+        example: The tokens.
+        num_token_ids: Size of the model's vocabulary; None or 0: unknown.
+        place: The row's place, for errors.
+    """
+    largest = int(example.tokens.max(initial=0))
+    smallest = int(example.tokens.min(initial=0))
+    is_too_large = num_token_ids is not None and 0 < num_token_ids <= largest
+    if smallest >= 0 and not is_too_large:
+        return
+    wrong_id = smallest if smallest < 0 else largest
+    raise UserError(
+        f"{place}: token {wrong_id} is not among the model's {num_token_ids}. "
+        "Create the rows with the tokenizer of model.path."
     )

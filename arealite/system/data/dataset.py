@@ -27,7 +27,11 @@ PlacedTask = tuple[str, Task]
 
 
 def load_tasks(
-    path: str, split: str, columns: Columns = EMPTY, *, keep: bool = False
+    path: str,
+    split: str,
+    columns: Columns = EMPTY,
+    *,
+    keep: bool = False,
 ) -> list[Task]:
     """Read one task per row, in the order of the file; row n (from 0) has the id `<split>-<n>`.
 
@@ -46,14 +50,23 @@ def load_tasks(
     return tasks
 
 
-def read_tasks(path: str, split: str, columns: Columns, *, keep: bool) -> Iterator[PlacedTask]:
+def read_tasks(
+    path: str,
+    split: str,
+    columns: Columns,
+    *,
+    keep: bool,
+) -> Iterator[PlacedTask]:
     """Yield the place and the task of each row; see load_tasks."""
-    for index, (where, row) in enumerate(read_rows(path, split, () if keep or columns else TASK)):
-        task = make_task(renamed(row, task_form(row)[1], columns, where), f"{split}-{index}", where)
+    rows = read_rows(path, split, () if keep or columns else TASK)
+    for index, (place, row) in enumerate(rows):
+        _, recognised = task_form(row)
+        task_row = renamed(row, recognised, columns, place)
+        task = make_task(task_row, f"{split}-{index}", place)
         if keep:
-            others = {name: value for name, value in row.items() if name not in TASK}
-            task = structs.replace(task, columns=others)
-        yield where, task
+            other_columns = {name: cell for name, cell in row.items() if name not in TASK}
+            task = structs.replace(task, columns=other_columns)
+        yield place, task
 
 
 def identity(config: ExperimentConfig, rows: Sequence[object]) -> dict[str, str]:
@@ -62,47 +75,56 @@ def identity(config: ExperimentConfig, rows: Sequence[object]) -> dict[str, str]
     They determine the task of each group, or for an offline trainer the rows of each step.
     """
     digest = hashlib.blake2b(digest_size=4)
-    trainer = config.trainer
     for row in rows:
         digest.update(_encode(row))
-    kind = dict[str, str]()
-    size = {"group_size": str(trainer.ppo.collector.group_size)}
+    trainer = config.trainer
+    names = dict[str, str]()
     if trainer.is_offline:
-        kind = {"trainer.type": trainer.type}
-        size = {"batch_size": str(trainer.offline.batch_size)}
-    return {
-        **kind,  # first, so that an error names it first
-        "dataset_rows": str(len(rows)),
-        "dataset_digest": digest.hexdigest(),
-        "seed": str(config.seed),
-        "shuffle": str(config.dataset.shuffle),
-        **size,
-    }
+        names["trainer.type"] = trainer.type  # first, so that an error names it first
+    names["dataset_rows"] = str(len(rows))
+    names["dataset_digest"] = digest.hexdigest()
+    names["seed"] = str(config.seed)
+    names["shuffle"] = str(config.dataset.shuffle)
+    if trainer.is_offline:
+        names["batch_size"] = str(trainer.offline.batch_size)
+    else:
+        names["group_size"] = str(trainer.ppo.collector.group_size)
+    return names
 
 
-def make_task(row: Row, task_id: str, where: str) -> Task:
+def make_task(row: Row, task_id: str, place: str) -> Task:
     """Build a task from a row.
 
     Args:
         row: Columns by name.
         task_id: The task's id.
-        where: The row's place, for errors.
+        place: The row's place, for errors.
 
     Raises:
         UserError: a column is missing or of another type.
     """
     if "prompt" not in row:
-        raise no_prompt([*row], where)
-    prompt = check_prompt(row["prompt"], where)
+        raise no_prompt([*row], place)
+    prompt = check_prompt(row["prompt"], place)
     truth = row.get("ground_truth")
-    extra = row.get("extra_info")
+    extra_info = row.get("extra_info")
     if truth is not None and not isinstance(truth, str):
-        what = f"`ground_truth` is {type(truth).__name__}, must be a string or null"
-        raise UserError(f'{where}: {what}. Write it as "{truth}".')
-    if extra is not None and not isinstance(extra, dict):
-        what = f"`extra_info` is {type(extra).__name__}, must be an object of named values"
-        raise UserError(f'{where}: {what}. Write it as {{"name": value}}, or leave it out.')
-    return Task(task_id, prompt, truth, cast(dict[str, object], extra or {}))
+        raise UserError(
+            f"{place}: `ground_truth` is {type(truth).__name__}, must be a string or null. "
+            f'Write it as "{truth}".'
+        )
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise UserError(
+            f"{place}: `extra_info` is {type(extra_info).__name__}, "
+            "must be an object of named values. "
+            'Write it as {"name": value}, or leave it out.'
+        )
+    return Task(
+        task_id=task_id,
+        prompt=prompt,
+        ground_truth=truth,
+        extra_info=cast(dict[str, object], extra_info or {}),
+    )
 
 
 @lru_cache(maxsize=4)

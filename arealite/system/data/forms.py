@@ -38,158 +38,243 @@ _json = msgspec.json.Encoder().encode
 
 def task_form(row: Row) -> tuple[str, Row]:
     """Return (name of the recognised form or "", the row with AReaLite's columns)."""
-    model = row.get("reward_model")
-    own = row.get("ground_truth")
-    if row.get("extra_info") is None and all(row.get(name) is not None for name in HUMANEVAL):
-        info = {"data_source": "humaneval", "entry_point": row["entry_point"], "test": row["test"]}
-        truth = as_text(row["canonical_solution"])
-        return "HumanEval rows", {**row, "ground_truth": truth, "extra_info": info}
+    has_humaneval = all(row.get(name) is not None for name in HUMANEVAL)
+    if has_humaneval and row.get("extra_info") is None:
+        return "HumanEval rows", _from_humaneval(row)
     if "prompt" in row:
-        if own is not None or not isinstance(model, dict):
-            return "", row
-        truth = cast(Row, model).get("ground_truth")
-        extra = row.get("extra_info") or Row()
-        if isinstance(extra, dict) and "data_source" in row:
-            extra = {"data_source": row["data_source"], **cast(Row, extra)}
-        form = "verl rows: reward_model.ground_truth"
-        return form, {**row, "ground_truth": as_text(truth), "extra_info": extra}
-    if {"question", "answer"} <= row.keys() and not BESIDE_QUESTION & row.keys():
-        form = "rows: question/answer"
-        prompt = row["question"]
-        truth = row["answer"]
-        if isinstance(truth, str) and "####" in truth:
-            form = "GSM8K rows: question/answer, `####` answers"
-            truth = truth.rpartition("####")[2].strip().replace(",", "")
-    elif "problem" in row and {"answer", "solution"} & row.keys():
-        form = "rows: problem/answer"
-        prompt = row["problem"]
-        truth = row.get("answer")
-        if truth is None:
-            form = "MATH rows: problem/solution, \\boxed answers"
-            truth = row.get("solution")
-            truth = boxed(truth) or truth if isinstance(truth, str) else truth
-    else:
+        has_model = isinstance(row.get("reward_model"), dict)
+        if has_model and row.get("ground_truth") is None:
+            return "verl rows: reward_model.ground_truth", _from_verl(row)
         return "", row
-    return form, {**row, "prompt": prompt, "ground_truth": as_text(truth if own is None else own)}
+    has_question = {"question", "answer"} <= row.keys()
+    if has_question and not BESIDE_QUESTION & row.keys():
+        return _from_question(row)
+    if "problem" in row and {"answer", "solution"} & row.keys():
+        return _from_problem(row)
+    return "", row
+
+
+def _from_humaneval(row: Row) -> Row:
+    extra_info = {
+        "data_source": "humaneval",
+        "entry_point": row["entry_point"],
+        "test": row["test"],
+    }
+    return {
+        **row,
+        "ground_truth": as_text(row["canonical_solution"]),
+        "extra_info": extra_info,
+    }
+
+
+def _from_verl(row: Row) -> Row:
+    truth = cast(Row, row["reward_model"]).get("ground_truth")
+    extra_info = row.get("extra_info") or Row()
+    if isinstance(extra_info, dict) and "data_source" in row:
+        extra_info = {"data_source": row["data_source"], **cast(Row, extra_info)}
+    return {**row, "ground_truth": as_text(truth), "extra_info": extra_info}
+
+
+def _from_question(row: Row) -> tuple[str, Row]:
+    """Return the form of a row with question and answer, and the row with AReaLite's columns."""
+    form = "rows: question/answer"
+    truth = row["answer"]
+    if isinstance(truth, str) and "####" in truth:
+        form = "GSM8K rows: question/answer, `####` answers"
+        _, _, after_mark = truth.rpartition("####")
+        truth = after_mark.strip().replace(",", "")
+    return form, _with_task(row, prompt=row["question"], truth=truth)
+
+
+def _from_problem(row: Row) -> tuple[str, Row]:
+    """Return the form of a row with problem and answer, and the row with AReaLite's columns."""
+    form = "rows: problem/answer"
+    truth = row.get("answer")
+    if truth is None:
+        form = "MATH rows: problem/solution, \\boxed answers"
+        truth = row.get("solution")
+        if isinstance(truth, str):
+            truth = boxed(truth) or truth
+    return form, _with_task(row, prompt=row["problem"], truth=truth)
+
+
+def _with_task(row: Row, *, prompt: Any, truth: Any) -> Row:
+    """Return a row with a prompt and a ground truth; an existing `ground_truth` is kept."""
+    existing_truth = row.get("ground_truth")
+    if existing_truth is not None:
+        truth = existing_truth
+    return {**row, "prompt": prompt, "ground_truth": as_text(truth)}
 
 
 def chat_row(row: Row) -> Row:
     """Return a row of sft, dpo or reward with AReaLite's columns; ShareGPT's are converted."""
     if row.get("conversations") is None or any(map(row.get, CHAT[:3])):
         return row
-    pair = {n: row[n] for n in ("chosen", "rejected") if isinstance(row.get(n), dict | list)}
-    system = [{"from": "system", "value": row["system"]}] if row.get("system") else []
-    name = "prompt" if pair or "chosen" in row else "messages"
-    own = {name: [*system, row["conversations"]], **pair}
-    return {**row, **{key: _from_sharegpt(value) for key, value in own.items()}}
+    conversation: list[Any] = [row["conversations"]]
+    if row.get("system"):
+        conversation.insert(0, {"from": "system", "value": row["system"]})
+    answers = Row()
+    for name in ("chosen", "rejected"):
+        if isinstance(row.get(name), dict | list):
+            answers[name] = _from_sharegpt(row[name])
+    is_pair = bool(answers) or "chosen" in row
+    column = "prompt" if is_pair else "messages"
+    return {**row, column: _from_sharegpt(conversation), **answers}
 
 
 def chat_form(row: Row) -> str:
     """Return the name of the form of a row that `chat_row` has returned."""
     kind = "ShareGPT rows" if "conversations" in row else "rows"
-    return f"{kind}: {'/'.join(name for name in CHAT if row.get(name) is not None)}"
+    present = [name for name in CHAT if row.get(name) is not None]
+    return f"{kind}: {'/'.join(present)}"
 
 
-def _from_sharegpt(value: Any) -> list[Any]:
+def _from_sharegpt(column: Any) -> list[Any]:
     """Convert one ShareGPT message or a list of them to chat messages; keep anything else."""
-    if isinstance(value, list):
-        return [message for each in cast(list[Any], value) for message in _from_sharegpt(each)]
-    if not isinstance(value, dict) or "from" not in value:
-        return [value]
-    message = cast(Row, value)
+    if isinstance(column, list):
+        messages: list[Any] = []
+        for element in cast(list[Any], column):
+            messages += _from_sharegpt(element)
+        return messages
+    if not isinstance(column, dict) or "from" not in column:
+        return [column]
+    message = cast(Row, column)
     role = str(message["from"])
-    text = message.get("value")
-    others = {key: part for key, part in message.items() if key not in ("from", "value")}
-    if role == "function_call" and (calls := _sharegpt_calls(text)):
-        return [{"role": "assistant", "content": None, "tool_calls": calls, **others}]
-    return [{"role": ROLES.get(role, role), "content": text, **others}]
+    content = message.get("value")
+    others = {key: field for key, field in message.items() if key not in ("from", "value")}
+    calls = _sharegpt_calls(content) if role == "function_call" else []
+    if calls:
+        chat_message = {"role": "assistant", "content": None, "tool_calls": calls}
+    else:
+        chat_message = {"role": ROLES.get(role, role), "content": content}
+    return [{**chat_message, **others}]
 
 
-def _sharegpt_calls(text: object) -> list[Row]:
+def _sharegpt_calls(content: object) -> list[Row]:
     """Return the tool calls in the JSON text of a ShareGPT message; [] if it has none."""
     decoded: Any = None
-    if isinstance(text, str):
+    if isinstance(content, str):
         with suppress(msgspec.DecodeError):
-            decoded = msgspec.json.decode(text)
-    functions = cast(list[Any], decoded if isinstance(decoded, list) else [decoded])
+            decoded = msgspec.json.decode(content)
+    functions = cast(list[Any], decoded) if isinstance(decoded, list) else [decoded]
     if not all(map(_is_schema, functions)):
         return []
     return [{"type": "function", "function": function} for function in functions]
 
 
-def renamed(row: Row, own: Row, columns: Columns, where: str, known: Sequence[str] = TASK) -> Row:
-    """Return `own` with the columns that `dataset.columns` names; its names win over recognition.
+def renamed(
+    row: Row,
+    recognised: Row,
+    columns: Columns,
+    place: str,
+    our_columns: Sequence[str] = TASK,
+) -> Row:
+    """Return a row with the columns that `dataset.columns` names.
 
-    For a task, a name that is not in `known` is added to `extra_info`.
+    These names win over recognition. For a task, a name that is not in `our_columns` is added to
+    `extra_info`.
 
     Args:
         row: The row of the file.
-        own: The row with the recognised columns.
+        recognised: The row with the recognised columns.
         columns: `dataset.columns`: names of the file's columns by our names. `a.b` is the value b
             in column a.
-        where: The place of the row, for errors.
-        known: AReaLite's columns.
+        place: The place of the row, for errors.
+        our_columns: AReaLite's columns.
 
     Raises:
         UserError: the row does not have a column, or `columns` has a misspelled name.
     """
-    own = {**own}
+    renamed_row = {**recognised}
     extra = dict[str, object]()
     for name, path in columns.items():
-        value = _find(row, path, name, where)
-        if name in known:
-            own[name] = as_text(value) if name == "ground_truth" else value
-        elif known is not TASK or difflib.get_close_matches(name, TASK, n=1, cutoff=0.75):
-            raise UserError(unknown("key of dataset.columns", name, known))
+        cell = _cell(row, path, name, place)
+        if name == "ground_truth" and name in our_columns:
+            renamed_row[name] = as_text(cell)
+        elif name in our_columns:
+            renamed_row[name] = cell
+        elif our_columns is not TASK or _is_misspelled(name):
+            raise UserError(unknown("key of dataset.columns", name, our_columns))
         else:
-            extra[name] = value
-    if extra and isinstance(own.get("extra_info") or {}, dict):
-        own["extra_info"] = {**(own.get("extra_info") or {}), **extra}
-    return own
+            extra[name] = cell
+    extra_info: object = renamed_row.get("extra_info") or {}
+    if extra and isinstance(extra_info, dict):
+        renamed_row["extra_info"] = {**cast(Row, extra_info), **extra}
+    return renamed_row
 
 
-def _find(row: Row, path: str, name: str, where: str) -> object:
-    value: Any = row
+def _is_misspelled(name: str) -> bool:
+    """Return whether a name is close to the name of a task's column."""
+    return bool(difflib.get_close_matches(name, TASK, n=1, cutoff=0.75))
+
+
+def _cell(
+    row: Row,
+    path: str,
+    name: str,
+    place: str,
+) -> object:
+    """Return the value that `dataset.columns.<name>=path` names.
+
+    Raises:
+        UserError: the row does not have it.
+    """
+    cell: Any = row
     for key in [path] if path in row else path.split("."):
-        if not isinstance(value, dict) or key not in value:
-            near = difflib.get_close_matches(path, [*row], n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            what = f"no column `{path}` (dataset.columns.{name}), only {', '.join(row) or 'none'}"
-            raise UserError(f"{where}: {what}.{hint}")
-        value = cast(Row, value)[key]
-    return cast(object, value)
+        if not isinstance(cell, dict) or key not in cell:
+            similar = difflib.get_close_matches(path, [*row], n=1)
+            hint = f" Did you mean '{similar[0]}'?" if similar else ""
+            raise UserError(
+                f"{place}: no column `{path}` (dataset.columns.{name}), "
+                f"only {', '.join(row) or 'none'}.{hint}"
+            )
+        cell = cast(Row, cell)[key]
+    return cast(object, cell)
 
 
-def no_prompt(names: Sequence[str], where: str) -> UserError:
+def no_prompt(names: Sequence[str], place: str) -> UserError:
     """Return the error for a row without a prompt; it names the file's columns and the fix."""
-    near = [*difflib.get_close_matches("prompt", names, n=1), *(n for n in PROMPTS if n in names)]
-    hint = "Add it, or set dataset.columns.prompt to the name of the column with the prompts."
-    if near:
-        fix = f"Rename it to `prompt`, or set dataset.columns.prompt={near[0]}."
-        hint = f"Did you mean '{near[0]}'? {fix}"
-    return UserError(f"{where}: no column `prompt`, only {', '.join(names) or 'none'}. {hint}")
+    likely = difflib.get_close_matches("prompt", names, n=1)
+    likely += [name for name in PROMPTS if name in names]
+    if likely:
+        hint = (
+            f"Did you mean '{likely[0]}'? "
+            f"Rename it to `prompt`, or set dataset.columns.prompt={likely[0]}."
+        )
+    else:
+        hint = "Add it, or set dataset.columns.prompt to the name of the column with the prompts."
+    return UserError(f"{place}: no column `prompt`, only {', '.join(names) or 'none'}. {hint}")
 
 
-def as_text(value: object) -> str | None:
+def as_text(truth: object) -> str | None:
     """Return a ground truth as text: numbers, lists and objects as JSON."""
-    return value if isinstance(value, str | None) else _json(value).decode()
+    return truth if isinstance(truth, str | None) else _json(truth).decode()
 
 
-def boxed(text: str) -> str | None:
+def boxed(solution: str) -> str | None:
     r"""Return the content of the last \boxed{…} of a text; None without one."""
-    _, mark, rest = text.rpartition("\\boxed{")
+    _, mark, after_mark = solution.rpartition("\\boxed{")
+    if not mark:
+        return None
     depth = 1
-    for end, letter in enumerate(rest if mark else ""):
-        depth += (letter == "{") - (letter == "}")
-        if not depth:
-            return rest[:end]
+    for end, letter in enumerate(after_mark):
+        if letter == "{":
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+        if depth == 0:
+            return after_mark[:end]
     return None
 
 
 # ------------------------------------------------------------ chat messages
 
 
-def check_prompt(prompt: object, where: str, column: str = "prompt") -> str | list[dict[str, Any]]:
+def check_prompt(
+    prompt: object,
+    place: str,
+    column: str = "prompt",
+) -> str | list[dict[str, Any]]:
     """Return the value of a column if it is a text or a list of messages.
 
     A message with `tool_calls` needs no content.
@@ -199,15 +284,20 @@ def check_prompt(prompt: object, where: str, column: str = "prompt") -> str | li
     """
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(map(is_message, cast(list[object], prompt))):
-        return cast(list[dict[str, Any]], prompt)
-    for each in cast(list[Any], prompt) if isinstance(prompt, list) else ():
-        if isinstance(each, dict) and isinstance(cast(Any, each).get("content"), list):
-            what = f"{where}: a message of `{column}` has a list as its content, as with images"
-            raise UserError(f"{what}. Images are not supported: write the content as one text.")
-    what = f"{where}: `{column}` must be a text that is not empty, or a list of messages"
-    fix = 'Write "…" or [{"role": "user", "content": "…"}].'
-    raise UserError(f"{what}. {fix}")
+    messages = cast(list[Any], prompt) if isinstance(prompt, list) else []
+    if messages and all(map(is_message, messages)):
+        return messages
+    for message in messages:
+        content: object = cast(Row, message).get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            raise UserError(
+                f"{place}: a message of `{column}` has a list as its content, as with images. "
+                "Images are not supported: write the content as one text."
+            )
+    raise UserError(
+        f"{place}: `{column}` must be a text that is not empty, or a list of messages. "
+        'Write "…" or [{"role": "user", "content": "…"}].'
+    )
 
 
 def tool_calls(message: Any) -> list[dict[str, Any]]:
@@ -217,7 +307,10 @@ def tool_calls(message: Any) -> list[dict[str, Any]]:
 
 def thought_of(message: Any) -> str:
     """Return the thought of an answer; "" without one."""
-    return next((str(message[key]) for key in THOUGHT_KEYS if message.get(key)), "")
+    for key in THOUGHT_KEYS:
+        if message.get(key):
+            return str(message[key])
+    return ""
 
 
 def with_thought(message: dict[str, Any], thought: str) -> dict[str, Any]:
@@ -231,37 +324,44 @@ def for_template(message: Any, template: str) -> dict[str, Any]:
     Arguments of tool calls are objects, not JSON text (OpenAI). The null values that Parquet adds
     are removed. A thought has the names of all templates. The role is `template_role`.
     """
-    kept = {key: each for key, each in message.items() if each is not None or key == "content"}
-    calls = [_without_nulls(each) for each in tool_calls(message)]
-    kept |= {"tool_calls": calls} if calls else {}
-    kept["role"] = template_role(message["role"], template)
+    prepared = Row()
+    for key, field in message.items():
+        if field is not None or key == "content":
+            prepared[key] = field
+    if calls := tool_calls(message):
+        prepared["tool_calls"] = [_without_nulls(call) for call in calls]
+    prepared["role"] = template_role(message["role"], template)
     thought = thought_of(message)
-    return with_thought(kept, thought) if thought else kept
+    return with_thought(prepared, thought) if thought else prepared
 
 
-def read_tools(value: object, where: str) -> list[dict[str, Any]]:
+def read_tools(tools: object, place: str) -> list[dict[str, Any]]:
     """Return the schemas in a row's column `tools`: a list, or JSON text of a list; [] for null.
 
     Raises:
         UserError: the column is neither, or a schema has no name.
     """
-    decoded = value
-    if isinstance(value, str):
+    decoded = tools
+    if isinstance(tools, str):
         with suppress(msgspec.DecodeError):
-            decoded = cast(object, msgspec.json.decode(value)) if value.strip() else None
+            decoded = cast(object, msgspec.json.decode(tools)) if tools.strip() else None
     schemas = cast(list[object], [] if decoded is None else decoded)
-    if not isinstance(decoded, list | None) or not all(map(_is_schema, schemas)):
+    is_list = isinstance(decoded, list | None)
+    if not is_list or not all(map(_is_schema, schemas)):
         raise UserError(
-            f"{where}: `tools` must be a list of function schemas, or JSON text of such a list. "
+            f"{place}: `tools` must be a list of function schemas, or JSON text of such a list. "
             'Write [{"type": "function", "function": {"name": …, "parameters": …}}, …].'
         )
     return [_without_nulls(schema) for schema in schemas]
 
 
-def _is_schema(value: object) -> bool:
-    schema = cast(Row, value) if isinstance(value, dict) else Row()
-    function = schema.get("function") or schema
-    return isinstance(function, dict) and isinstance(cast(Row, function).get("name"), str)
+def _is_schema(schema: object) -> bool:
+    """Return whether a value is the schema of a function, or a tool with one."""
+    fields = cast(Row, schema) if isinstance(schema, dict) else Row()
+    function = fields.get("function") or fields
+    if not isinstance(function, dict):
+        return False
+    return isinstance(cast(Row, function).get("name"), str)
 
 
 def template_role(role: str, template: str = "") -> str:
@@ -271,15 +371,27 @@ def template_role(role: str, template: str = "") -> str:
     out the messages of an unknown role.
     """
     is_named = "'developer'" in template or '"developer"' in template
-    return "system" if role == "developer" and not is_named else role
+    if role == "developer" and not is_named:
+        return "system"
+    return role
 
 
-def _without_nulls(value: Any, key: str = "") -> Any:
-    if key == "arguments" and isinstance(value, str):
+def _without_nulls(node: Any, key: str = "") -> Any:
+    """Return a JSON value without null fields, and with decoded `arguments`.
+
+    Args:
+        node: The value.
+        key: The field that has the value; "" for none.
+    """
+    if key == "arguments" and isinstance(node, str):
         with suppress(msgspec.DecodeError):
-            return msgspec.json.decode(value)
-    if isinstance(value, dict):
-        items = cast(dict[str, Any], value).items()
-        return {name: _without_nulls(each, name) for name, each in items if each is not None}
-    is_list = isinstance(value, list)
-    return [_without_nulls(each) for each in cast(list[Any], value)] if is_list else value
+            return msgspec.json.decode(node)
+    if isinstance(node, dict):
+        return {
+            name: _without_nulls(field, name)
+            for name, field in cast(Row, node).items()
+            if field is not None
+        }
+    if isinstance(node, list):
+        return [_without_nulls(element) for element in cast(list[Any], node)]
+    return node

@@ -31,7 +31,11 @@ TEMPLATED = {"math_code_single_step", "chat", "tool_use", "reasoning"}
 ANSWER = "trainer.ppo.collector.sampling.max_new_tokens (for `eval`: trainer.ppo.eval.sampling)"
 
 
-def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Sequence[int]) -> None:
+def check_prompts(
+    config: ExperimentConfig,
+    tasks: Sequence[Task],
+    contexts: Sequence[int],
+) -> None:
     """Check that every prompt and its answer fit the context of all servers.
 
     Args:
@@ -45,29 +49,62 @@ def check_prompts(config: ExperimentConfig, tasks: Sequence[Task], contexts: Seq
     if not contexts:
         return
     ppo = config.trainer.ppo
-    budget = config.trainer.ppo.collector.sampling.max_new_tokens
+    max_new_tokens = ppo.collector.sampling.max_new_tokens
     if config.evaluates:
-        budget = max(budget, ppo.eval.sampling.max_new_tokens)
+        max_new_tokens = max(max_new_tokens, ppo.eval.sampling.max_new_tokens)
     context = min(contexts)
-    if budget >= context:
-        what = f"max_new_tokens {budget} leaves no room for a prompt in the server's context"
-        raise UserError(f"{what} of {context} tokens. Lower {ANSWER}.")
+    if max_new_tokens >= context:
+        raise UserError(
+            f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the server's context "
+            f"of {context} tokens. Lower {ANSWER}."
+        )
     if not any(Path(config.model.path).expanduser().glob("tokenizer*")):
         raise UserError(f"model.path={config.model.path} has no tokenizer. Save one beside it.")
-    if {envs.base_of(part.env.type) for part in ppo.collector.parts.values()} <= SHOWN:
+    if _env_types(config) <= SHOWN:
         check_tokens(config.model.path, tasks)
+    _check_lengths(config.model.path, tasks, context, max_new_tokens)
+
+
+def _env_types(config: ExperimentConfig) -> set[str]:
+    """Return the types of the environments, without derived ones."""
+    parts = config.trainer.ppo.collector.parts
+    return {envs.base_of(part.env.type) for part in parts.values()}
+
+
+def _check_lengths(
+    path: str,
+    tasks: Sequence[Task],
+    context: int,
+    max_new_tokens: int,
+) -> None:
+    """Check that every prompt and an answer fit a context.
+
+    Args:
+        path: The model's folder.
+        tasks: Training and held-out tasks.
+        context: Tokens of a prompt and its answer.
+        max_new_tokens: Tokens of an answer.
+
+    Raises:
+        UserError: a prompt is too long.
+    """
     # Loading a tokenizer takes seconds, so short prompts are skipped: at most 2 tokens per byte.
-    long = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > context - budget]
-    tokenizer: Any = load_tokenizer(config.model.path) if long else None
-    for task in long:
+    max_prompt_tokens = context - max_new_tokens
+    long_tasks = [task for task in tasks if _text_length(task.prompt) * 2 + 64 > max_prompt_tokens]
+    if not long_tasks:
+        return
+    tokenizer: Any = load_tokenizer(path)
+    for task in long_tasks:
         try:
-            length = len(tokenize(tokenizer, task.prompt))
+            num_tokens = len(tokenize(tokenizer, task.prompt))
         except UserError as error:
             raise UserError(f"row {task.task_id}: {error}") from error
-        if length + budget > context:
-            what = f"its prompt has {length} tokens, with max_new_tokens {budget} that is over"
-            fix = f"Remove the row, lower {ANSWER} or raise llm_server.context_length."
-            raise UserError(f"row {task.task_id}: {what} the server's context of {context}. {fix}")
+        if num_tokens > max_prompt_tokens:
+            raise UserError(
+                f"row {task.task_id}: its prompt has {num_tokens} tokens, with max_new_tokens "
+                f"{max_new_tokens} that is over the server's context of {context}. "
+                f"Remove the row, lower {ANSWER} or raise llm_server.context_length."
+            )
 
 
 def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
@@ -83,11 +120,12 @@ def template_line(config: ExperimentConfig, tasks: Sequence[Task]) -> str:
     for agent in collector.agents:
         key = f"trainer.ppo.collector.agent.{agent.type}.use_chat_template"
         options = agents.options(agent)
-        wanted = getattr(options, "use_chat_template", False)
-        if wanted and not has_template:
+        use_template = getattr(options, "use_chat_template", False)
+        if use_template and not has_template:
             raise UserError(f"{key}=true, but the model has no chat template. Remove the option.")
-        is_free = wanted is None and has_template and options.system_prompt is None
-        if is_free and any(isinstance(task.prompt, str) for task in tasks):
+        is_default = use_template is None and options.system_prompt is None
+        has_texts = any(isinstance(task.prompt, str) for task in tasks)
+        if has_template and is_default and has_texts:
             return f"texts go into the model's chat template; for plain text: {key}=false"
     return ""
 
@@ -99,15 +137,23 @@ def uses_template(config: ExperimentConfig, tasks: Sequence[Task]) -> bool:
     if is_gateway or any(not isinstance(task.prompt, str) for task in tasks):
         return True
     for agent in collector.agents:
-        kind = agents.get(agent.type)
-        own = agents.options(agent)
-        is_plain = getattr(own, "use_chat_template", None) is False and own.system_prompt is None
-        if kind.trainable and hasattr(own, "system_prompt") and not is_plain:  # scripted has none
+        if not agents.get(agent.type).trainable:
+            continue
+        options = agents.options(agent)
+        if not hasattr(options, "system_prompt"):  # a scripted agent
+            continue
+        use_template = getattr(options, "use_chat_template", None)
+        is_plain = use_template is False and options.system_prompt is None
+        if not is_plain:
             return True
     return False
 
 
-def check_rendering(config: ExperimentConfig, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
+def check_rendering(
+    config: ExperimentConfig,
+    tasks: Sequence[Task],
+    tokenizer: Any,
+) -> list[str]:
     """Check that the chat template renders the prompts of tasks as they are written.
 
     Returns:
@@ -117,20 +163,21 @@ def check_rendering(config: ExperimentConfig, tasks: Sequence[Task], tokenizer: 
         UserError: a prompt is rendered already; or the template refuses it, leaves out one of its
             messages, or changes the beginning of its answer.
     """
-    collector = config.trainer.ppo.collector
-    if not {envs.base_of(part.env.type) for part in collector.parts.values()} <= SENT:
+    if not _env_types(config) <= SENT:
         return []
     first_rows = dict[str, str]()
-    for agent in collector.agents:
+    for agent in config.trainer.ppo.collector.agents:
         if agent.type not in TEMPLATED:
             continue
         options = agents.options(agent)
+        first_number = 1 if options.system_prompt is None else 0
         checked_forms = set[str]()
         for task in tasks:
             chat = _sent_chat(task, options, tokenizer)
-            first_number = 1 if options.system_prompt is None else 0
+            if not chat:
+                continue
             try:
-                unread = _check_chat(chat, first_number, tokenizer, checked_forms) if chat else []
+                unread = _check_chat(chat, first_number, tokenizer, checked_forms)
             except UserError as error:
                 raise UserError(f"row {task.task_id}: {error}") from error
             first_rows = {**dict.fromkeys(unread, task.task_id), **first_rows}
@@ -151,7 +198,10 @@ def _sent_chat(task: Task, options: Any, tokenizer: Any) -> list[ChatMessage]:
 
 
 def _check_chat(
-    chat: list[ChatMessage], first_number: int, tokenizer: Any, checked_forms: set[str]
+    chat: list[ChatMessage],
+    first_number: int,
+    tokenizer: Any,
+    checked_forms: set[str],
 ) -> list[str]:
     """Check a conversation; return the keys of messages that the template does not render.
 
@@ -161,16 +211,22 @@ def _check_chat(
         tokenizer: Has the chat template.
         checked_forms: Roles and keys of earlier conversations, which are checked in part only.
     """
-    numbered = enumerate(chat, first_number)
-    names = [f"message {number} ({message['role']})" for number, message in numbered]
+    names = list[str]()
+    for number, message in enumerate(chat, first_number):
+        names.append(f"message {number} ({message['role']})")
     for name, message in zip(names, chat, strict=True):
-        if marker := rendered_marker(tokenizer, str(message.get("content") or "")):
+        marker = rendered_marker(tokenizer, str(message.get("content") or ""))
+        if marker:
             raise UserError(
                 f"{name} of its prompt contains {marker}, so it is rendered already, and the "
                 "model's chat template would render it again. Write only the text of the message; "
                 "agent.math_code_single_step.use_chat_template=false sends a text as it is."
             )
-    form = str([(message["role"], [key for key in message if message[key]]) for message in chat])
+    roles_and_keys: list[tuple[object, list[str]]] = []
+    for message in chat:
+        keys = [key for key in message if message[key]]
+        roles_and_keys.append((message["role"], keys))
+    form = str(roles_and_keys)
     is_checked = form in checked_forms
     checked_forms.add(form)
     if not is_checked or chat[-1]["role"] == "assistant":
@@ -194,21 +250,23 @@ def check_tokens(path: str, tasks: Sequence[Task]) -> None:
     from tokenizers import Tokenizer
 
     file = Path(path).expanduser() / "tokenizer.json"
-    rows = [task for task in tasks[:FIRST_ROWS] if isinstance(task.prompt, str)]
-    size = vocab_size(read_json(path)) or 1 << 62
-    if not rows or not file.is_file():
+    text_tasks = [task for task in tasks[:FIRST_ROWS] if isinstance(task.prompt, str)]
+    num_token_ids = vocab_size(read_json(path)) or 1 << 62
+    if not text_tasks or not file.is_file():
         return
     try:
         encode = Tokenizer.from_file(str(file)).encode_batch
     except Exception as error:  # tokenizers has no narrower class
         raise UserError(f"{file} cannot be read: {error}. Download it again.") from error
-    encodings = encode([str(row.prompt) for row in rows], add_special_tokens=False)
-    for row, encoding in zip(rows, encodings, strict=True):
-        if not encoding.ids or max(encoding.ids) >= size:
-            found = max(encoding.ids, default="no token")
-            what = f"the tokenizer of model.path={path} makes {found} of its prompt"
-            what += f"; the model has {size} tokens"
-            raise UserError(f"row {row.task_id}: {what}. Remove the row, or use another tokenizer.")
+    encodings = encode([str(task.prompt) for task in text_tasks], add_special_tokens=False)
+    for task, encoding in zip(text_tasks, encodings, strict=True):
+        if not encoding.ids or max(encoding.ids) >= num_token_ids:
+            largest = max(encoding.ids, default="no token")
+            raise UserError(
+                f"row {task.task_id}: the tokenizer of model.path={path} makes {largest} of its "
+                f"prompt; the model has {num_token_ids} tokens. "
+                "Remove the row, or use another tokenizer."
+            )
 
 
 def longest_request(config: ExperimentConfig, tasks: Sequence[Task]) -> int | None:
@@ -216,14 +274,14 @@ def longest_request(config: ExperimentConfig, tasks: Sequence[Task]) -> int | No
 
     None: conversations of several turns can fill the context.
     """
+    if not _env_types(config) <= ONE_TURN:
+        return None
     ppo = config.trainer.ppo
     collector = ppo.collector
-    evaluation = ppo.eval.sampling
-    if not {envs.base_of(part.env.type) for part in collector.parts.values()} <= ONE_TURN:
-        return None
-    system = getattr(agents.options(collector.agent), "system_prompt", None) or ""
-    answer = max(collector.sampling.max_new_tokens, evaluation.max_new_tokens)
-    return answer + len(system.encode()) + 64 + max(_text_length(task.prompt) for task in tasks)
+    system_prompt = getattr(agents.options(collector.agent), "system_prompt", None) or ""
+    answer = max(collector.sampling.max_new_tokens, ppo.eval.sampling.max_new_tokens)
+    prompt = max(_text_length(task.prompt) for task in tasks)
+    return answer + len(system_prompt.encode()) + 64 + prompt
 
 
 def _text_length(prompt: str | list[dict[str, Any]]) -> int:

@@ -37,20 +37,29 @@ def _jsonl(file: Path, rows: Iterator[Row]) -> int:
 def _parquet(file: Path, rows: Iterator[Row]) -> int:
     pa = importlib.import_module("pyarrow")
     parquet = importlib.import_module("pyarrow.parquet")
-    text = pa.string()
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    kinds = {
-        **dict.fromkeys(("task_id", "source", "seat"), text),
-        **dict.fromkeys(("sample", "segment", "turns"), pa.int32()),
-        **{"prompt": text, "messages": pa.list_(message), "ground_truth": text, "text": text},
-        "next_state": text,
-        **{"tokens": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.bool_())},
-        **{"logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int32())},
-        **{"reward": pa.float64(), "reward_parts": pa.map_(text, pa.float64())},
+    column_types = {
+        "task_id": pa.string(),
+        "source": pa.string(),
+        "seat": pa.string(),
+        "sample": pa.int32(),
+        "segment": pa.int32(),
+        "turns": pa.int32(),
+        "prompt": pa.string(),
+        "messages": pa.list_(message),
+        "ground_truth": pa.string(),
+        "text": pa.string(),
+        "next_state": pa.string(),
+        "tokens": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()),
+        "reward": pa.float64(),
+        "reward_parts": pa.map_(pa.string(), pa.float64()),
         "truncated": pa.bool_(),
     }
     count = 0
-    schema = pa.schema(list(kinds.items()))
+    schema = pa.schema(list(column_types.items()))
     with parquet.ParquetWriter(file, schema) as out:
         while batch := list(islice(rows, ROWS_AT_A_TIME)):
             out.write_table(pa.Table.from_pylist(batch, schema=schema))

@@ -42,20 +42,28 @@ class Samples:
         stored = dict(self._db.execute("SELECT key, value FROM meta").fetchall())
         for key, now in identity.items():
             before = stored.get(key, now)
-            if before != now:
-                short = max(len(before), len(now)) <= SHOWN
-                what = f"with {key}={before}, now it is {now}" if short else f"with another {key}"
-                fix = "Restore it, or choose another name=…"
-                raise UserError(f"{self.file.parent} was started {what}. {fix}")
+            if before == now:
+                continue
+            difference = f"with another {key}"
+            if max(len(before), len(now)) <= SHOWN:
+                difference = f"with {key}={before}, now it is {now}"
+            raise UserError(
+                f"{self.file.parent} was started {difference}. Restore it, or choose another name=…"
+            )
         self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", identity.items())
 
     def done(self) -> set[tuple[int, int]]:
         """Return (task, member) of each finished sample."""
         return {*self._db.execute("SELECT task, member FROM samples")}
 
-    async def add(self, task: int, episode: Episode, payloads: list[bytes]) -> None:
+    async def add(
+        self,
+        task: int,
+        episode: Episode,
+        payloads: list[bytes],
+    ) -> None:
         """Store a finished episode; return when it is durable."""
-        row = task, episode.member, encode(episode.headers), encode(payloads)
+        row = (task, episode.member, encode(episode.headers), encode(payloads))
         sql = "INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)"
         await asyncio.to_thread(self._write, sql, row)
 
@@ -82,7 +90,8 @@ class Samples:
     def payloads(self, task: int, member: int) -> list[bytes]:
         """Return the payloads of a sample, one for each header."""
         sql = "SELECT payloads FROM samples WHERE task = ? AND member = ?"
-        return payloads_of(self._db.execute(sql, (task, member)).fetchone()[0])
+        (encoded,) = self._db.execute(sql, (task, member)).fetchone()
+        return payloads_of(encoded)
 
     def close(self) -> None:
         """Close the file."""

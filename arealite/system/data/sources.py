@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +43,11 @@ Place = tuple[str, dict[str, Any]]
 """The place of a row and its columns."""
 
 
-def read_rows(path: str, split: str, columns: Sequence[str] = ()) -> Iterator[Place]:
+def read_rows(
+    path: str,
+    split: str,
+    columns: Sequence[str] = (),
+) -> Iterator[Place]:
     """Yield the rows of a dataset.
 
     Args:
@@ -60,18 +65,25 @@ def read_rows(path: str, split: str, columns: Sequence[str] = ()) -> Iterator[Pl
     if not path:
         raise UserError(f"no dataset for split '{split}'. Set dataset.{split}=FILE.")
     file = Path(path).expanduser()
-    readers = {".jsonl": jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}
-    if file.suffix in (suffixes := (*readers, ".parquet")):
+    readers = {
+        ".jsonl": jsonl_rows,
+        ".json": _json_rows,
+        ".csv": _csv_rows,
+        ".parquet": partial(_parquet, columns=columns),
+    }
+    if file.suffix in readers:
         if not os.path.isfile(file):
-            hint = f"Set dataset.{split}, or {split} of its part of collector.envs, to a file."
-            raise UserError(f"dataset file {file} does not exist or is not a regular file. {hint}")
-        yield from readers[file.suffix](file) if file.suffix in readers else _parquet(file, columns)
+            raise UserError(
+                f"dataset file {file} does not exist or is not a regular file. "
+                f"Set dataset.{split}, or {split} of its part of collector.envs, to a file."
+            )
+        yield from readers[file.suffix](file)
     elif os.path.isdir(file):
         yield from _folder_rows(file, split)
     elif HUB_ID.fullmatch(path) and not os.path.exists(file):
         yield from _hub_rows(path, split)
     else:
-        raise UserError(unknown("dataset suffix", file.suffix, suffixes) + f" File: {file}.")
+        raise UserError(unknown("dataset suffix", file.suffix, [*readers]) + f" File: {file}.")
 
 
 def jsonl_rows(file: Path) -> Iterator[Place]:
@@ -97,61 +109,82 @@ def _check_utf8(file: Path, begin: bytes) -> None:
         begin: At least its first four bytes.
     """
     if WIDE_START.match(begin):
-        fix = f"Convert it: iconv -f UTF-16 -t UTF-8 {file} > NEW{file.suffix}"
-        raise UserError(f"{file} is in UTF-16 or UTF-32, and must be in UTF-8. {fix}.")
+        raise UserError(
+            f"{file} is in UTF-16 or UTF-32, and must be in UTF-8. "
+            f"Convert it: iconv -f UTF-16 -t UTF-8 {file} > NEW{file.suffix}."
+        )
 
 
 def _json_rows(file: Path) -> Iterator[Place]:
     """Yield the rows of an array, counted from 0, or of a file with one object a line."""
-    text = file.read_bytes().removeprefix(BOM)
-    _check_utf8(file, text)
-    if not text.lstrip().startswith(b"["):
+    encoded = file.read_bytes().removeprefix(BOM)
+    _check_utf8(file, encoded)
+    if not encoded.lstrip().startswith(b"["):
         yield from jsonl_rows(file)
         return
     try:
-        found = msgspec.json.decode(text, type=list[msgspec.Raw])
+        encoded_rows = msgspec.json.decode(encoded, type=list[msgspec.Raw])
     except ROW_ERRORS as error:
         raise UserError(f"{file}: not a JSON array: {error}. Write [{ROW}, …].") from error
-    for number, raw in enumerate(found):
-        yield _row(bytes(raw), f"{file}, row {number}")
+    for number, encoded_row in enumerate(encoded_rows):
+        yield _row(bytes(encoded_row), f"{file}, row {number}")
 
 
-def _row(line: bytes, where: str) -> Place:
+def _row(encoded: bytes, place: str) -> Place:
+    """Decode a row of JSON.
+
+    Raises:
+        UserError: it is not an object, has an integer above 64 bits, or is nested too deep.
+    """
     try:
-        row = _decode(line)
+        row = _decode(encoded)
         try:
             _encode(row)  # other processes encode it later
         except OverflowError:
-            return where, plain_row(row, where)  # refuses the integer by its column
-        if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
+            return place, plain_row(row, place)  # refuses the integer by its column
+        max_depth = encoded.count(b"[") + encoded.count(b"{")
+        if max_depth > DEPTH and _depth(row) > DEPTH:
             raise RecursionError(f"nested deeper than {DEPTH} levels")
-        return where, row
+        return place, row
     except ROW_ERRORS as error:
-        hint = f"Write one object a line, of at most {DEPTH} levels"
-        raise UserError(f"{where}: not a JSON object: {error}. {hint}: {ROW}.") from error
+        raise UserError(
+            f"{place}: not a JSON object: {error}. "
+            f"Write one object a line, of at most {DEPTH} levels: {ROW}."
+        ) from error
 
 
-def _depth(value: object) -> int:
-    inner: Any = cast(dict[str, object], value).values() if isinstance(value, dict) else value
-    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
+def _depth(node: object) -> int:
+    """Return the number of nested lists and objects of a JSON value."""
+    if isinstance(node, dict):
+        children: Iterable[object] = cast(dict[str, object], node).values()
+    elif isinstance(node, list):
+        children = cast(list[object], node)
+    else:
+        return 0
+    return 1 + max(map(_depth, children), default=0)
 
 
 def _csv_rows(file: Path) -> Iterator[Place]:
     """Yield the rows of a CSV file with a header. All values are texts."""
-    where = f"{file}, line 1"
+    place = f"{file}, line 1"
     csv.field_size_limit(1 << 30)
     with file.open("rb") as binary:
         _check_utf8(file, binary.read(4))
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            for row in (reader := csv.DictReader(lines, strict=True)):
-                where = f"{file}, line {reader.line_num}"
-                if cast(Any, None) in row or None in row.values():
-                    what = f"{where}: not as many cells as the header has columns"
-                    raise UserError(f"{what}. Quote cells with commas or line breaks.")
-                yield where, row
+            reader = csv.DictReader(lines, strict=True)
+            for row in reader:
+                place = f"{file}, line {reader.line_num}"
+                has_more_cells = cast(Any, None) in row
+                has_fewer_cells = None in row.values()
+                if has_more_cells or has_fewer_cells:
+                    raise UserError(
+                        f"{place}: not as many cells as the header has columns. "
+                        "Quote cells with commas or line breaks."
+                    )
+                yield place, row
     except (csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: not readable CSV: {error}. Save it as UTF-8.") from error
+        raise UserError(f"{place}: not readable CSV: {error}. Save it as UTF-8.") from error
 
 
 def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
@@ -161,12 +194,15 @@ def _parquet(file: Path, columns: Sequence[str]) -> Iterator[Place]:
     parquet = importlib.import_module("pyarrow.parquet")
     try:
         names: list[str] = parquet.read_schema(file).names
-        wanted = [name for name in columns if name in names]
-        is_own = {*wanted} - {"ground_truth", "extra_info"} and not FOREIGN & {*names}
-        table = parquet.read_table(file, columns=wanted if is_own else None)
+        present = [name for name in columns if name in names]
+        has_main_column = bool({*present} - {"ground_truth", "extra_info"})
+        is_foreign = bool(FOREIGN & {*names})
+        reads_all = is_foreign or not has_main_column
+        table = parquet.read_table(file, columns=None if reads_all else present)
     except (pyarrow.ArrowException, OSError) as error:
-        what = f"dataset file {file} is not readable Parquet"
-        raise UserError(f"{what}: {one_line(error):.300}") from error
+        raise UserError(
+            f"dataset file {file} is not readable Parquet: {one_line(error):.300}"
+        ) from error
     yield from _numbered(file, arrow_rows(table, file))
 
 
@@ -185,45 +221,75 @@ def is_saved(folder: Path) -> bool:
 
 def _folder_rows(folder: Path, split: str) -> Iterator[Place]:
     """Yield the rows of a folder that `save_to_disk` of the `datasets` library has written."""
-    if (listing := folder / "dataset_dict.json").is_file():
-        folder /= _pick_split(json.loads(listing.read_text())["splits"], split, str(folder), "/")
-    if not (state := folder / "state.json").is_file():
-        what = f"dataset.{split}={folder} is a folder without a dataset of save_to_disk"
-        raise UserError(f"{what}. Name a file, or a folder that save_to_disk has written.")
+    listing = folder / "dataset_dict.json"
+    if listing.is_file():
+        splits = json.loads(listing.read_text())["splits"]
+        folder /= _pick_split(splits, split, str(folder), "/")
+    state = folder / "state.json"
+    if not state.is_file():
+        raise UserError(
+            f"dataset.{split}={folder} is a folder without a dataset of save_to_disk. "
+            "Name a file, or a folder that save_to_disk has written."
+        )
     ipc = importlib.import_module("pyarrow.ipc")
     try:
-        files = [folder / f["filename"] for f in json.loads(state.read_text())["_data_files"]]
+        entries = json.loads(state.read_text())["_data_files"]
+        files = [folder / entry["filename"] for entry in entries]
         tables = [ipc.open_stream(file.read_bytes()).read_all() for file in files]
     except (OSError, ValueError, KeyError) as error:  # errors of Arrow are ValueErrors
-        what = f"{folder} is not a readable dataset: {one_line(error):.300}"
-        raise UserError(f"{what}. Save it again.") from error
+        raise UserError(
+            f"{folder} is not a readable dataset: {one_line(error):.300}. Save it again."
+        ) from error
     rows = chain.from_iterable(arrow_rows(table, folder) for table in tables)
     yield from _numbered(folder, rows)
 
 
 def _hub_rows(name: str, split: str) -> Iterator[Place]:
     """Yield the rows of a dataset of the Hugging Face hub: owner/name:config:split."""
-    what = f"dataset.{split}={name}: there is no file of this name, and as a hub id it failed"
-    owner, config, chosen, *_ = [*name.split(":"), "", ""]
+    dataset_id, config, hub_split, *_ = [*name.split(":"), "", ""]
     try:
-        found = import_optional("datasets", "datasets").load_dataset(owner, config or None)
-        rows = rows_of(
-            found[chosen or _pick_split([*found], split, f"{owner}:{config}", ":")], name
-        )
+        datasets = import_optional("datasets", "datasets")
+        splits = datasets.load_dataset(dataset_id, config or None)
+        if not hub_split:
+            hub_split = _pick_split([*splits], split, f"{dataset_id}:{config}", ":")
+        rows = rows_of(splits[hub_split], name)
     except Exception as error:  # the library and the network may raise anything
-        fix = "Correct it, or download the dataset and name a file or a folder"
-        raise UserError(f"{what}: {one_line(error):.300}. {fix}.") from error
+        raise UserError(
+            f"dataset.{split}={name}: there is no file of this name, and as a hub id it failed: "
+            f"{one_line(error):.300}. "
+            "Correct it, or download the dataset and name a file or a folder."
+        ) from error
     yield from _numbered(name, rows)
 
 
-def _pick_split(names: Sequence[str], split: str, where: str, mark: str) -> str:
-    if found := [name for name in SPLITS.get(split, ("train",)) if name in names]:
-        return found[0]
-    every = ", ".join(names)
-    raise UserError(f"{where} has the splits {every}. Set dataset.{split}={where}{mark}NAME.")
+def _pick_split(
+    names: Sequence[str],
+    split: str,
+    dataset: str,
+    separator: str,
+) -> str:
+    """Return the name of the split to read.
+
+    Args:
+        names: Splits of the dataset.
+        split: train or eval.
+        dataset: The dataset's name, for errors.
+        separator: Text between the names of dataset and split, for errors.
+
+    Raises:
+        UserError: the dataset has no split of a usual name.
+    """
+    for name in SPLITS.get(split, ("train",)):
+        if name in names:
+            return name
+    raise UserError(
+        f"{dataset} has the splits {', '.join(names)}. "
+        f"Set dataset.{split}={dataset}{separator}NAME."
+    )
 
 
-def _numbered(place: object, rows: Iterable[dict[str, Any]]) -> Iterator[Place]:
+def _numbered(dataset: object, rows: Iterable[dict[str, Any]]) -> Iterator[Place]:
+    """Yield the place and the plain columns of each row; rows are counted from 0."""
     for number, row in enumerate(rows):
-        where = f"{place}, row {number}"
-        yield where, plain_row(row, where)
+        place = f"{dataset}, row {number}"
+        yield place, plain_row(row, place)

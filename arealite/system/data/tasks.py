@@ -4,9 +4,9 @@ The list depends only on the config and the files, so every process builds the s
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, cycle, islice, product
+from itertools import cycle, islice, product
 
 from msgspec import structs
 
@@ -42,37 +42,67 @@ def load_split(config: ExperimentConfig, split: str) -> list[Task]:
         UserError: as `load_tasks`; or an environment generates no tasks.
     """
     parts = file_parts(config)
-    data = config.dataset
+    tasks: list[Task] = []
+    for name, limit in _task_limits(config, parts, split).items():
+        part_tasks = islice(_part_tasks(config, name, parts[name], split), limit)
+        for task in part_tasks:
+            tasks.append(structs.replace(task, task_id=f"{split}-{len(tasks)}"))
+    return tasks
+
+
+def _task_limits(
+    config: ExperimentConfig,
+    parts: Mapping[str, PartConfig],
+    split: str,
+) -> Mapping[str, int | None]:
+    """Return the maximum number of tasks of each part, by its name; None: all rows of a file.
+
+    A part without held-out tasks is left out.
+    """
+    dataset = config.dataset
     is_train = split == "train"
-    paths = {name: getattr(part, split) for name, part in parts.items()}
-    count = data.rows if is_train else data.eval_rows
-    most = {n: count if p == GENERATED else None for n, p in paths.items() if p or is_train}
-    if is_train and "" not in parts:
-        most = shares({name: part.weight for name, part in parts.items()}, count)
-    drawn = [islice(_own(config, name, parts[name], split), most[name]) for name in most]
-    tasks = enumerate(chain.from_iterable(drawn))
-    return [structs.replace(task, task_id=f"{split}-{n}") for n, task in tasks]
+    num_rows = dataset.rows if is_train else dataset.eval_rows
+    has_several_parts = "" not in parts
+    if is_train and has_several_parts:
+        return shares({name: part.weight for name, part in parts.items()}, num_rows)
+    limits = dict[str, int | None]()
+    for name, part in parts.items():
+        path = getattr(part, split)
+        if path or is_train:
+            limits[name] = num_rows if path == GENERATED else None
+    return limits
 
 
 def file_parts(config: ExperimentConfig) -> dict[str, PartConfig]:
     """Return all environments with their files; the only one of a run has the name ""."""
-    data = config.dataset
-    parts = config.trainer.ppo.collector.parts
-    files = {"train": data.train, "eval": data.eval, "columns": data.columns}
-    return {name: part if name else replace(part, **files) for name, part in parts.items()}
+    dataset = config.dataset
+    parts = dict[str, PartConfig]()
+    for name, part in config.trainer.ppo.collector.parts.items():
+        if name:
+            parts[name] = part
+        else:
+            parts[name] = replace(
+                part,
+                train=dataset.train,
+                eval=dataset.eval,
+                columns=dataset.columns,
+            )
+    return parts
 
 
 def reward_of(config: EnvConfig) -> RewardConfig | None:
     """Return the option `reward` of an environment; None if it has none."""
-    found = getattr(envs.options(config), "reward", None)
-    return found if isinstance(found, RewardConfig) else None
+    reward = getattr(envs.options(config), "reward", None)
+    return reward if isinstance(reward, RewardConfig) else None
 
 
 def reads_columns(config: EnvConfig) -> bool:
     """Return whether an environment or its reward reads `Task.columns`."""
-    scored = (reward := reward_of(config)) and rewards.get(reward.type).score_task
-    is_needed = getattr(envs.options(config), "reads_columns", False)
-    return is_needed or scored not in (None, Reward.score_task)
+    reward = reward_of(config)
+    scores_task = False
+    if reward is not None:
+        scores_task = rewards.get(reward.type).score_task is not Reward.score_task
+    return scores_task or getattr(envs.options(config), "reads_columns", False)
 
 
 def first_tasks(config: ExperimentConfig, part: PartConfig, split: str) -> Iterator[PlacedTask]:
@@ -80,11 +110,11 @@ def first_tasks(config: ExperimentConfig, part: PartConfig, split: str) -> Itera
     generated row."""
     path = getattr(part, split)
     if path == GENERATED:
-        made = islice(generate(part.env, split, config.seed), 1)
-        yield from ((f"the first row that {part.env.type} generates", task) for task in made)
+        for task in islice(generate(part.env, split, config.seed), 1):
+            yield f"the first row that {part.env.type} generates", task
     elif path:
-        found = read_tasks(path, split, part.columns, keep=reads_columns(part.env))
-        yield from islice(found, FIRST_ROWS)
+        tasks = read_tasks(path, split, part.columns, keep=reads_columns(part.env))
+        yield from islice(tasks, FIRST_ROWS)
 
 
 def check_first_rows(config: ExperimentConfig, splits: Sequence[str] = ("train", "eval")) -> None:
@@ -105,15 +135,17 @@ async def _check_tasks(config: EnvConfig, rows: Iterator[PlacedTask]) -> None:
     is_scored = getattr(options, "reward_from", "function") == "function"
     check_options = getattr(options, "check_task", bool)
     try:
-        for where, task in rows:
+        for place, task in rows:
             check_options(task)
             try:
                 envs.get(kind).check_row(task)
                 if scorer and is_scored:
                     await scorer.check_row(task)
             except Exception as error:  # an environment may raise anything
-                why = f"environment {kind} cannot read it: {type(error).__name__}: {error}"
-                raise UserError(f"{where}: {why}. Correct or remove the row.") from error
+                raise UserError(
+                    f"{place}: environment {kind} cannot read it: "
+                    f"{type(error).__name__}: {error}. Correct or remove the row."
+                ) from error
     finally:
         if scorer:
             await scorer.close()
@@ -123,20 +155,33 @@ def describe(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """Yield (heading, text) about the training rows: their form, and the first row as read."""
     for name, part in file_parts(config).items():
         if part.train != GENERATED:
-            form = task_form(next(iter(read_rows(part.train, "train")))[1])[0]
-            mapped = ", ".join(f"{own}={column}" for own, column in part.columns.items())
-            texts = form, mapped and f"dataset.columns: {mapped}"
-            yield from (("data", f"{text} {name}".strip()) for text in texts if text)
+            _, first_row = next(iter(read_rows(part.train, "train")))
+            form, _ = task_form(first_row)
+            if form:
+                yield "data", f"{form} {name}".strip()
+            if part.columns:
+                mapping = ", ".join(f"{column}={path}" for column, path in part.columns.items())
+                yield "data", f"dataset.columns: {mapping} {name}".strip()
         for _, task in islice(first_tasks(config, part, "train"), 1):
-            truth = task.ground_truth and task.ground_truth[:SHOWN]
-            others = f", columns {', '.join(task.columns)}" if task.columns else ""
-            yield "example", f"prompt {task.text[:SHOWN]!r}, ground_truth {truth!r}{others}"
+            yield "example", _describe_task(task)
+
+
+def _describe_task(task: Task) -> str:
+    """Return the beginnings of a task's prompt and ground truth, and its columns."""
+    prompt = task.text[:SHOWN]
+    truth = task.ground_truth and task.ground_truth[:SHOWN]
+    description = f"prompt {prompt!r}, ground_truth {truth!r}"
+    if task.columns:
+        description += f", columns {', '.join(task.columns)}"
+    return description
 
 
 def describe_rows(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """Yield (heading, text) about the rows of an offline trainer: numbers, and the first's form."""
     train, held_out = read_dataset(config)
-    yield "data", f"{len(train)} rows to train, {len(held_out)} held out; {chat_form(train[0][1])}"
+    _, first_row = train[0]
+    form = chat_form(first_row)
+    yield "data", f"{len(train)} rows to train, {len(held_out)} held out; {form}"
 
 
 def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
@@ -145,31 +190,51 @@ def generate(config: EnvConfig, split: str, seed: int) -> Iterator[Task]:
     Raises:
         UserError: the environment generates no tasks, or an invalid task.
     """
-    rows = envs.get(config.type).rows(envs.options(config), split=split, seed=seed)
+    rows = envs.get(config.type).rows(
+        envs.options(config),
+        split=split,
+        seed=seed,
+    )
     for index, row in enumerate(rows):
-        where = f"row {index} made by environment {config.type}"
-        yield make_task(plain_row(row, where), f"{split}-{index}", where)
+        place = f"row {index} made by environment {config.type}"
+        yield make_task(plain_row(row, place), f"{split}-{index}", place)
 
 
 def shares(weights: dict[str, float], count: int) -> dict[str, int]:
     """Divide `count` by weight into whole numbers with that sum, each off by less than one."""
-    total = sum(weights.values())
-    ends = dict[str, int]()
-    passed = 0.0
+    total_weight = sum(weights.values())
+    counts = dict[str, int]()
+    passed_weight = 0.0
+    begin = 0
     for name, weight in weights.items():
-        passed += weight
-        ends[name] = round(count * passed / total)
-    begins = [0, *ends.values()]
-    return {name: end - begin for (name, end), begin in zip(ends.items(), begins, strict=False)}
+        passed_weight += weight
+        end = round(count * passed_weight / total_weight)
+        counts[name] = end - begin
+        begin = end
+    return counts
 
 
-def _own(config: ExperimentConfig, name: str, part: PartConfig, split: str) -> Iterator[Task]:
-    """Yield the tasks of a part. Of several parts, tasks have the part's name, and files repeat."""
+def _part_tasks(
+    config: ExperimentConfig,
+    name: str,
+    part: PartConfig,
+    split: str,
+) -> Iterator[Task]:
+    """Yield the tasks of a part. Of several parts, tasks have the part's name, and files repeat.
+
+    Args:
+        config: The experiment.
+        name: The part's name; "" for the only part.
+        part: The part.
+        split: train or eval.
+    """
     path = getattr(part, split)
     if path == GENERATED:
         tasks = generate(part.env, split, config.seed)
     else:
-        found = load_tasks(path or "", split, part.columns, keep=reads_columns(part.env))
-        tasks = cycle(found) if name and split == "train" else iter(found)
+        file_tasks = load_tasks(path or "", split, part.columns, keep=reads_columns(part.env))
+        is_repeated = name != "" and split == "train"
+        tasks = cycle(file_tasks) if is_repeated else iter(file_tasks)
+    part_info = {"env": name} if name else {}
     for task in tasks:
-        yield structs.replace(task, extra_info=task.extra_info | ({"env": name} if name else {}))
+        yield structs.replace(task, extra_info=task.extra_info | part_info)

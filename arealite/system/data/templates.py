@@ -51,12 +51,14 @@ def _tokenize(tokenizer: Tokenizer, encoded: bytes) -> list[int]:
     if not isinstance(prompt, str):
         return encode(tokenizer, render_prompt(tokenizer, prompt))
     plain_ids = encode(tokenizer, prompt)
+    num_plain = len(plain_ids)
     special_ids: Any = tokenizer(prompt)["input_ids"]
-    for start in range(len(special_ids) - len(plain_ids) + 1):
-        if special_ids[start : start + len(plain_ids)] == plain_ids:
-            first_ids = special_ids[:start]
-            has_first_ids = plain_ids[:start] == first_ids
-            return plain_ids if has_first_ids else first_ids + plain_ids
+    for start in range(len(special_ids) - num_plain + 1):
+        if special_ids[start : start + num_plain] != plain_ids:
+            continue
+        first_ids = special_ids[:start]
+        has_first_ids = plain_ids[:start] == first_ids
+        return plain_ids if has_first_ids else first_ids + plain_ids
     return special_ids  # the tokenizer reads the text differently between special tokens
 
 
@@ -85,25 +87,36 @@ def render(
         UserError: the tokenizer has no chat template, or the template raises an error.
     """
     if not getattr(tokenizer, "chat_template", None):
-        what = "The prompt is a list of messages, but the model's tokenizer has no chat template"
-        raise UserError(f"{what}. Use a chat model, or write the dataset's prompts as plain text.")
-    if any(map(tool_calls, messages)) and "tool_calls" not in str(tokenizer.chat_template):
-        what = "the model's chat template renders no `tool_calls`, which the messages have"
-        raise UserError(f"{what}. Use another model or template, or remove the messages.")
+        raise UserError(
+            "The prompt is a list of messages, but the model's tokenizer has no chat template. "
+            "Use a chat model, or write the dataset's prompts as plain text."
+        )
+    template = str(tokenizer.chat_template)
+    if any(map(tool_calls, messages)) and "tool_calls" not in template:
+        raise UserError(
+            "the model's chat template renders no `tool_calls`, which the messages have. "
+            "Use another model or template, or remove the messages."
+        )
     try:
         return tokenizer.apply_chat_template(
-            [for_template(message, str(tokenizer.chat_template)) for message in messages],
+            [for_template(message, template) for message in messages],
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
     except Exception as error:  # a template can raise anything
-        what = f"the model's chat template refuses the messages: {error}"
-        fix = "Remove what it does not support (a system prompt, tools), or use another template."
-        raise UserError(f"{what}. {fix}") from error
+        raise UserError(
+            f"the model's chat template refuses the messages: {error}. "
+            "Remove what it does not support (a system prompt, tools), or use another template."
+        ) from error
 
 
-def render_prompt(tokenizer: Any, messages: Sequence[Any], *, tools: Sequence[object] = ()) -> str:
+def render_prompt(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    tools: Sequence[object] = (),
+) -> str:
     """Render chat messages as the prompt of an answer.
 
     If the last message is the assistant's, its text is the beginning of the answer: the prompt is
@@ -124,18 +137,19 @@ def render_prompt(tokenizer: Any, messages: Sequence[Any], *, tools: Sequence[ob
     beginning = str(last["content"])
     marked = [*earlier, {**last, "content": beginning + MARK}]
     rendered = render(tokenizer, marked, tools=tools, add_generation_prompt=False)
-    text, mark, _ = rendered.rpartition(MARK)
-    if not mark or not text.endswith(beginning):
+    prompt, mark, _ = rendered.rpartition(MARK)
+    if not mark or not prompt.endswith(beginning):
         raise UserError(
             "the last message is the assistant's, so the answer continues it, but the chat "
             f"template changes its beginning {beginning[:40]!r}. Remove white space and thoughts "
             "from it, remove the message, or use another template."
         )
-    added = text.removesuffix(beginning).rstrip()
-    opened_tags = {tag[1] for tag in TAG.finditer(beginning) if tag[0][1] != "/"}
-    if any(added.endswith(f"</{tag}>") for tag in opened_tags):  # the template's empty thought
+    context = prompt.removesuffix(beginning).rstrip()
+    opened_tags = {tag[1] for tag in TAG.finditer(beginning) if not tag[0].startswith("</")}
+    has_empty_thought = any(context.endswith(f"</{tag}>") for tag in opened_tags)
+    if has_empty_thought:  # the template's
         return render(tokenizer, earlier, tools=tools) + beginning
-    return text
+    return prompt
 
 
 def beginning_of(prompt: Any) -> str:
@@ -146,7 +160,9 @@ def beginning_of(prompt: Any) -> str:
 
 
 def dropped_messages(
-    tokenizer: Any, messages: Sequence[Any], tools: Sequence[object] = ()
+    tokenizer: Any,
+    messages: Sequence[Any],
+    tools: Sequence[object] = (),
 ) -> list[int]:
     """Return the indices of the messages whose text or calls the chat template leaves out.
 
@@ -167,12 +183,14 @@ def dropped_messages(
     rendered = show(messages)
     dropped = list[int]()
     for index, message in enumerate(messages):
-        text = message.get("content") or ""
-        if not text.strip() and not tool_calls(message):
+        content = message.get("content") or ""
+        has_content = bool(content.strip())
+        if not has_content and not tool_calls(message):
             continue
-        longer = [{**message, "content": text + MARK}] if text.strip() else []
+        replacement = [{**message, "content": content + MARK}] if has_content else []
+        changed = [*messages[:index], *replacement, *messages[index + 1 :]]
         with suppress(UserError):  # a template that refuses the change has read the message
-            if show([*messages[:index], *longer, *messages[index + 1 :]]) == rendered:
+            if show(changed) == rendered:
                 dropped.append(index)
     return dropped
 
@@ -183,11 +201,20 @@ def unread_keys(tokenizer: Any, messages: Sequence[Any]) -> list[str]:
     Raises:
         UserError: the template refuses the messages.
     """
-    keys = {key for message in messages for key, value in message.items() if value} - READ_KEYS
+    keys = set[str]()
+    for message in messages:
+        keys.update(key for key, field in message.items() if field)
+    keys -= READ_KEYS
+    if not keys:
+        return []
     show = partial(render, tokenizer, add_generation_prompt=False)
-    rendered = show(messages) if keys else ""
-    without = {key: [{**each, key: None} for each in messages] for key in sorted(keys)}
-    return [key for key, changed in without.items() if show(changed) == rendered]
+    rendered = show(messages)
+    unread = list[str]()
+    for key in sorted(keys):
+        without_key = [{**message, key: None} for message in messages]
+        if show(without_key) == rendered:
+            unread.append(key)
+    return unread
 
 
 @lru_cache(maxsize=16)
@@ -198,30 +225,36 @@ def turn_markers(tokenizer: Any) -> frozenset[str]:
     """
     question = {"role": "user", "content": "q"}
     answer = {"role": "assistant", "content": MARK}
-    with suppress(UserError):  # the template refuses such a conversation
-        text = render(tokenizer, [question, answer, question], add_generation_prompt=False)
-        markers = MARKER.findall(text.rpartition(MARK)[2])
-        return frozenset(marker for marker in markers if not TAG.fullmatch(marker))
-    return frozenset()
+    try:
+        rendered = render(tokenizer, [question, answer, question], add_generation_prompt=False)
+    except UserError:  # the template refuses such a conversation
+        return frozenset()
+    _, _, after_answer = rendered.rpartition(MARK)
+    markers = MARKER.findall(after_answer)
+    return frozenset(marker for marker in markers if not TAG.fullmatch(marker))
 
 
-def rendered_marker(tokenizer: Any, text: str) -> str:
+def rendered_marker(tokenizer: Any, content: str) -> str:
     """Return the marker that shows that a text is the output of a chat template; else ""."""
     bos = tokenizer.bos_token
-    if bos and text.lstrip().startswith(bos):
+    if bos and content.lstrip().startswith(bos):
         return bos
-    return next((marker for marker in sorted(turn_markers(tokenizer)) if marker in text), "")
+    for marker in sorted(turn_markers(tokenizer)):
+        if marker in content:
+            return marker
+    return ""
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, rendered: str) -> list[int]:
     """Tokenize the output of `render`, which contains the special tokens already.
 
     Other threads run meanwhile if the tokenizer is a fast one.
     """
     fast: Any = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or fast.truncation or fast.padding:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    (encoding,) = fast.encode_batch_fast([rendered], add_special_tokens=False)
+    return encoding.ids
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -232,7 +265,9 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return fast.decode(ids, skip_special_tokens=False)
 
 
-def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
+def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Return the length of the longest common prefix of two sequences."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    for index, (element, other) in enumerate(zip(first, second, strict=False)):
+        if element != other:
+            return index
+    return min(len(first), len(second))

@@ -21,8 +21,9 @@ import numpy as np
 from arealite.base.errors import UserError, one_line
 
 SMALLEST = -(2**63)
+"""Smallest integer in msgpack."""
 LARGEST = 2**64 - 1
-"""Bounds of an integer in msgpack."""
+"""Largest integer in msgpack."""
 ALWAYS_PLAIN = {str, bool, type(None)}
 MISSING = {"NAType", "NaTType"}
 """Classes of the missing values of pandas."""
@@ -32,47 +33,63 @@ BY_TYPE = re.compile(r"float|map<")
 """Matches the text of an Arrow type that `_by_type` converts: halffloat, float and maps."""
 
 
-def plain_row(row: Mapping[Any, object], where: str) -> dict[str, Any]:
+def plain_row(row: Mapping[Any, object], place: str) -> dict[str, Any]:
     """Return a row with plain values.
 
     Args:
         row: Values by column.
-        where: The row's place, for errors.
+        place: The row's place, for errors.
 
     Raises:
         UserError: A value has no plain form; the error names its column and type.
     """
-    return {str(name): _plain(value, str(name), where) for name, value in row.items()}
+    return {str(name): _plain(cell, str(name), place) for name, cell in row.items()}
 
 
-def _plain(value: Any, column: str, where: str) -> Any:
-    kind = cast(type[object], type(value))
-    if kind in ALWAYS_PLAIN or (kind is int and SMALLEST <= value <= LARGEST):
-        return value
+def _plain(cell: Any, column: str, place: str) -> Any:
+    """Return a plain value.
+
+    Args:
+        cell: The value.
+        column: Its column, for errors; with the keys and indices inside a nested value.
+        place: The row's place, for errors.
+
+    Raises:
+        UserError: it has no plain form.
+    """
+    kind = cast(type[object], type(cell))
+    if kind in ALWAYS_PLAIN or (kind is int and SMALLEST <= cell <= LARGEST):
+        return cell
     try:
         if kind is dict:
-            members = cast(dict[Any, Any], value).items()
-            return {_key(key): _plain(item, f"{column}.{key}", where) for key, item in members}
-        if hasattr(value, "tolist"):  # of numpy, torch or pandas
-            value = np.asarray(value)[()]  # a scalar if the array has no dimension
-        if isinstance(value, list | tuple | np.ndarray):
-            items = [*cast(Iterable[Any], value)]
-            pairs = () if _is_plain(items) else enumerate(items)
-            return [_plain(item, f"{column}[{n}]", where) for n, item in pairs] or items
-        return _plain_scalar(value)
+            return {
+                _key(key): _plain(member, f"{column}.{key}", place)
+                for key, member in cast(dict[Any, Any], cell).items()
+            }
+        if hasattr(cell, "tolist"):  # of numpy, torch or pandas
+            cell = np.asarray(cell)[()]  # a scalar if the array has no dimension
+        if isinstance(cell, list | tuple | np.ndarray):
+            elements = [*cast(Iterable[Any], cell)]
+            if _is_plain(elements):
+                return elements
+            return [
+                _plain(element, f"{column}[{index}]", place)
+                for index, element in enumerate(elements)
+            ]
+        return _plain_scalar(cell)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{where}: column `{column}` has the type {kind.__name__}: {error}"
+            f"{place}: column `{column}` has the type {kind.__name__}: {error}"
         ) from error
 
 
-def _is_plain(items: list[Any]) -> bool:
-    """Return whether all items are plain values of one type; fast for a list of tokens."""
-    kinds: set[type] = {*map(type, items)}
+def _is_plain(elements: list[Any]) -> bool:
+    """Return whether all elements are plain values of one type; fast for a list of tokens."""
+    kinds: set[type] = {*map(type, elements)}
     if kinds == {int}:
-        return min(items) >= SMALLEST and max(items) <= LARGEST
+        return min(elements) >= SMALLEST and max(elements) <= LARGEST
     if kinds == {float}:
-        return all(map(math.isfinite, items))
+        return all(map(math.isfinite, elements))
     return kinds <= ALWAYS_PLAIN
 
 
@@ -91,7 +108,8 @@ def _plain_scalar(value: object) -> Any:
 
 def _float(value: Any) -> float | None:
     """Return a number; of float16 and float32 the shortest decimal number that rounds to it."""
-    number = float(str(cast(object, value))) if isinstance(value, np.floating) else float(value)
+    shortest = str(cast(object, value)) if isinstance(value, np.floating) else value
+    number = float(shortest)
     if math.isinf(number):
         raise ValueError("infinite. Write a finite number, a text or null.")
     return None if math.isnan(number) else number
@@ -152,7 +170,8 @@ def rows_of(data: Any, place: object) -> Iterable[Any]:
         return arrow_rows(data, place)
     if hasattr(data, "iterrows"):  # pandas.DataFrame
         columns = [column.array for _, column in data.items()]
-        return (dict(zip(data.columns, cells, strict=True)) for cells in zip(*columns, strict=True))
+        rows = zip(*columns, strict=True)
+        return (dict(zip(data.columns, cells, strict=True)) for cells in rows)
     return data
 
 
@@ -164,15 +183,21 @@ def arrow_rows(table: Any, place: object) -> Iterator[dict[str, Any]]:
     """
     names: list[str] = table.column_names
     columns = [_arrow_values(table[name], f"column `{name}`", place) for name in names]
-    for values in zip(*columns, strict=True):
-        yield dict(zip(names, values, strict=True))
+    for cells in zip(*columns, strict=True):
+        yield dict(zip(names, cells, strict=True))
 
 
 def _arrow_values(column: Any, name: str, place: object) -> list[Any]:
+    """Return the values of a column of an Arrow table.
+
+    Raises:
+        UserError: as `arrow_rows`.
+    """
     with suppress(ValueError, KeyError):
-        values: list[Any] = column.to_pylist()
-        is_special = BY_TYPE.search(str(column.type))
-        return [_by_type(value, column.type) for value in values] if is_special else values
+        cells: list[Any] = column.to_pylist()
+        if BY_TYPE.search(str(column.type)) is None:
+            return cells
+        return [_by_type(cell, column.type) for cell in cells]
     for number, scalar in enumerate(column):
         try:
             scalar.as_py()
@@ -192,9 +217,11 @@ def _by_type(value: Any, kind: Any) -> Any:
     if types.is_floating(kind):
         return NARROW.get(kind.bit_width, float)(value)
     if types.is_map(kind):
-        return {key: _by_type(item, kind.item_type) for key, item in value}
+        return {key: _by_type(member, kind.item_type) for key, member in value}
     if types.is_struct(kind):
         return {field.name: _by_type(value[field.name], field.type) for field in kind}
     if isinstance(value, list):
-        return [_by_type(item, kind.value_type) for item in cast(list[Any], value)]
-    return _by_type(value, kind.value_type) if types.is_dictionary(kind) else value
+        return [_by_type(element, kind.value_type) for element in cast(list[Any], value)]
+    if types.is_dictionary(kind):
+        return _by_type(value, kind.value_type)
+    return value

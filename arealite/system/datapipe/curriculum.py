@@ -27,7 +27,12 @@ class Curriculum:
     """The classes of the dataset's rows, and the success rate of each class."""
 
     def __init__(
-        self, options: CurriculumConfig, train: Sequence[Task], *, seed: int, shuffle: bool
+        self,
+        options: CurriculumConfig,
+        train: Sequence[Task],
+        *,
+        seed: int,
+        shuffle: bool,
     ) -> None:
         """Group the rows by the value of `extra_info[options.by]`.
 
@@ -38,13 +43,17 @@ class Curriculum:
         self.seed = seed
         self.shuffle = shuffle
         self.class_of = [str(task.extra_info.get(options.by, "")) for task in train]
-        self.rows: dict[str, list[int]] = {name: [] for name in self.class_of}
+        """By row: its class."""
+        self.rows: dict[str, list[int]] = {}
+        """By class: its rows."""
         for row, name in enumerate(self.class_of):
-            self.rows[name].append(row)
+            self.rows.setdefault(name, []).append(row)
         if options.by and len(self.rows) < 2:
-            what = f"{options.by}: all rows are of one class, '{self.class_of[0]}'"
-            fix = "Set it to a key of extra_info with at least two values."
-            raise UserError(f"datapipe.curriculum.by={what}. {fix}")
+            raise UserError(
+                f"datapipe.curriculum.by={options.by}: all rows are of one class, "
+                f"'{self.class_of[0]}'. "
+                "Set it to a key of extra_info with at least two values."
+            )
         self.offered = Counter[str]()
         """By class: number of groups created."""
         self.recent: dict[str, dict[int, float]] = {}
@@ -59,16 +68,19 @@ class Curriculum:
             self.offered[self.class_of[row]] += count
         self.recent = {name: {} for name in self.rows}
         for seq, row, share in db.execute(SHARES, (self.options.threshold,)):
-            self._keep(self.class_of[int(row)], int(seq), float(share))
-            if all(len(known) == self.options.window for known in self.recent.values()):
+            self._add_share(self.class_of[int(row)], int(seq), float(share))
+            counts = {len(shares) for shares in self.recent.values()}
+            if counts == {self.options.window}:  # the rest is older
                 break
 
     def record(self, group: Group) -> None:
         """Update the success rate from a closed group; ignore a group without scores."""
-        rewards = [h.reward for h in group.headers if h.reward is not None]
-        if rewards:
-            share = sum(reward >= self.options.threshold for reward in rewards) / len(rewards)
-            self._keep(self.class_of[group.row], group.seq, share)
+        rewards = [header.reward for header in group.headers if header.reward is not None]
+        if not rewards:
+            return
+        num_successes = sum(reward >= self.options.threshold for reward in rewards)
+        share = num_successes / len(rewards)
+        self._add_share(self.class_of[group.row], group.seq, share)
 
     def draw(self, seq: int) -> tuple[int, int]:
         """Draw a class by weight; return the epoch of the class and its next row.
@@ -76,17 +88,21 @@ class Curriculum:
         Args:
             seq: Number of the new group; together with the run's seed, it seeds the draw.
         """
-        weights = {name: self.weight(name) for name in self.rows}
+        names = list(self.rows)
+        weights = [self.weight(name) for name in names]
         rng = random.Random(f"{self.seed}/curriculum/{seq}")
-        (name,) = rng.choices([*weights], [*weights.values()])
-        epoch, place = divmod(self.offered[name], len(self.rows[name]))
+        (name,) = rng.choices(names, weights)
+        rows = self.rows[name]
+        epoch, place = divmod(self.offered[name], len(rows))
         self.offered[name] += 1
-        return epoch, self.rows[name][self._order(name, epoch)[place]]
+        order = self._order(name, epoch)
+        return epoch, rows[order[place]]
 
     def weight(self, name: str) -> float:
         """Return the unnormalised probability of a class: its number of rows × learnability."""
         rate = success_rate(self.recent[name].values())
-        return len(self.rows[name]) * learnability(rate, floor=self.options.floor)
+        num_rows = len(self.rows[name])
+        return num_rows * learnability(rate, floor=self.options.floor)
 
     def metrics(self) -> dict[str, float]:
         """Return the probability of each class, and its success rate if a group of it has closed.
@@ -96,22 +112,30 @@ class Curriculum:
         if not self.options.by:
             return {}
         weights = {name: self.weight(name) for name in self.rows}
-        total = sum(weights.values())
-        closed = {name: shares.values() for name, shares in self.recent.items() if shares}
-        rates = {name: success_rate(shares) for name, shares in closed.items()}
-        shares = {f"curriculum/{name}/share": each / total for name, each in weights.items()}
-        return shares | {f"curriculum/{name}/success": rate for name, rate in rates.items()}
+        total_weight = sum(weights.values())
+        metrics = dict[str, float]()
+        for name, weight in weights.items():
+            metrics[f"curriculum/{name}/share"] = weight / total_weight
+        for name, shares in self.recent.items():
+            if shares:
+                metrics[f"curriculum/{name}/success"] = success_rate(shares.values())
+        return metrics
 
-    def _keep(self, name: str, seq: int, share: float) -> None:
-        known = self.recent[name]
-        known[seq] = share
-        if len(known) > self.options.window:
-            del known[min(known)]
+    def _add_share(self, name: str, seq: int, share: float) -> None:
+        """Add the share of successes of a closed group; keep the newest `window` groups."""
+        shares = self.recent[name]
+        shares[seq] = share
+        if len(shares) > self.options.window:
+            oldest_seq = min(shares)
+            del shares[oldest_seq]
 
     def _order(self, name: str, epoch: int) -> Sequence[int]:
-        size = len(self.rows[name])
+        """Return the order of the rows of a class in an epoch, as indices into `rows[name]`."""
+        num_rows = len(self.rows[name])
         if not self.shuffle:
-            return range(size)
-        if self._orders.get(name, (None,))[0] != epoch:
-            self._orders[name] = epoch, permutation(self.seed, epoch, size)
-        return self._orders[name][1]
+            return range(num_rows)
+        cached_epoch, order = self._orders.get(name, (None, ()))
+        if cached_epoch != epoch:
+            order = permutation(self.seed, epoch, num_rows)
+            self._orders[name] = (epoch, order)
+        return order

@@ -5,8 +5,10 @@ If every group is filtered, the run samples without end and trains no step.
 
 import json
 import sqlite3
+import time
 from collections import Counter
 
+from arealite.system.health.waits import GROUP_FILTER, Wait, table
 from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import Ledger
 
@@ -67,10 +69,29 @@ class FilterStreak:
         At least one group must be filtered.
         """
         reasons = [reason for reason, _ in self.counts.most_common()]
-        listed = ", ".join(f"{self.counts[reason]} {reason}" for reason in reasons)
-        kind = reasons[0].partition(":")[0]
-        text = f"{self.length:,} groups in a row were filtered, and none was completed: {listed}."
-        return f"{text} {FIXES.get(kind, OTHER_FIX)}"
+        counted_reasons = ", ".join(f"{self.counts[reason]} {reason}" for reason in reasons)
+        kind, _, _ = reasons[0].partition(":")
+        return (
+            f"{self.length:,} groups in a row were filtered, and none was completed: "
+            f"{counted_reasons}. {FIXES.get(kind, OTHER_FIX)}"
+        )
 
     def _store(self) -> None:
         self.ledger.set_meta(META_KEY, json.dumps(self.counts))
+
+
+class FilterWait:
+    """The wait that the table of waits has while groups filtered in a row are reported."""
+
+    def __init__(self) -> None:
+        self._wait = Wait("an unfiltered group", owner=GROUP_FILTER, on="datapipe-0")
+
+    def report(self, detail: str) -> None:
+        """Publish `detail` as a wait that `diagnosis` reports; remove the wait if it is ""."""
+        wait = self._wait
+        wait.detail = detail
+        if not detail:
+            table.discard(wait)
+        elif wait not in table:
+            wait.since = time.monotonic()
+            table.add(wait)

@@ -38,8 +38,9 @@ class IdleClock:
         self._since = now
         if self.cause is not None:
             self.seconds[self.cause] += passed
-        is_slow = self.cause == "slow_episodes"
-        self.slow_share += (is_slow - self.slow_share) * -math.expm1(-passed / SHARE_WINDOW_S)
+        current_share = 1.0 if self.cause == "slow_episodes" else 0.0
+        weight = -math.expm1(-passed / SHARE_WINDOW_S)
+        self.slow_share += (current_share - self.slow_share) * weight
         self.cause = cause
 
     def take(self) -> dict[str, float]:
@@ -55,19 +56,29 @@ def slow_episodes(store: GroupStore, workers: Workers) -> list[str]:
     size = store.ppo.num_groups
     if store.ppo.staleness_policy != "wait" or store.counts["complete"] < size:
         return []
+    lease_states = _lease_states(workers)
+    descriptions: list[str] = []
+    candidates = list(store.candidates())
+    for candidate in blocking_groups(candidates, store.next_step, eta=eta, num_groups=size):
+        group = store.groups[f"g{candidate.seq}"]
+        member_states = dict.fromkeys(group.leasable(store.ppo.max_attempts), "waits for a worker")
+        for lease_id, lease in group.leases.items():
+            lease_state = lease_states.get(lease_id, "on a lost worker")
+            member_states |= dict.fromkeys(group.unfinished(lease), lease_state)
+        origin = f"({group.task.task_id}) of version {candidate.start}"
+        for member, state in member_states.items():
+            descriptions.append(f"{group.group_id}/{member} {origin} {state}")
+    num_unnamed = len(descriptions) - MAX_NAMED
+    if num_unnamed > 0:
+        return [*descriptions[:MAX_NAMED], f"and {num_unnamed} more"]
+    return descriptions
+
+
+def _lease_states(workers: Workers) -> dict[str, str]:
+    """Return, by lease id, a text with the worker of a lease and the lease's age."""
     now = time.monotonic()
-    runs = {
+    return {
         lease_id: f"on {worker.worker_id} since {now - active.assigned_at:.1f} s"
         for worker in workers.by_id.values()
         for lease_id, active in worker.leases.items()
     }
-    names: list[str] = []
-    candidates = list(store.candidates())
-    for late in blocking_groups(candidates, store.next_step, eta=eta, num_groups=size):
-        group = store.groups[f"g{late.seq}"]
-        states = dict.fromkeys(group.leasable(store.ppo.max_attempts), "waits for a worker")
-        for lease_id, lease in group.leases.items():
-            states |= dict.fromkeys(group.unfinished(lease), runs.get(lease_id, "on a lost worker"))
-        source = f"({group.task.task_id}) of version {late.start}"
-        names += [f"{group.group_id}/{m} {source} {state}" for m, state in states.items()]
-    return names[:MAX_NAMED] + [f"and {len(names) - MAX_NAMED} more"] * (len(names) > MAX_NAMED)

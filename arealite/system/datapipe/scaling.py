@@ -71,8 +71,8 @@ class Scaling:
         while not stopped.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), self._sample_s)
-            found = await asyncio.to_thread(self.registry.list, "llm_server")
-            self._sample([entry.value.get("load") for entry in found])
+            entries = await asyncio.to_thread(self.registry.list, "llm_server")
+            self._sample([entry.value.get("load") for entry in entries])
             if time.monotonic() - decided >= self.options.period_s:
                 decided = time.monotonic()
                 self._decide()
@@ -81,8 +81,8 @@ class Scaling:
         """Update the damping factor if a batch was composed since the last call."""
         store = self.store
         if store.next_step > self._step:
-            allowed = store.ppo.max_staleness * store.ppo.num_groups
-            self._scaler.adjust_damping(store.counts["complete"], allowed=allowed)
+            allowed_groups = store.ppo.max_staleness * store.ppo.num_groups
+            self._scaler.adjust_damping(store.counts["complete"], allowed=allowed_groups)
         self._step = store.next_step
 
     def metrics(self) -> dict[str, float]:
@@ -94,64 +94,95 @@ class Scaling:
         }
 
     def _sample(self, loads: Sequence[object]) -> None:
-        loads_now = cast(list[dict[str, int]], [load for load in loads if isinstance(load, dict)])
-        if not loads_now:
+        """Add a reading of the servers' loads; a server without a load has another value."""
+        reported = cast(list[dict[str, int]], [load for load in loads if isinstance(load, dict)])
+        if not reported:
             return
-        capacities = [load.get("capacity") or 0 for load in loads_now]
-        running, waiting = (sum(load[k] for load in loads_now) for k in ("running", "waiting"))
-        capacity = sum(capacities) if all(capacities) else 0
-        self._readings.append(Reading(running, waiting, capacity, self._in_flight))
+        capacities = [load.get("capacity") or 0 for load in reported]
+        reading = Reading(
+            running=sum(load["running"] for load in reported),
+            waiting=sum(load["waiting"] for load in reported),
+            capacity=sum(capacities) if all(capacities) else 0,
+            in_flight=self._in_flight,
+        )
+        self._readings.append(reading)
 
     @property
     def _in_flight(self) -> int:
         return sum(worker.in_flight for worker in self.workers.by_id.values())
 
     def _decide(self) -> None:
+        """Set the number of episodes of each worker, and the desired number of workers."""
         readings = self._readings
         self._readings = []
         self._silent_periods = 0 if readings else self._silent_periods + 1
         if self._silent_periods == CONFIRM_PERIODS:
             logger.warning("no server reports its load", episodes=self._scaler.target)
-        names = [w.worker_id for w in self.workers.by_id.values() if w.route is not None]
-        staying = [name for name in names if name != self._leaving]
-        before = self._scaler.target
-        workers = max(len(staying), 1)
-        least = self.min_concurrency * workers
-        most = self.max_concurrency * self.max_workers
-        target = self._scaler.decide(readings, least=least, most=most)
-        self._adapt_workers(target, names)
-        each = min(max(math.ceil(target / workers), self.min_concurrency), self.max_concurrency)
-        self.workers.set_limit(each, leaving=self._leaving)
-        if target != before:
-            logger.info("concurrency", episodes=target, before=before, workers=workers, each=each)
+        worker_ids = [
+            worker.worker_id for worker in self.workers.by_id.values() if worker.route is not None
+        ]
+        num_staying = sum(worker_id != self._leaving for worker_id in worker_ids)
+        num_sharing = max(num_staying, 1)
+        previous_target = self._scaler.target
+        target = self._scaler.decide(
+            readings,
+            least=self.min_concurrency * num_sharing,
+            most=self.max_concurrency * self.max_workers,
+        )
+        self._adapt_workers(target, worker_ids)
+        share = math.ceil(target / num_sharing)
+        limit = min(max(share, self.min_concurrency), self.max_concurrency)
+        self.workers.set_limit(limit, leaving=self._leaving)
+        if target != previous_target:
+            logger.info(
+                "concurrency",
+                episodes=target,
+                before=previous_target,
+                workers=num_sharing,
+                each=limit,
+            )
 
-    def _adapt_workers(self, target: int, names: list[str]) -> None:
+    def _adapt_workers(self, target: int, worker_ids: list[str]) -> None:
         """Add one worker, or remove the last worker once it is idle; one change at a time."""
-        found = {worker_index(name): name for name in names}
+        ids_by_index = {worker_index(worker_id): worker_id for worker_id in worker_ids}
         if not self.num_workers:  # an earlier datapipe process may have requested more workers
-            least = max(self.min_workers, 1 + max(found, default=0))
-            self.num_workers = min(least, self.max_workers)
-        last = self.num_workers - 1
-        is_spare = target <= SPARE * self.max_concurrency * last and last >= self.min_workers
+            num_present = 1 + max(ids_by_index, default=0)
+            self.num_workers = min(max(self.min_workers, num_present), self.max_workers)
+        last_index = self.num_workers - 1
+        is_spare = self._is_last_spare(target, last_index)
         self._spare_periods = self._spare_periods + 1 if is_spare else 0
-        if self._leaving and worker_index(self._leaving) > last:
-            if self._leaving not in names:
+        is_removed = self._leaving != "" and worker_index(self._leaving) > last_index
+        if is_removed:
+            if self._leaving not in worker_ids:
                 self._leaving = ""
         elif not is_spare:
             self._leaving = ""
-            most = self.max_concurrency * self.num_workers
-            are_up = len(names) >= self.num_workers
-            # If workers are not full, the staleness bound limits the number of episodes.
-            are_full = self._in_flight >= SPARE * most
-            if target > most and are_full and are_up and self.num_workers < self.max_workers:
+            if self._needs_worker(target, len(worker_ids)):
                 self.num_workers += 1
         elif self._leaving:
             leaver = self.workers.by_id.get(self._leaving)
             if leaver is None or not leaver.in_flight:
-                self.num_workers = last
+                self.num_workers = last_index
                 self._spare_periods = 0
         elif self._spare_periods >= CONFIRM_PERIODS:
-            self._leaving = found.get(last, "")
+            self._leaving = ids_by_index.get(last_index, "")
+
+    def _is_last_spare(self, target: int, last_index: int) -> bool:
+        """Return whether the workers before the last can run `target` episodes."""
+        if last_index < self.min_workers:
+            return False
+        return target <= SPARE * self.max_concurrency * last_index
+
+    def _needs_worker(self, target: int, num_present: int) -> bool:
+        """Return whether one more worker is needed and allowed.
+
+        If workers are not full, the staleness bound limits the number of episodes.
+        """
+        if self.num_workers >= self.max_workers or num_present < self.num_workers:
+            return False
+        capacity = self.max_concurrency * self.num_workers
+        are_full = self._in_flight >= SPARE * capacity
+        return are_full and target > capacity
 
 
 def worker_index(worker_id: str) -> int:

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from arealite.algo.partition import batch_for_rank
 from arealite.api import trainer_messages as messages
 from arealite.api.config import ExperimentConfig, run_paths
 from arealite.api.trainer_messages import BatchRequest, EvalRequest, FromTrainer, TrainerStart
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.base import log
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe.eval_scheduler import EvalScheduler
@@ -27,6 +28,7 @@ from arealite.system.datapipe.idle_time import SHARE_WINDOW_S, IdleClock, slow_e
 from arealite.system.datapipe.intake import Rejections
 from arealite.system.datapipe.workers import Workers
 from arealite.system.health import vitals
+from arealite.system.ledger.group import Group
 from arealite.system.ledger.ledger import meta_number
 from arealite.system.ledger.writer import LedgerWriter
 from arealite.system.links.wire import STOP_WAITING, request_name
@@ -37,6 +39,8 @@ TRAINER_ALIVE_S = 7.0
 """A trainer is alive if it sent a request within this time; it repeats a pending one every 5 s."""
 TRAINER_GONE_S = 15.0
 """A trainer that sent no request for this long does not wait; its pending start is dropped."""
+MAX_REASON = 50
+"""Maximum length of the error in the reason of an unusable group, in characters."""
 REPORT_SHARE = 0.2
 """Slow episodes are logged if the trainer waits for them for a larger share of the time."""
 
@@ -116,7 +120,8 @@ class TrainerRequestHandler:
             return True
         if 0 < request.ticket < self._ticket:
             raise OutOfStep("this trainer was replaced by a trainer that began later")
-        if not 0 < request.ticket == self._ticket:
+        has_current_ticket = request.ticket > 0 and request.ticket == self._ticket
+        if not has_current_ticket:
             self.rejections.record(route.hex(), f"{request_name(request)} without a valid ticket")
             return False
         self.last_request = time.monotonic()
@@ -130,19 +135,28 @@ class TrainerRequestHandler:
                 self.writer.after_commit(partial(self._filter_groups, route, request), hurry=True)
             case _:
                 self._record(request)
-                done = messages.Done(request_name(request))
-                self.writer.after_commit(partial(self.send, route, done), hurry=True)
+                self._send_after_commit(route, messages.Done(request_name(request)))
         return True
 
+    def _send_after_commit(self, route: bytes, answer: msgspec.Struct) -> None:
+        """Send an answer once the queued writes are durable; commit them now."""
+        self.writer.after_commit(partial(self.send, route, answer), hurry=True)
+
     def _take_start(self, route: bytes, start: TrainerStart) -> None:
-        pending = self._start[1].ticket if self._start else self._ticket + 1
         if start.ticket == 0:
             self._issued += 1 + secrets.randbelow(1 << 19)  # hard to guess for other peers
             self.send(route, messages.Ticket(self._issued))
-        elif start.ticket == self._ticket:
+            return
+        if start.ticket == self._ticket:
             self.send(route, messages.TrainerReady(start.step, 0))
-        elif pending <= start.ticket <= self._issued:
-            self._start, self._start_received = (route, start), time.monotonic()
+            return
+        lowest_ticket = self._ticket + 1
+        if self._start is not None:
+            _, pending = self._start
+            lowest_ticket = pending.ticket
+        if lowest_ticket <= start.ticket <= self._issued:
+            self._start = (route, start)
+            self._start_received = time.monotonic()
             self.accept_pending_start()
 
     def accept_pending_start(self) -> None:
@@ -152,20 +166,21 @@ class TrainerRequestHandler:
         counts as alive.
         """
         now = time.monotonic()
-        has_more = self.finish is None or self.finish.reason == STOP_WAITING
-        is_alive = has_more and now - self.last_request < TRAINER_ALIVE_S
         if now - self._start_received > TRAINER_GONE_S:
             self._start = None
-        if self._start is not None and not is_alive:
+        if self._start is None:
+            return
+        may_send_more = self.finish is None or self.finish.reason == STOP_WAITING
+        is_alive = may_send_more and now - self.last_request < TRAINER_ALIVE_S
+        if not is_alive:
             self.writer.after_commit(self._begin, hurry=True)
 
     def answer_evals(self) -> None:
         """Send the scores of finished evaluations after they are durable."""
         for eval_id, metrics in self.evals.take_finished():
             self.store.ledger.add_eval(eval_id, metrics)
-            answer = messages.EvalResult(eval_id, metrics)
             route, _ = self._eval_requests.pop(eval_id)
-            self.writer.after_commit(partial(self.send, route, answer), hurry=True)
+            self._send_after_commit(route, messages.EvalResult(eval_id, metrics))
 
     def send_waiting(self) -> None:
         """Send a Waiting message, with the reason of the wait, for each pending request."""
@@ -175,18 +190,25 @@ class TrainerRequestHandler:
             detail = f"{self._describe(request.step)}, {in_flight}"
             self.send(route, messages.Waiting(request_name(request), detail))
         if self._start is not None:
+            route, start = self._start
             silent_s = time.monotonic() - self.last_request
             detail = f"the previous trainer, last request {silent_s:.1f} s ago"
-            self.send(self._start[0], messages.Waiting(request_name(self._start[1]), detail))
+            self.send(route, messages.Waiting(request_name(start), detail))
         for eval_id, (route, request) in self._eval_requests.items():
-            left = sum(map(self.evals.samples_left, self.evals.runs[eval_id]))
-            detail = f"evaluation {eval_id}: {left} samples left, {in_flight}"
+            groups = self.evals.runs[eval_id]
+            samples_left = sum(self.evals.samples_left(group) for group in groups)
+            detail = f"evaluation {eval_id}: {samples_left} samples left, {in_flight}"
             self.send(route, messages.Waiting(request_name(request), detail))
 
     def refuse(self, reason: str) -> None:
         """Refuse all pending requests, because the run stops."""
-        pending = [*self._batch_requests.values(), *self._eval_requests.values()]
-        for route, request in [*pending, *([self._start] if self._start else [])]:
+        pending: list[tuple[bytes, FromTrainer]] = [
+            *self._batch_requests.values(),
+            *self._eval_requests.values(),
+        ]
+        if self._start is not None:
+            pending.append(self._start)
+        for route, request in pending:
             self.send(route, messages.Refused(request_name(request), reason))
 
     # ------------------------------------------------------------ batches
@@ -199,47 +221,66 @@ class TrainerRequestHandler:
         if not (self._batch_requests and self.changed):
             return []
         self.changed = False
-        requests = self._batch_requests.values()
-        if any(r.step == self.store.next_step for _, r in requests):
+        pending = list(self._batch_requests.values())
+        if any(request.step == self.store.next_step for _, request in pending):
             self._compose()
-        ready = [(route, r) for route, r in requests if r.step in self.store.batches]
-        for _, request in ready:
-            del self._batch_requests[request.rank]
+        ready: list[tuple[bytes, BatchRequest]] = []
+        for route, request in pending:
+            if request.step in self.store.batches:
+                ready.append((route, request))
+                del self._batch_requests[request.rank]
         return ready
 
     def shard(self, request: BatchRequest) -> messages.Batch:
         """Return one rank's shard of a composed batch; equal for equal batch and world size."""
-        headers = [header for group in self.store.batches[request.step] for header in group.headers]
-        updates = self.store.ppo.updates
-        seed = self.config.seed
-        waits = self._waits.get(request.step, {})
-        return batch_for_rank(request, headers, updates=updates, seed=seed, waits=waits)
+        return batch_for_rank(
+            request,
+            _headers(self.store.batches[request.step]),
+            updates=self.store.ppo.updates,
+            seed=self.config.seed,
+            waits=self._waits.get(request.step, {}),
+        )
 
     def _compose(self) -> None:
-        store = self.store
+        """Compose the next batch, and measure the wait for it; or note the cause of the wait."""
         step = self.store.next_step
-        if (groups := store.compose()) is None:
+        groups = self.store.compose()
+        if groups is None:
             self._mark_idle()
             return
         self._idle.mark(None)
-        oldest = step - store.ppo.max_staleness
-        stale = sum(h.oldest_version < oldest for group in groups for h in group.headers)
-        numbers = {
+        metrics = self._metrics(step, groups)
+        self._waits = {step: {name: float(number) for name, number in metrics.items()}}
+
+    def _metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the metrics of a composed batch; those of time are since the last batch."""
+        store = self.store
+        oldest_allowed = step - store.ppo.max_staleness
+        num_stale = sum(header.oldest_version < oldest_allowed for header in _headers(groups))
+        filtered_counts = {
+            re.sub("[: ]", "_", state): count
+            for state, count in store.counts.items()
+            if ":" in state  # filtered:<reason>
+        }
+        stale_counts = {
+            f"stale_below_{num_tokens}": count
+            for num_tokens, count in store.dropped_lengths.items()
+        }
+        return {
             **self._idle.take(),
             "slow_episodes_wait_share": self._idle.slow_share,
             "ledger_busy_s": self.writer.take_busy_s(),
             "buffered_groups": store.counts["complete"],
             "leased_groups": store.counts["leased"],
             "late_results": store.late_results,
-            "stale_trajectories": stale,
+            "stale_trajectories": num_stale,
             "rejected_messages": self.rejections.total(),
-            **{re.sub("[: ]", "_", k): v for k, v in store.counts.items() if ":" in k},
-            **{f"stale_below_{k}": v for k, v in store.dropped_lengths.items()},
+            **filtered_counts,
+            **stale_counts,
             "loop_lag_max_s": vitals.lag_max_s(),
             **self.workers.metrics(),
             **store.curriculum.metrics(),
         }
-        self._waits = {step: {name: float(number) for name, number in numbers.items()}}
 
     def _mark_idle(self) -> None:
         """Set the cause of the trainer's wait: groups, slow_episodes (a full batch waits), or None.
@@ -248,19 +289,24 @@ class TrainerRequestHandler:
         """
         store = self.store
         is_idle = bool(self._batch_requests) and store.num_trained_steps() == store.next_step
-        is_full = store.counts["complete"] >= store.ppo.num_groups
-        self._idle.mark(("slow_episodes" if is_full else "groups") if is_idle else None)
+        if not is_idle:
+            self._idle.mark(None)
+        elif store.counts["complete"] >= store.ppo.num_groups:
+            self._idle.mark("slow_episodes")
+        else:
+            self._idle.mark("groups")
 
     def _describe(self, step: int) -> str:
+        """Return a text with the state of the next batch, and the reason why it is not full."""
         store = self.store
-        text = f"batch {step}: {store.counts['complete']} of {store.ppo.num_groups} groups"
+        progress = f"batch {step}: {store.counts['complete']} of {store.ppo.num_groups} groups"
         if store.version is None:
-            return text + ", no policy version is published yet"
-        if in_row := store.filtered.length:
-            text += f", {in_row:,} groups filtered in a row"
+            return f"{progress}, no policy version is published yet"
+        if num_filtered := store.filtered.length:
+            progress += f", {num_filtered:,} groups filtered in a row"
         if slow := slow_episodes(store, self.workers):
-            text += f", kept back for slow episodes: {'; '.join(slow)}"
-        return text
+            progress += f", kept back for slow episodes: {'; '.join(slow)}"
+        return progress
 
     def _log_slow_episodes(self) -> None:
         """Log the slow episodes if they take more of the time than REPORT_SHARE."""
@@ -271,28 +317,34 @@ class TrainerRequestHandler:
         if not is_slow or now - self._reported < SHARE_WINDOW_S:
             return
         self._reported = now
-        limit = f"collector.episode_timeout_s={self.store.ppo.collector.episode_timeout_s:g}"
-        numbers = {"share": round(share, 2), "allowed": REPORT_SHARE}
-        episodes = slow_episodes(self.store, self.workers)
-        what = "trainer waits for slow episodes"
-        logger.warning(what, **numbers, episodes=episodes, ended_by=limit)
+        timeout_s = self.store.ppo.collector.episode_timeout_s
+        logger.warning(
+            "trainer waits for slow episodes",
+            share=round(share, 2),
+            allowed=REPORT_SHARE,
+            episodes=slow_episodes(self.store, self.workers),
+            ended_by=f"collector.episode_timeout_s={timeout_s:g}",
+        )
 
     # ------------------------------------------------------------ requests
 
     def _take_batch_request(self, route: bytes, request: BatchRequest) -> None:
         step = request.step
-        due = self.store.next_step
+        next_step = self.store.next_step
         if self.finish is not None:
             self.send(route, messages.Finished(self.finish.reason))
-        elif step > due:
-            raise OutOfStep(f"rank {request.rank} requests batch {step}, but the next is {due}")
-        elif step == due or step in self.store.batches:
+        elif step > next_step:
+            raise OutOfStep(
+                f"rank {request.rank} requests batch {step}, but the next is {next_step}"
+            )
+        elif step == next_step or step in self.store.batches:
             if not self.is_waiting:
                 self.waiting_since = time.monotonic()
             self._batch_requests[request.rank] = (route, request)
 
     def _take_eval_request(self, route: bytes, request: EvalRequest) -> None:
-        if (metrics := self.evals.results.get(request.eval_id)) is not None:
+        metrics = self.evals.results.get(request.eval_id)
+        if metrics is not None:
             self.send(route, messages.EvalResult(request.eval_id, metrics))
             return
         if not self.is_waiting:
@@ -305,15 +357,15 @@ class TrainerRequestHandler:
         if self._start is None:
             return
         route, start = self._start
-        if why := self._start_error(start.step):
+        if start_error := self._start_error(start.step):
             if self.last_request < 0:  # no trainer has started
-                raise InvariantError(why)
+                raise InvariantError(start_error)
             self._start = None
-            self.send(route, messages.Refused(request_name(start), why))
+            self.send(route, messages.Refused(request_name(start), start_error))
             return
         self.store.ledger.set_meta("ticket", str(start.ticket))
         self.store.filtered.reset()
-        rolled = self.store.roll_back(start.step)
+        num_rolled_back = self.store.roll_back(start.step)
         self._batch_requests.clear()
         self._eval_requests.clear()
         self.evals.forget(after=start.step)
@@ -321,26 +373,33 @@ class TrainerRequestHandler:
         self._ticket = start.ticket
         self.last_request = time.monotonic()
         self.changed = True
-        logger.info("training begins", step=start.step, rolled_back_groups=rolled)
-        self.send(route, messages.TrainerReady(start.step, rolled))
+        logger.info("training begins", step=start.step, rolled_back_groups=num_rolled_back)
+        self.send(route, messages.TrainerReady(start.step, num_rolled_back))
 
     def _start_error(self, step: int) -> str:
         """Return the reason why no trainer can start at `step`; "" if a trainer can."""
-        known = self.store.num_trained_steps()
-        if step > known:
-            what = f"the trainer begins at step {step}, but {self.store.ledger.path} has only"
-            return f"{what} {known} trained steps: checkpoint and ledger are not of one trial"
-        newest = "SELECT IFNULL(MAX(step), 0) FROM checkpoints"
-        (saved,) = self.store.ledger.connection.execute(newest).fetchone()
-        if step >= saved:
+        ledger = self.store.ledger
+        num_trained = self.store.num_trained_steps()
+        if step > num_trained:
+            return (
+                f"the trainer begins at step {step}, but {ledger.path} has only "
+                f"{num_trained} trained steps: checkpoint and ledger are not of one trial"
+            )
+        query = "SELECT IFNULL(MAX(step), 0) FROM checkpoints"
+        (saved_step,) = ledger.connection.execute(query).fetchone()
+        if step >= saved_step:
             return ""
-        what = f"the trainer begins at step {step}, but the checkpoint of step {saved} was durable"
-        fix = f"with resume=step-{step:06d} to go back, or resume=never to start a new run"
-        return f"{what}: it is missing or broken. Put it back; or start the same trial again {fix}"
+        return (
+            f"the trainer begins at step {step}, but the checkpoint of step {saved_step} was "
+            "durable: it is missing or broken. Put it back; or start the same trial again "
+            f"with resume=step-{step:06d} to go back, or resume=never to start a new run"
+        )
 
     def _filter_groups(self, route: bytes, request: messages.Unusable) -> None:
         """Filter unusable groups and answer; called between two commits of the ledger."""
-        reasons = {group: f"unusable:{what[:50]}" for group, what in request.groups.items()}
+        reasons = {
+            group_id: f"unusable:{error[:MAX_REASON]}" for group_id, error in request.groups.items()
+        }
         logger.warning("groups set aside", step=request.step, groups=reasons)
         self.store.filter_unusable(request.step, reasons)
         self.changed = True
@@ -350,36 +409,49 @@ class TrainerRequestHandler:
         match request:
             case messages.StepReport():
                 self._record_step(request)
-            case messages.Published(version=version):
-                # Ignore a version that is older or was rolled back.
-                if (self.store.version or 0) <= version <= self.store.num_trained_steps():
-                    self.store.version = version
-                    self.store.ledger.set_meta("version", str(version))
+            case messages.Published():
+                self._record_version(request.version)
             case messages.Checkpointed():
-                folder = os.path.normpath(run_paths(self.config).checkpoints)
-                is_inside = os.path.dirname(os.path.normpath(request.path)) == folder
-                if request.step > self.store.num_trained_steps() or not is_inside:
-                    place = f"step {request.step} at {request.path} (checkpoints are in {folder})"
-                    raise OutOfStep(f"impossible checkpoint: {place}")
-                self.store.mark_durable(request.step)
-                self.store.ledger.checkpoint(request.step, request.path)
+                self._record_checkpoint(request)
             case _:
                 assert isinstance(request, messages.Finish)
                 self._record_finish(request)
 
+    def _record_version(self, version: int) -> None:
+        """Record a confirmed version; ignore a version that is older or was rolled back."""
+        if (self.store.version or 0) <= version <= self.store.num_trained_steps():
+            self.store.version = version
+            self.store.ledger.set_meta("version", str(version))
+
+    def _record_checkpoint(self, checkpoint: messages.Checkpointed) -> None:
+        folder = os.path.normpath(run_paths(self.config).checkpoints)
+        is_inside = os.path.dirname(os.path.normpath(checkpoint.path)) == folder
+        if checkpoint.step > self.store.num_trained_steps() or not is_inside:
+            raise OutOfStep(
+                f"impossible checkpoint: step {checkpoint.step} at {checkpoint.path} "
+                f"(checkpoints are in {folder})"
+            )
+        self.store.mark_durable(checkpoint.step)
+        self.store.ledger.checkpoint(checkpoint.step, checkpoint.path)
+
     def _record_step(self, report: messages.StepReport) -> None:
-        due = self.store.num_trained_steps()
-        if report.step < due:
+        num_trained = self.store.num_trained_steps()
+        num_composed = self.store.next_step
+        if report.step < num_trained:
             return  # a resent report: the answer to the first was lost
-        if report.step > due or due == self.store.next_step:
-            raise OutOfStep(f"step {report.step} is reported, but only {due} steps are trained and "
-                            f"{self.store.next_step} batches composed")  # fmt: skip
-        groups = self.store.batches[due]
-        expected = sorted(h.trajectory_id for group in groups for h in group.headers)
-        if sorted(report.trained) != expected:
-            wrong = set(report.trained) ^ set(expected)
-            what = f"step {due}: the trainer trained {len(report.trained)} trajectories, the batch"
-            raise InvariantError(f"{what} has {len(expected)}; they differ in {sorted(wrong)[:3]}")
+        if report.step > num_trained or num_trained == num_composed:
+            raise OutOfStep(
+                f"step {report.step} is reported, but only {num_trained} steps are trained and "
+                f"{num_composed} batches composed"
+            )
+        headers = _headers(self.store.batches[num_trained])
+        expected_ids = sorted(header.trajectory_id for header in headers)
+        if sorted(report.trained) != expected_ids:
+            different_ids = sorted(set(report.trained) ^ set(expected_ids))
+            raise InvariantError(
+                f"step {num_trained}: the trainer trained {len(report.trained)} trajectories, "
+                f"the batch has {len(expected_ids)}; they differ in {different_ids[:3]}"
+            )
         self.store.mark_trained(report.step)
         self.store.ledger.train(report)
 
@@ -390,3 +462,8 @@ class TrainerRequestHandler:
         for route, _ in self._batch_requests.values():
             self.send(route, messages.Finished(finish.reason))
         self._batch_requests.clear()
+
+
+def _headers(groups: Sequence[Group]) -> list[TrajectoryHeader]:
+    """Return the headers of the trajectories of a batch, in the order of the batch."""
+    return [header for group in groups for header in group.headers]

@@ -22,7 +22,13 @@ class RunEnded(Exception):
 class Upkeep:
     """Audits and prunes one ledger; at most one audit runs at a time."""
 
-    def __init__(self, writer: LedgerWriter, stopped: asyncio.Event, *, keep_payloads: str) -> None:
+    def __init__(
+        self,
+        writer: LedgerWriter,
+        stopped: asyncio.Event,
+        *,
+        keep_payloads: str,
+    ) -> None:
         self.writer = writer
         self.ledger = writer.ledger
         self.stopped = stopped
@@ -37,16 +43,21 @@ class Upkeep:
         with suppress(RunEnded):
             try:
                 path = self.ledger.path
-                found = await asyncio.to_thread(audit, path, new_only=True, on_row=self._go_on)
+                report = await asyncio.to_thread(
+                    audit,
+                    path,
+                    new_only=True,
+                    on_row=self._go_on,
+                )
             except UserError as error:
                 logger.error("ledger damaged", error=str(error))
                 return
             finally:
                 self._is_busy = False
-            if not found.ok:
-                logger.error("ledger out of balance", problems=found.problems)
+            if not report.ok:
+                logger.error("ledger out of balance", problems=report.problems)
                 return
-            self.ledger.mark_audited(found.mark)
+            self.ledger.mark_audited(report.mark)
             self.writer.after_commit(self._drop)
 
     def _go_on(self, *_: int) -> None:

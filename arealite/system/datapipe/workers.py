@@ -7,7 +7,7 @@ with a message or a restart. It is sent again, or its members are leased again. 
 import math
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -61,7 +61,9 @@ class Worker:
     @property
     def credit(self) -> int:
         """Number of further episodes that the worker may get."""
-        return min(self.capacity, self.limit) - self.in_flight if self.route is not None else 0
+        if self.route is None:
+            return 0
+        return min(self.capacity, self.limit) - self.in_flight
 
 
 class Workers:
@@ -85,10 +87,15 @@ class Workers:
         for worker in self.by_id.values():
             worker.limit = 0 if worker.worker_id == leaving else limit
 
-    def _known(self, worker_id: str) -> Worker:
+    def _get_or_add(self, worker_id: str) -> Worker:
         return self.by_id.setdefault(worker_id, Worker(worker_id, limit=self._limit))
 
-    def assign(self, worker_id: str, lease: Lease, due: Sequence[int]) -> ActiveLease:
+    def assign(
+        self,
+        worker_id: str,
+        lease: Lease,
+        due: Sequence[int],
+    ) -> ActiveLease:
         """Assign a lease to a worker. The caller sends the lease and sets `sent_at`.
 
         Args:
@@ -96,8 +103,13 @@ class Workers:
             lease: The lease.
             due: Members that the worker has to finish.
         """
-        worker = self._known(worker_id)
-        active = worker.leases[lease.lease_id] = ActiveLease(lease, set(due), time.monotonic())
+        worker = self._get_or_add(worker_id)
+        active = ActiveLease(
+            lease=lease,
+            unfinished=set(due),
+            assigned_at=time.monotonic(),
+        )
+        worker.leases[lease.lease_id] = active
         return active
 
     def update(self, route: bytes, state: WorkerState) -> tuple[list[Lease], list[ActiveLease]]:
@@ -114,62 +126,84 @@ class Workers:
         Returns:
             The leases that the worker will not finish, and the leases to send again.
         """
-        worker = self._known(state.worker_id)
-        now = worker.last_seen = time.monotonic()
-        is_new = worker.process not in ("", state.process)
+        worker = self._get_or_add(state.worker_id)
+        now = time.monotonic()
+        was_restarted = worker.process not in ("", state.process)
+        worker.last_seen = now
         worker.route = route
         worker.capacity = state.capacity
         worker.metrics = state.split_metrics
         worker.process = state.process
-        known = set(state.held)
-        missing = [active for lease_id, active in worker.leases.items() if lease_id not in known]
-        if state.capacity > 0 and not is_new:
-            return [], [active for active in missing if now - active.sent_at > LEASE_ARRIVAL_S]
+        listed_ids = set(state.held)
+        missing = [
+            active for lease_id, active in worker.leases.items() if lease_id not in listed_ids
+        ]
+        is_draining = state.capacity == 0
+        if not is_draining and not was_restarted:
+            to_resend = [active for active in missing if now - active.sent_at > LEASE_ARRIVAL_S]
+            return [], to_resend
         for active in missing:
             del worker.leases[active.lease.lease_id]
-        if not (state.capacity or worker.leases):
+        if is_draining and not worker.leases:
             del self.by_id[state.worker_id]
         return [active.remaining() for active in missing], []
 
     def finish(self, worker_id: str, lease_id: str, member: int) -> None:
         """Free the credit of a finished episode."""
-        if (worker := self.by_id.get(worker_id)) is None:
+        worker = self.by_id.get(worker_id)
+        if worker is None:
             return
         worker.last_seen = time.monotonic()
-        if (active := worker.leases.get(lease_id)) is not None:
-            active.unfinished.discard(member)
-            if not active.unfinished:
-                del worker.leases[lease_id]
+        active = worker.leases.get(lease_id)
+        if active is None:
+            return
+        active.unfinished.discard(member)
+        if not active.unfinished:
+            del worker.leases[lease_id]
 
     def expire(self) -> Iterator[tuple[Worker, list[Lease]]]:
         """Remove the workers that were silent for `ttl_s`; yield each with its lost leases."""
         limit = time.monotonic() - self.ttl_s
-        for worker in [w for w in self.by_id.values() if w.last_seen < limit]:
+        silent = [worker for worker in self.by_id.values() if worker.last_seen < limit]
+        for worker in silent:
             del self.by_id[worker.worker_id]
-            yield worker, [active.remaining() for active in worker.leases.values()]
+            lost_leases = [active.remaining() for active in worker.leases.values()]
+            yield worker, lost_leases
 
     def most_idle(self) -> Worker | None:
         """Return the worker with the most credit; None if no worker has credit."""
-        worker = max(self.by_id.values(), key=lambda w: w.credit, default=None)
-        return worker if worker is not None and worker.credit > 0 else None
+        worker = max(
+            self.by_id.values(),
+            key=lambda worker: worker.credit,
+            default=None,
+        )
+        if worker is None or worker.credit <= 0:
+            return None
+        return worker
 
     def describe(self) -> str:
         """Return a text with the number of episodes of each worker and the oldest episode."""
-        runs = [(a.assigned_at, a.lease, w) for w in self.by_id.values() for a in w.leases.values()]
-        if not runs:
+        busy = [worker for worker in self.by_id.values() if worker.leases]
+        if not busy:
             names = ", ".join(sorted(self.by_id))
-            return "nothing in flight, " + (f"workers: {names}" if names else "no rollout worker")
-        busy = [w for w in self.by_id.values() if w.leases]
-        shares = ", ".join(f"{w.in_flight} on {w.worker_id}" for w in busy)
-        assigned, lease, owner = min(runs, key=lambda each: each[0])
-        text = f"{sum(w.in_flight for w in busy)} episodes in flight ({shares})"
-        oldest = f"{lease.group_id} ({lease.task.task_id}) on {owner.worker_id}"
-        return f"{text}, oldest {oldest} since {time.monotonic() - assigned:.1f} s"
+            workers = f"workers: {names}" if names else "no rollout worker"
+            return f"nothing in flight, {workers}"
+        total = sum(worker.in_flight for worker in busy)
+        shares = ", ".join(f"{worker.in_flight} on {worker.worker_id}" for worker in busy)
+        active_leases = [(worker, active) for worker in busy for active in worker.leases.values()]
+        owner, oldest = min(active_leases, key=lambda pair: pair[1].assigned_at)
+        lease = oldest.lease
+        age_s = time.monotonic() - oldest.assigned_at
+        return (
+            f"{total} episodes in flight ({shares}), oldest {lease.group_id} "
+            f"({lease.task.task_id}) on {owner.worker_id} since {age_s:.1f} s"
+        )
 
     def metrics(self) -> dict[str, float]:
         """Sum the counters of all workers, as `rollout/<name>`."""
-        total: Counter[str] = Counter()
+        totals: defaultdict[str, float] = defaultdict(float)
         for worker in self.by_id.values():
-            total.update({f"rollout/{k}": v for k, v in worker.metrics.items()})  # type: ignore[arg-type]
-        total["rollout/workers"] = len(self.by_id)
-        return {key: float(value) for key, value in total.items()} | self.extra_metrics()
+            for name, count in worker.metrics.items():
+                totals[f"rollout/{name}"] += count
+        totals["rollout/workers"] = float(len(self.by_id))
+        return dict(totals) | self.extra_metrics()

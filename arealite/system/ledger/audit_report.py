@@ -25,8 +25,17 @@ class Balance:
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> "Balance":
         """Build a balance from counts by state of the group."""
-        sums = {k: sum(counts.get(state, 0) for state in states) for k, states in IN_STATE.items()}
-        return cls(sum(counts.values()), **sums)
+
+        def count_in(line: str) -> int:
+            return sum(counts.get(state, 0) for state in IN_STATE[line])
+
+        return cls(
+            offered=sum(counts.values()),
+            trained=count_in("trained"),
+            filtered=count_in("filtered"),
+            buffered=count_in("buffered"),
+            in_flight=count_in("in_flight"),
+        )
 
     @property
     def is_even(self) -> bool:
@@ -83,14 +92,25 @@ class AuditReport:
         for name, groups in vars(self.groups).items():
             tokens = getattr(self.tokens, name)
             lines.append(f"{name.replace('_', ' '):<28}{groups:>12}{tokens:>16}")
-        counts = {f"filtered: {k}": n for k, n in sorted(self.filtered_by_reason.items())}
-        counts |= {f"failed episodes: {k}": n for k, n in sorted(self.failures_by_class.items())}
-        counts |= {k.replace("_", " "): v for k, v in vars(self).items() if isinstance(v, int)}
-        lines += [f"{name:<28}{number:>12}" for name, number in counts.items()]
+        lines += [f"{name:<28}{count:>12}" for name, count in self._named_counts().items()]
         for name in ("lost", "repeated", "broken"):
             problems: list[str] = getattr(self, name)
             lines.append(f"{name:<28}{len(problems):>12}")
             lines += [f"  {problem}" for problem in problems]
-        lines += [line for line in (self.turns, *self.notes) if line]
-        verdict = "balanced: nothing lost, nothing repeated" if self.ok else "OUT OF BALANCE"
-        return "\n".join([*lines, verdict])
+        if self.turns:
+            lines.append(self.turns)
+        lines += [note for note in self.notes if note]
+        lines.append("balanced: nothing lost, nothing repeated" if self.ok else "OUT OF BALANCE")
+        return "\n".join(lines)
+
+    def _named_counts(self) -> dict[str, int]:
+        """Return the lines of the table with one number, in their order."""
+        counts = dict[str, int]()
+        for reason, count in sorted(self.filtered_by_reason.items()):
+            counts[f"filtered: {reason}"] = count
+        for failure_class, count in sorted(self.failures_by_class.items()):
+            counts[f"failed episodes: {failure_class}"] = count
+        for field_name, number in vars(self).items():
+            if isinstance(number, int):
+                counts[field_name.replace("_", " ")] = number
+        return counts

@@ -41,8 +41,10 @@ LOG_BYTES = 128 << 20
 """Size of the write-ahead log from which it is truncated, even if readers delay that."""
 CHECK_LOG_EVERY = 16
 """Number of transactions between two checks of the log's size."""
-READERS_MS, MAX_READERS_MS = 200, 2000
-"""Time to wait for readers at LOG_BYTES, and at most; it grows with the size of the log."""
+READERS_MS = 200
+"""Time to wait for readers if the log has LOG_BYTES; it grows with the size of the log."""
+MAX_READERS_MS = 2000
+"""Maximum time to wait for readers."""
 BUSY_MS = 10_000
 """Time for which a connection waits for a lock."""
 MAX_PROMPTS = 1 << 16
@@ -90,13 +92,15 @@ class Ledger:
                 self._prepare(fingerprint)
                 on_error.pop_all()
         except (OSError, sqlite3.Error) as error:
-            what = f"Cannot use the ledger {path}: {error}"
-            raise UserError(f"{what}. Make the folder writable or free the disk.") from error
+            raise UserError(
+                f"Cannot use the ledger {path}: {error}. Make the folder writable or free the disk."
+            ) from error
 
     def _prepare(self, fingerprint: dict[str, str]) -> None:
         expected = {"schema": schema.SCHEMA_VERSION, **fingerprint}
         db = self.connection
-        if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        is_new = db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+        if is_new:
             db.executescript("BEGIN IMMEDIATE;" + schema.SCHEMA)
             db.executemany("INSERT INTO meta VALUES (?, ?)", expected.items())
             tables = [(table,) for table in schema.COVERED]
@@ -108,8 +112,10 @@ class Ledger:
         stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
         for key, value in expected.items():
             if stored.get(key) != value:
-                what = f"The ledger {self.path} was started with {key}={stored.get(key)}, now it is"
-                raise UserError(f"{what} {value}. Restore the value, or choose another trial_name.")
+                raise UserError(
+                    f"The ledger {self.path} was started with {key}={stored.get(key)}, "
+                    f"now it is {value}. Restore the value, or choose another trial_name."
+                )
         db.execute(f"DELETE FROM checkpoints WHERE NOT {schema.VALID_CHECKPOINT}")
         self.boot = int(stored.get("boot", "0")) + 1
         self.set_meta("boot", str(self.boot))
@@ -121,28 +127,42 @@ class Ledger:
         Args:
             make: Called with seq, epoch and row; returns the group without its state.
         """
-        db = self.connection
-        for seq, epoch, row, leases, *rest in db.execute(
+        rows = self.connection.execute(
             "SELECT seq, epoch, row, leases, state, step, place FROM groups "
             "WHERE state NOT IN ('filtered', 'trained', 'durable') ORDER BY place, seq"
-        ).fetchall():
+        ).fetchall()
+        for seq, epoch, row, leases, state, step, place in rows:
             group = make(seq, epoch, row)
-            group.state, group.step, group.place = rest
-            key = (group.group_id,)
-            ids_and_task = (group.group_id, "train", group.task)
+            group.state = state
+            group.step = step
+            group.place = place
             for lease_id, worker_id, members, version in json.loads(leases):
-                group.leases[lease_id] = Lease(lease_id, *ids_and_task, members, version)
                 group.owners[lease_id] = worker_id
-            sql = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
-            for (blob,) in db.execute(sql, key):
-                header = decode_header(blob)
-                group.finished.setdefault(header.member, []).append(header)
-            sql = "SELECT member, lease_id, class FROM failures WHERE group_id = ?"
-            group.failures = db.execute(sql, key).fetchall()
-            for (blob,) in db.execute("SELECT header FROM turns WHERE group_id = ?", key):
-                turn = decode_turn(blob)
-                group.turns.setdefault(turn.member, {})[turn.seat, turn.index] = turn
+                group.leases[lease_id] = Lease(
+                    lease_id=lease_id,
+                    group_id=group.group_id,
+                    split="train",
+                    task=group.task,
+                    members=members,
+                    version=version,
+                )
+            self._load_episodes(group)
             yield group
+
+    def _load_episodes(self, group: Group) -> None:
+        """Load the trajectories, failures and turns of a group."""
+        db = self.connection
+        key = (group.group_id,)
+        query = "SELECT header FROM trajectories WHERE group_id = ? ORDER BY member, seat"
+        for (encoded_header,) in db.execute(query, key):
+            header = decode_header(encoded_header)
+            group.finished.setdefault(header.member, []).append(header)
+        query = "SELECT member, lease_id, class FROM failures WHERE group_id = ?"
+        group.failures = db.execute(query, key).fetchall()
+        for (encoded_turn,) in db.execute("SELECT header FROM turns WHERE group_id = ?", key):
+            turn = decode_turn(encoded_turn)
+            turns = group.turns.setdefault(turn.member, {})
+            turns[turn.seat, turn.index] = turn
 
     # ------------------------------------------------------------ writing
 
@@ -158,35 +178,65 @@ class Ledger:
         self._groups[group.seq] = group
 
     def add_trajectory(self, header: TrajectoryHeader, payload: bytes) -> None:
-        """Write a trajectory; ignore it if its id is stored already."""
-        (prompt, rest), own = split_prompt(payload), header.trajectory_id
+        """Write a trajectory; ignore it if its id is stored already.
+
+        A prompt block that another trajectory of the group and seat has stored is left out.
+        """
+        stored_payload = payload
+        prompt, unshared = split_prompt(payload)
         key = header.group_id, header.seat, blake2b(prompt).digest()
-        if prompt and (first := self._prompts.setdefault(key, own)) != own:
-            payload = REFERENCE + _encode((first, rest))
+        if prompt:
+            prompt_owner = self._prompts.setdefault(key, header.trajectory_id)
+            if prompt_owner != header.trajectory_id:
+                stored_payload = REFERENCE + _encode((prompt_owner, unshared))
         if len(self._prompts) > MAX_PROMPTS:
-            self._prompts.pop(next(iter(self._prompts)))
-        self._trajectories.append((*columns(header), _encode(header), payload))
+            oldest_key = next(iter(self._prompts))
+            del self._prompts[oldest_key]
+        self._trajectories.append((*columns(header), _encode(header), stored_payload))
 
     def add_turn(self, group_id: str, turn: TurnHeader, payload: bytes) -> None:
         """Write a turn of an unfinished episode; replace a stored turn of the same index."""
-        sql = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)"
-        self._put(sql, group_id, turn.member, turn.seat, turn.index, _encode(turn), payload)
+        self._put(
+            "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)",
+            group_id,
+            turn.member,
+            turn.seat,
+            turn.index,
+            _encode(turn),
+            payload,
+        )
 
     def delete_turns(self, group_id: str, member: int) -> None:
         """Delete the stored turns of an episode."""
         self._put("DELETE FROM turns WHERE group_id = ? AND member = ?", group_id, member)
 
-    def add_failure(self, group_id: str, member: int, lease_id: str, failure: Failure) -> None:
+    def add_failure(
+        self,
+        group_id: str,
+        member: int,
+        lease_id: str,
+        failure: Failure,
+    ) -> None:
         """Write a failed attempt; ignore it if one of this member and lease is stored already."""
-        row = (group_id, member, lease_id, failure.failure_class, failure.detail)
-        self._queue += _many(schema.PUT_FAILURE, [schema.with_checksum(*row)])
+        row = schema.with_checksum(
+            group_id,
+            member,
+            lease_id,
+            failure.failure_class,
+            failure.detail,
+        )
+        self._queue += _many(schema.PUT_FAILURE, [row])
 
     def train(self, report: StepReport) -> None:
         """Write the report of a trained step, and mark its groups as trained."""
-        trained = json.dumps(report.trained)
-        metrics = json.dumps(report.metrics)
-        columns = (report.step, trained, metrics, report.ranks, report.fingerprint)
-        self._queue += _many(schema.PUT_STEP, [schema.with_checksum(*columns)])
+        row = schema.with_checksum(
+            report.step,
+            json.dumps(report.trained),
+            json.dumps(report.metrics),
+            report.ranks,
+            report.fingerprint,
+        )
+        self._queue += _many(schema.PUT_STEP, [row])
         self._change("step = ? AND state = 'batched'", report.step, state="'trained'")
 
     def checkpoint(self, step: int, path: str) -> None:
@@ -202,9 +252,12 @@ class Ledger:
         thread may use the connection meanwhile.
         """
         step = meta_number(self.connection, "dropped")  # the first step with payloads
-        sql = "SELECT step FROM checkpoints ORDER BY step DESC LIMIT 1 OFFSET ?"
-        oldest = self.connection.execute(sql, (checkpoints - 1,)).fetchone()
-        if oldest is None or step >= oldest[0]:
+        query = "SELECT step FROM checkpoints ORDER BY step DESC LIMIT 1 OFFSET ?"
+        oldest_kept = self.connection.execute(query, (checkpoints - 1,)).fetchone()
+        if oldest_kept is None:
+            return False
+        (kept_step,) = oldest_kept
+        if step >= kept_step:
             return False
         self._put(schema.DROP_PAYLOADS, step)
         self.set_meta("dropped", str(step + 1))
@@ -212,8 +265,8 @@ class Ledger:
 
     def roll_back(self, step: int) -> None:
         """Undo batches from `step` on; their groups are complete again and keep step and place."""
-        where = "step >= ? AND state IN ('batched', 'trained', 'durable')"
-        self._change(where, step, state="'complete'")
+        is_undone = "step >= ? AND state IN ('batched', 'trained', 'durable')"
+        self._change(is_undone, step, state="'complete'")
         self._put("DELETE FROM steps WHERE step >= ?", step)
         self._put("DELETE FROM checkpoints WHERE step > ?", step)
         self._put("DELETE FROM evals WHERE eval_id > ?", step)
@@ -231,11 +284,21 @@ class Ledger:
         """Clear step and place of rolled-back groups, because the batch size was changed."""
         self._change("state = 'complete' AND step NOTNULL", step="NULL", place="NULL")
 
-    def _change(self, where: str, *values: object, **columns: str) -> None:
-        """Set columns of groups to SQL expressions, and update their checksums."""
-        new = ", ".join(columns.get(name, name) for name in schema.COVERED["groups"].split(", "))
-        changes = ", ".join(f"{name} = {value}" for name, value in columns.items())
-        self._put(f"UPDATE groups SET {changes}, sum = checksum({new}) WHERE {where}", *values)
+    def _change(self, condition: str, *parameters: object, **changes: str) -> None:
+        """Set columns of groups to SQL expressions, and update their checksums.
+
+        Args:
+            condition: SQL condition; the groups to change.
+            parameters: Values of the placeholders in the condition.
+            changes: By column: its new value, as an SQL expression.
+        """
+        names = schema.COVERED["groups"].split(", ")
+        covered = ", ".join(changes.get(name, name) for name in names)
+        assignments = ", ".join(f"{name} = {new}" for name, new in changes.items())
+        self._put(
+            f"UPDATE groups SET {assignments}, sum = checksum({covered}) WHERE {condition}",
+            *parameters,
+        )
 
     def add_eval(self, eval_id: int, metrics: dict[str, float]) -> None:
         """Write the scores of an evaluation."""
@@ -249,10 +312,14 @@ class Ledger:
         self._groups = {}
         trajectories = self._trajectories
         self._trajectories = []
-        cuts = range(0, len(trajectories), ROWS)
-        # `execute` computes these checksums, in the writer's thread: 60 µs for a payload of 64 KB.
-        new = [(schema.PUT_TRAJECTORIES, tuple(trajectories[at : at + ROWS])) for at in cuts]
-        return [*_many(schema.PUT_GROUPS, [_row(each) for each in groups.values()]), *new, *queue]
+        rows = [_row(group) for group in groups.values()]
+        statements = [*_many(schema.PUT_GROUPS, rows)]
+        # `execute` computes the checksums of trajectories, in the writer's thread: 60 µs for a
+        # payload of 64 KB.
+        for begin in range(0, len(trajectories), ROWS):
+            chunk = trajectories[begin : begin + ROWS]
+            statements.append((schema.PUT_TRAJECTORIES, tuple(chunk)))
+        return statements + queue
 
     def execute(self, statements: Iterable[Statement]) -> None:
         """Commit writes in one transaction.
@@ -263,18 +330,19 @@ class Ledger:
         db = self.connection
         try:
             db.execute("BEGIN IMMEDIATE")
-            for sql, values in statements:
+            for sql, parameters in statements:
                 if sql is schema.PUT_TRAJECTORIES:
-                    summed = [schema.with_payload_checksum(*row) for row in values]
-                    ((sql, values),) = _many(sql, summed)
-                db.execute(sql, values)
+                    rows = [schema.with_payload_checksum(*row) for row in parameters]
+                    ((sql, parameters),) = _many(sql, rows)
+                db.execute(sql, parameters)
             db.execute("COMMIT")
         except sqlite3.Error as error:
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            what = f"cannot write the ledger {self.path}: {error}. No acknowledged result is lost"
-            fix = "free the disk or repair its permissions, then start the same trial again."
-            raise InvariantError(f"{what}: {fix}") from error
+            raise InvariantError(
+                f"cannot write the ledger {self.path}: {error}. No acknowledged result is lost: "
+                "free the disk or repair its permissions, then start the same trial again."
+            ) from error
         self._transactions += 1
         if self._transactions % CHECK_LOG_EVERY == 0:
             self._limit_log()
@@ -288,7 +356,7 @@ class Ledger:
         is_blocked = True
         self.connection.execute(f"PRAGMA busy_timeout = {timeout_ms}")
         with suppress(sqlite3.Error):  # committed data is safe in any case
-            is_blocked = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            (is_blocked, *_) = self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self.connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
         self._log_limit = 2 * size if is_blocked else LOG_BYTES
         if is_blocked:
@@ -305,25 +373,49 @@ class Ledger:
 
 def columns(header: TrajectoryHeader) -> tuple[object, ...]:
     """Return the columns of the table `trajectories` that repeat fields of a header."""
-    h = header
     # As SQLite stores it: a float, and never -0.0.
-    reward = None if h.reward is None else h.reward + 0.0
-    first = (h.trajectory_id, h.group_id, h.member, h.seat, reward, h.num_tokens)
-    return (*first, h.trained_tokens, h.oldest_version, h.newest_version, h.interruptions)
+    reward = None if header.reward is None else header.reward + 0.0
+    return (
+        header.trajectory_id,
+        header.group_id,
+        header.member,
+        header.seat,
+        reward,
+        header.num_tokens,
+        header.trained_tokens,
+        header.oldest_version,
+        header.newest_version,
+        header.interruptions,
+    )
 
 
 def _row(group: Group) -> tuple[object, ...]:
-    leases = [(key, group.owners[key], x.members, x.version) for key, x in group.leases.items()]
-    fixed = (group.group_id, group.seq, group.task.task_id, group.row, group.epoch)
-    covered = (*fixed, group.state, group.reason, group.step, group.place)
+    """Return a row of the table `groups`, in the order of `schema.PUT_GROUPS`."""
+    leases = [
+        (lease_id, group.owners[lease_id], lease.members, lease.version)
+        for lease_id, lease in group.leases.items()
+    ]
+    covered = (
+        group.group_id,
+        group.seq,
+        group.task.task_id,
+        group.row,
+        group.epoch,
+        group.state,
+        group.reason,
+        group.step,
+        group.place,
+    )
     return (*covered, json.dumps(leases), schema.checksum(*covered))
 
 
 def _many(sql: str, rows: Sequence[tuple[object, ...]]) -> Iterator[Statement]:
-    for first in range(0, len(rows), ROWS):
-        chunk = rows[first : first + ROWS]
-        row = f"({', '.join('?' * len(chunk[0]))})"
-        yield sql.format(", ".join([row] * len(chunk))), tuple(chain.from_iterable(chunk))
+    """Yield statements that write up to ROWS rows each; `sql` has a `{}` for the placeholders."""
+    for begin in range(0, len(rows), ROWS):
+        chunk = rows[begin : begin + ROWS]
+        placeholders = ", ".join("?" * len(chunk[0]))
+        all_placeholders = ", ".join([f"({placeholders})"] * len(chunk))
+        yield sql.format(all_placeholders), tuple(chain.from_iterable(chunk))
 
 
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -334,9 +426,12 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         mode += "&immutable=1"  # otherwise a reader needs to write the log's index
     db = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
-        uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_MS / 1000,
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=BUSY_MS / 1000,
         cached_statements=128,
-    )  # fmt: skip
+    )
     with ExitStack() as on_error:
         on_error.callback(db.close)
         for pragma in () if read_only else PRAGMAS:
@@ -361,7 +456,12 @@ def open_read_only(path: Path) -> Generator[sqlite3.Connection]:
         raise UserError(f"{path} cannot be read as a ledger: {error}. Restore it.") from error
 
 
-def read_payloads(path: Path, ids: Sequence[str], *, dropped: bytes | None = None) -> list[bytes]:
+def read_payloads(
+    path: Path,
+    ids: Sequence[str],
+    *,
+    dropped: bytes | None = None,
+) -> list[bytes]:
     """Read the payloads of trajectories through a new connection.
 
     Args:
@@ -374,22 +474,29 @@ def read_payloads(path: Path, ids: Sequence[str], *, dropped: bytes | None = Non
     """
     payloads: list[bytes] = []
     with closing(connect(path, read_only=True)) as db:
-        for key in ids:
-            sql = "SELECT IFNULL(payload, ?) FROM trajectories WHERE trajectory_id = ?"
-            row = db.execute(sql, (dropped, key)).fetchone()
-            if row is None or row[0] is None:
-                raise InvariantError(f"trajectory {key} is in a batch but not in the ledger {path}")
-            payloads.append(whole_payload(db, row[0]))
+        for trajectory_id in ids:
+            query = "SELECT IFNULL(payload, ?) FROM trajectories WHERE trajectory_id = ?"
+            row = db.execute(query, (dropped, trajectory_id)).fetchone()
+            stored: bytes | None = None if row is None else row[0]
+            if stored is None:
+                raise InvariantError(
+                    f"trajectory {trajectory_id} is in a batch but not in the ledger {path}"
+                )
+            payloads.append(whole_payload(db, stored))
     return payloads
 
 
 def read_turns(path: Path, lease: Lease) -> tuple[list[TurnHeader], list[bytes]]:
     """Read the stored turns of a lease's members: headers and payloads, ordered by member."""
-    sql = "SELECT header, payload FROM turns WHERE group_id = ? AND member IN "
-    sql += "(SELECT value FROM json_each(?)) ORDER BY member, seat, idx"
+    query = (
+        "SELECT header, payload FROM turns WHERE group_id = ? AND member IN "
+        "(SELECT value FROM json_each(?)) ORDER BY member, seat, idx"
+    )
     with closing(connect(path, read_only=True)) as db:
-        rows = db.execute(sql, (lease.group_id, json.dumps(lease.members))).fetchall()
-    return [decode_turn(header) for header, _ in rows], [payload for _, payload in rows]
+        rows = db.execute(query, (lease.group_id, json.dumps(lease.members))).fetchall()
+    headers = [decode_turn(header) for header, _ in rows]
+    payloads = [payload for _, payload in rows]
+    return headers, payloads
 
 
 def meta_number(db: sqlite3.Connection, key: str) -> int:

@@ -2,6 +2,7 @@
 
 The datapipe calls `find_mismatch` before it stores a payload, a trainer rank before it trains one,
 and the audit for every stored payload. The arrays are numpy views: no data is copied.
+Shape letter: T = tokens of all segments.
 """
 
 import math
@@ -30,10 +31,14 @@ def whole_payload(db: sqlite3.Connection, stored: bytes) -> bytes:
     """Return a stored payload with its prompt block; b"" if the block is missing."""
     if stored[:1] != REFERENCE:
         return stored
-    first, rest = _decode_reference(stored[1:])
-    sql = "SELECT payload FROM main.trajectories WHERE trajectory_id = ?"
-    row = db.execute(sql, (first,)).fetchone()
-    return split_prompt(row[0])[0] + rest if row and row[0] else b""
+    prompt_owner, unshared = _decode_reference(stored[1:])
+    query = "SELECT payload FROM main.trajectories WHERE trajectory_id = ?"
+    row = db.execute(query, (prompt_owner,)).fetchone()
+    owner_payload = row[0] if row else None
+    if not owner_payload:
+        return b""
+    prompt, _ = split_prompt(owner_payload)
+    return prompt + unshared
 
 
 def payload_sum(payload: bytes) -> int:
@@ -41,9 +46,12 @@ def payload_sum(payload: bytes) -> int:
 
     A change of one byte changes it. It does not detect forgeries or swapped 8-byte words.
     """
-    words = len(payload) // 8
-    total = int(np.add.reduce(np.frombuffer(payload, np.uint64, words)))
-    return (total + int.from_bytes(payload[words * 8 :]) + len(payload)) % ((1 << 40) - 87) + 1
+    num_words = len(payload) // 8
+    words = np.frombuffer(payload, np.uint64, num_words)
+    total = int(np.add.reduce(words))
+    total += int.from_bytes(payload[num_words * 8 :])
+    total += len(payload)
+    return total % ((1 << 40) - 87) + 1
 
 
 def find_mismatch(
@@ -67,79 +75,119 @@ def find_mismatch(
         segments = decode_segments(payload)
     except msgspec.MsgspecError as error:
         return f"unreadable: {error}"
-    for s in segments:
-        size = 4 * len(s.loss_mask)
-        lengths = {*map(len, (s.tokens, s.logprobs, s.versions, s.rewards))}
-        if not size or lengths != {size} or len(s.routing) % len(s.loss_mask):
-            return "arrays of other lengths"
-        if s.loss_mask[0]:
-            return "a sampled token has no prefix"
-        if not min_temperature <= s.temperature < math.inf:
-            return "logprobs"
+    for segment in segments:
+        if flaw := _segment_flaw(segment, min_temperature):
+            return flaw
     if not segments or [len(s.loss_mask) for s in segments] != header.segment_lengths:
         return "length"
-    receipts = sum([len(s.turns) for s in segments])
-    if (flaw := _first_flaw(header, segments, vocab_size)) or not receipts:
-        return flaw  # an older AReaLite writes no receipts
-    if receipts != header.turns:
+    return (
+        _array_flaw(header, segments, vocab_size)
+        or _reward_flaw(header, segments)
+        or _receipts_flaw(header, segments)
+    )
+
+
+def _segment_flaw(segment: Segment, min_temperature: float) -> str:
+    """Return what is wrong with the lengths or the temperature of a segment; "" if nothing is."""
+    num_tokens = len(segment.loss_mask)
+    arrays = (segment.tokens, segment.logprobs, segment.versions, segment.rewards)
+    if not num_tokens or {len(array) for array in arrays} != {4 * num_tokens}:
+        return "arrays of other lengths"
+    if len(segment.routing) % num_tokens:
+        return "arrays of other lengths"
+    if segment.loss_mask[0]:
+        return "a sampled token has no prefix"
+    if not min_temperature <= segment.temperature < math.inf:
+        return "logprobs"
+    return ""
+
+
+def _receipts_flaw(header: TrajectoryHeader, segments: list[Segment]) -> str:
+    """Return the first difference between the segments and their receipts; "" if they agree."""
+    num_receipts = sum([len(segment.turns) for segment in segments])
+    if not num_receipts:  # an older AReaLite writes no receipts
+        return ""
+    if num_receipts != header.turns:
         return "receipt: number"
-    return next((what for s in segments if (what := _wrong_receipt(s))), "")
+    for segment in segments:
+        if flaw := _receipt_flaw(segment):
+            return flaw
+    return ""
 
 
-def _wrong_receipt(s: Segment) -> str:
+def _receipt_flaw(segment: Segment) -> str:
     """Return the first difference between a segment and its receipts; "" if they agree.
 
     They agree if each trained token is an answer's, as it arrived, after the prompt that was sent.
     """
-    state = blake2b()
-    at = 0
-    last = 0
-    for turn in s.turns:
+    prompt_hash = blake2b()
+    num_hashed = 0
+    previous_end = 0
+    for turn in segment.turns:
         begin = turn.start
         end = turn.start + turn.length
-        if not (last <= begin and end <= len(s.loss_mask) and turn.reused <= begin):
+        is_in_order = previous_end <= begin and end <= len(segment.loss_mask)
+        if not is_in_order or turn.reused > begin:
             return "receipt: range"
-        state.update(s.tokens[4 * at : 4 * begin])
-        if state.digest() != turn.prompt:
+        prompt_hash.update(segment.tokens[4 * num_hashed : 4 * begin])
+        if prompt_hash.digest() != turn.prompt:
             return f"receipt: prompt of {begin} tokens"
-        answer = [each[4 * begin : 4 * end] for each in (s.tokens, s.logprobs, s.versions)]
-        if blake2b(b"".join(answer)).digest() != turn.answer:
+        answer_hash = blake2b()
+        for array in (segment.tokens, segment.logprobs, segment.versions):
+            answer_hash.update(array[4 * begin : 4 * end])
+        if answer_hash.digest() != turn.answer:
             return f"receipt: answer after {begin} tokens"
-        if s.loss_mask.count(1, begin, end) != turn.length:
+        if segment.loss_mask.count(1, begin, end) != turn.length:
             return "receipt: mask"
-        at = begin
-        last = end
-    return "" if sum([turn.length for turn in s.turns]) == s.loss_mask.count(1) else "receipt: mask"
+        num_hashed = begin
+        previous_end = end
+    num_sampled = sum([turn.length for turn in segment.turns])
+    return "" if num_sampled == segment.loss_mask.count(1) else "receipt: mask"
 
 
-def _first_flaw(header: TrajectoryHeader, segments: list[Segment], vocab_size: int) -> str:
-    """Compare the joined arrays of all segments: one numpy call costs as much as 1,000 tokens."""
-    versions = np.frombuffer(b"".join([s.versions for s in segments]), "<i4")
-    is_sampled = versions >= 0
-    if is_sampled.tobytes() != b"".join([s.loss_mask for s in segments]):
+def _array_flaw(
+    header: TrajectoryHeader,
+    segments: list[Segment],
+    vocab_size: int,
+) -> str:
+    """Return the first difference between the arrays and the header; "" if they agree.
+
+    The arrays of all segments are joined: one numpy call costs as much as 1,000 tokens.
+    """
+    versions_T = np.frombuffer(b"".join([s.versions for s in segments]), "<i4")
+    is_sampled_T = versions_T >= 0
+    if is_sampled_T.tobytes() != b"".join([s.loss_mask for s in segments]):
         return "mask"
-    tokens = np.frombuffer(b"".join([s.tokens for s in segments]), "<u4")
-    if np.maximum.reduce(tokens) >= vocab_size:  # as uint32, negative ids are large too
+    tokens_T = np.frombuffer(b"".join([s.tokens for s in segments]), "<u4")
+    if np.maximum.reduce(tokens_T) >= vocab_size:  # as uint32, negative ids are large too
         return "tokens"
-    if not _is_finite(np.frombuffer(b"".join([s.logprobs for s in segments]), "<f4")):
+    logprobs_T = np.frombuffer(b"".join([s.logprobs for s in segments]), "<f4")
+    if not _is_finite(logprobs_T):
         return "logprobs"
-    sampled = np.count_nonzero(is_sampled)
-    if sampled != header.trained_tokens or not sampled:
+    num_sampled = np.count_nonzero(is_sampled_T)
+    if num_sampled != header.trained_tokens or not num_sampled:
         return "length"
-    oldest = np.minimum.reduce(versions.view(np.uint32))  # as uint32, -1 is the largest
-    if (oldest, np.maximum.reduce(versions)) != (header.oldest_version, header.newest_version):
+    oldest = np.minimum.reduce(versions_T.view(np.uint32))  # as uint32, -1 is the largest
+    newest = np.maximum.reduce(versions_T)
+    if oldest != header.oldest_version or newest != header.newest_version:
         return "versions"
-    raw = b"".join([s.rewards for s in segments])
-    if raw[:-4] == bytes(len(raw) - 4):  # common case: only the last token has a reward
-        raw = raw[-4:]
-    rewards = np.frombuffer(raw, "<f4")
-    if not _is_finite(rewards):
+    return ""
+
+
+def _reward_flaw(header: TrajectoryHeader, segments: list[Segment]) -> str:
+    """Return "reward" if the rewards of the tokens do not add up to the header's; else ""."""
+    encoded = b"".join([segment.rewards for segment in segments])
+    if encoded[:-4] == bytes(len(encoded) - 4):  # common case: only the last token has a reward
+        encoded = encoded[-4:]
+    rewards_T = np.frombuffer(encoded, "<f4")
+    if not _is_finite(rewards_T):
         return "reward"
-    reward = float(np.add.reduce(rewards, dtype=np.float64))
-    total = float(np.add.reduce(np.abs(rewards), dtype=np.float64))
-    return "" if abs(reward - (header.reward or 0.0)) <= ROUNDING * total else "reward"
+    total = float(np.add.reduce(rewards_T, dtype=np.float64))
+    magnitude = float(np.add.reduce(np.abs(rewards_T), dtype=np.float64))
+    difference = abs(total - (header.reward or 0.0))
+    return "" if difference <= ROUNDING * magnitude else "reward"
 
 
-def _is_finite(values: np.ndarray) -> bool:
+def _is_finite(array: np.ndarray) -> bool:
     # The dot product with itself is the fastest test; isfinite decides if it overflows.
-    return math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
+    return math.isfinite(array.dot(array)) or bool(np.isfinite(array).all())

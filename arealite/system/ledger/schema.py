@@ -57,16 +57,21 @@ def with_payload_checksum(*row: Any) -> tuple[object, ...]:
     return (*row, checksum(row[0], payload=row[-1]), checksum(*row[:-1]))
 
 
-def _insert(table: str, how: str = "INSERT OR IGNORE", *, also: str = "") -> str:
-    return f"{how} INTO {table} ({COVERED[table]}, {also}sum) VALUES {{}}"
+def _insert(
+    table: str,
+    verb: str = "INSERT OR IGNORE",
+    *,
+    also: str = "",
+) -> str:
+    """Return SQL that inserts rows; `also` lists further columns, each with a comma after it."""
+    return f"{verb} INTO {table} ({COVERED[table]}, {also}sum) VALUES {{}}"
 
 
-CHANGING = "state", "reason", "step", "place", "leases", "sum"
+CHANGING = ("state", "reason", "step", "place", "leases", "sum")
 """Columns of a group that change after its first write."""
+_CHANGES = ", ".join(f"{name} = excluded.{name}" for name in CHANGING)
 PUT_GROUPS = (
-    _insert("groups", "INSERT", also="leases, ")
-    + " ON CONFLICT (seq) DO UPDATE SET "
-    + ", ".join(f"{name} = excluded.{name}" for name in CHANGING)
+    _insert("groups", "INSERT", also="leases, ") + f" ON CONFLICT (seq) DO UPDATE SET {_CHANGES}"
 )
 PUT_TRAJECTORIES = _insert("trajectories", also="payload, payload_sum, ")
 PUT_STEP = _insert("steps")
@@ -75,12 +80,19 @@ PUT_FAILURE = _insert("failures")
 
 def triggers(table: str) -> str:
     """Return SQL for temporary triggers that update the row of `heads` for a table."""
-    change = f"UPDATE heads SET rows = rows {{}} 1, sum = (sum {{}} {{}}.sum) & {CHECKSUM_MASK} "
-    change += f"WHERE name = '{table}';"
-    added = change.format("+", "+", "NEW")
-    removed = change.format("-", "-", "OLD")
-    events = {"INSERT": added, "DELETE": removed, "UPDATE OF sum": removed + added}
+    add = _change_of_head(table, "+", "NEW")
+    remove = _change_of_head(table, "-", "OLD")
+    events = {"INSERT": add, "DELETE": remove, "UPDATE OF sum": remove + add}
     return "".join(
         f"CREATE TEMP TRIGGER {table}_{event[:6]} AFTER {event} ON main.{table} BEGIN {body} END;"
         for event, body in events.items()
+    )
+
+
+def _change_of_head(table: str, sign: str, row: str) -> str:
+    """Return SQL that adds (+) or removes (-) a row in the count and the sum of a table."""
+    return (
+        f"UPDATE heads SET rows = rows {sign} 1, "
+        f"sum = (sum {sign} {row}.sum) & {CHECKSUM_MASK} "
+        f"WHERE name = '{table}';"
     )

@@ -2,7 +2,7 @@
 
 One file per step and rank, beside the ledger. The report shows these numbers and training does not
 need them, so a failed write must not stop the run.
-Shape letter: N = sampled tokens of the listed trajectories, concatenated.
+Shape letters: N = sampled tokens of the listed trajectories, concatenated; n = those of one.
 """
 
 from contextlib import suppress
@@ -28,7 +28,12 @@ class TokenStats(msgspec.Struct, frozen=True):
     """float16 [N]: the trainer's logprob before its first update, minus the sampler's."""
 
 
-def write(folder: Path, step: int, rank: int, stats: TokenStats) -> None:
+def write(
+    folder: Path,
+    step: int,
+    rank: int,
+    stats: TokenStats,
+) -> None:
     """Write the statistics of one rank and step; replace an existing file.
 
     Raises:
@@ -49,16 +54,19 @@ def read(folder: Path, step: int, *, ranks: int) -> dict[str, tuple[np.ndarray, 
     Returns:
         By trajectory id: float16 advantages and differences of its sampled tokens.
     """
-    found = dict[str, tuple[np.ndarray, np.ndarray]]()
+    stats_by_id = dict[str, tuple[np.ndarray, np.ndarray]]()
     for rank in range(ranks):
         with suppress(OSError, msgspec.MsgspecError, ValueError):
-            stats = msgspec.msgpack.decode(_file(folder, step, rank).read_bytes(), type=TokenStats)
+            encoded = _file(folder, step, rank).read_bytes()
+            stats = msgspec.msgpack.decode(encoded, type=TokenStats)
             advantages_N = np.frombuffer(stats.advantages, "<f2")
             differences_N = np.frombuffer(stats.differences, "<f2")
-            ends = pairwise(np.cumsum([0, *stats.counts]).tolist())
-            for name, (begin, end) in zip(stats.trajectory_ids, ends, strict=True):
-                found[name] = advantages_N[begin:end], differences_N[begin:end]
-    return found
+            bounds = pairwise(np.cumsum([0, *stats.counts]).tolist())
+            for trajectory_id, (begin, end) in zip(stats.trajectory_ids, bounds, strict=True):
+                advantages_n = advantages_N[begin:end]
+                differences_n = differences_N[begin:end]
+                stats_by_id[trajectory_id] = advantages_n, differences_n
+    return stats_by_id
 
 
 def _file(folder: Path, step: int, rank: int) -> Path:

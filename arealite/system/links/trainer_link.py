@@ -66,11 +66,12 @@ class TrainerLink:
         """Begin training at `step` (rank 0 only); the datapipe rolls the ledger back to it."""
         request = messages.TrainerStart(step, self.world_size)
         answer = self._request(request, lambda message: isinstance(message, messages.Ticket))
-        ticket = cast(tuple[messages.Ticket, list[bytes]], answer)[0].number
-        self.ticket = ticket
-        request = messages.TrainerStart(step, self.world_size, ticket)
+        ticket, _ = cast(tuple[messages.Ticket, list[bytes]], answer)
+        self.ticket = ticket.number
+        request = messages.TrainerStart(step, self.world_size, ticket=ticket.number)
         answer = self._request(request, lambda message: isinstance(message, messages.TrainerReady))
-        return cast(tuple[messages.TrainerReady, list[bytes]], answer)[0]
+        ready, _ = cast(tuple[messages.TrainerReady, list[bytes]], answer)
+        return ready
 
     def next_batch(self, step: int, *, on_wait: OnWait = None) -> tuple[Batch, list[bytes]] | None:
         """Wait for this rank's shard of batch `step`.
@@ -93,8 +94,11 @@ class TrainerLink:
             return False
 
         request = messages.BatchRequest(step, self.rank, self.world_size)
-        batch, payloads = self._request(request, is_answer, while_waiting) or (None, [])
-        return (batch, payloads) if isinstance(batch, Batch) else None
+        answer = self._request(request, is_answer, while_waiting)
+        if answer is None:
+            return None
+        message, payloads = answer
+        return (message, payloads) if isinstance(message, Batch) else None
 
     def report(self, message: FromTrainer) -> None:
         """Send a message whose answer is Done; return once the datapipe has stored it."""
@@ -113,14 +117,16 @@ class TrainerLink:
             wait: Wait until one finishes, if any is running.
             on_wait: Returns True to stop waiting.
         """
-        if self._evals and not self._eval_results:
-            if wait:
-                request = next(iter(self._evals.values()))
-                self._request(request, lambda _: bool(self._eval_results), on_wait)
-            else:
-                while self._receive(block=False) is not None:
-                    pass
-        return self._eval_results.pop(0) if self._eval_results else None
+        is_due = bool(self._evals) and not self._eval_results
+        if is_due and wait:
+            request = next(iter(self._evals.values()))
+            self._request(request, lambda _: bool(self._eval_results), on_wait)
+        elif is_due:
+            while self._receive(block=False) is not None:
+                pass
+        if not self._eval_results:
+            return None
+        return self._eval_results.pop(0)
 
     def close(self, *, linger_ms: int = 1000) -> None:
         """Close the connection; wait at most `linger_ms` for sent messages to leave."""
@@ -131,7 +137,10 @@ class TrainerLink:
     # ------------------------------------------------------------ internals
 
     def _request(
-        self, request: FromTrainer, is_answer: Callable[[ToTrainer], bool], on_wait: OnWait = None
+        self,
+        request: FromTrainer,
+        is_answer: Callable[[ToTrainer], bool],
+        on_wait: OnWait = None,
     ) -> Answer | None:
         """Send a request until it is answered, and reconnect if the datapipe moved.
 
@@ -140,36 +149,45 @@ class TrainerLink:
         """
         name = wire.request_name(request)
         owner = f"trainer rank {self.rank}"
-        with Wait(name, owner=owner, on="datapipe-0", replies_soon=True) as shown:
-            reported_at = resolved_at = sent_at = time.monotonic()
+        with Wait(name, owner=owner, on="datapipe-0", replies_soon=True) as wait:
+            begin = time.monotonic()
+            reported_at = begin
+            resolved_at = begin
+            sent_at = begin
             self._send(request)
             while True:
                 now = time.monotonic()
-                silent_s = now - shown.last_sign
+                silent_s = now - wait.last_sign
                 waiting = None
                 # Read first: after a pause of this process itself, messages may be queued.
-                if (received := self._receive()) is not None:
-                    message = received[0]
+                received = self._receive()
+                if received is not None:
+                    message, _ = received
                     if is_answer(message):
                         return received
                     waiting = message if isinstance(message, Waiting) else None
-                    shown.note_sign(waiting.detail if waiting is not None else "")
+                    _note_message(wait, message)
                 elif silent_s > self.silence_s:
-                    where = self._address or UNNAMED
-                    what = f"the datapipe at {where} has been silent for {silent_s:.0f} s"
-                    raise RoleError(f"{what}; {owner} waits for the answer to '{name}'")
-                elif now - max(shown.last_sign, resolved_at) > SILENT_S:
-                    resolved_at = sent_at = now
+                    address = self._address or UNNAMED
+                    raise RoleError(
+                        f"the datapipe at {address} has been silent for {silent_s:.0f} s; "
+                        f"{owner} waits for the answer to '{name}'"
+                    )
+                elif now - max(wait.last_sign, resolved_at) > SILENT_S:
+                    resolved_at = now
+                    sent_at = now
                     self._reconnect(request)
                 if now - sent_at > REPEAT_S:
                     sent_at = now
                     self._send(request)
-                if received is None and now - reported_at > 1.0 and silent_s > 1.0:
+                is_silent = received is None and silent_s > 1.0
+                if is_silent and now - reported_at > 1.0:
                     waiting = Waiting(name, f"the datapipe, silent for {silent_s:.1f} s")
-                if waiting is not None and waiting.request == name and on_wait is not None:
-                    reported_at = now
-                    if on_wait(waiting):
-                        return None
+                if on_wait is None or waiting is None or waiting.request != name:
+                    continue
+                reported_at = now
+                if on_wait(waiting):
+                    return None
 
     def _receive(self, *, block: bool = True) -> Answer | None:
         """Return the next message and its payloads; store the scores of evaluations.
@@ -180,7 +198,8 @@ class TrainerLink:
         Raises:
             InvariantError: the datapipe refused a request.
         """
-        if (socket := self._socket) is None:
+        socket = self._socket
+        if socket is None:
             time.sleep(POLL_MS / 1000)
             return None
         if not socket.poll(POLL_MS if block else 0):
@@ -189,8 +208,10 @@ class TrainerLink:
         message = wire.decode_to_trainer(frames[0])
         if isinstance(message, messages.Refused):
             raise InvariantError(f"the datapipe refused '{message.request}': {message.reason}")
-        if isinstance(message, EvalResult) and self._evals.pop(message.eval_id, None):
-            self._eval_results.append(message)
+        if isinstance(message, EvalResult):
+            is_requested = self._evals.pop(message.eval_id, None) is not None
+            if is_requested:
+                self._eval_results.append(message)
         return message, restore_prompts(frames[1:])
 
     def _send(self, message: FromTrainer) -> None:
@@ -217,5 +238,13 @@ class TrainerLink:
         self._connect()
         if self._address != before:
             logger.info("datapipe moved", address=self._address, before=before)
-        for message in (request, *(each for each in self._evals.values() if each is not request)):
-            self._send(message)
+        self._send(request)
+        for eval_request in list(self._evals.values()):
+            if eval_request is not request:
+                self._send(eval_request)
+
+
+def _note_message(wait: Wait, message: ToTrainer) -> None:
+    """Record a message of the datapipe as a sign of life, with the reason of the wait if known."""
+    detail = message.detail if isinstance(message, Waiting) else ""
+    wait.note_sign(detail)

@@ -43,12 +43,19 @@ decode_to_trainer: Callable[[bytes], ToTrainer] = msgspec.msgpack.Decoder(ToTrai
 
 def request_name(request: FromTrainer) -> str:
     """Return the name of a request in its answers: its type, and its step, version or id."""
-    numbers = (getattr(request, name, "") for name in ("step", "version", "eval_id"))
-    return " ".join([type(request).__name__, *(str(n) for n in numbers if n != "")])
+    words = [type(request).__name__]
+    for field in ("step", "version", "eval_id"):
+        if hasattr(request, field):
+            words.append(str(getattr(request, field)))
+    return " ".join(words)
 
 
 def open_socket(
-    context: Context | None, kind: int, secret: Secret | None = None, *, max_mb: int = 0
+    context: Context | None,
+    kind: int,
+    secret: Secret | None = None,
+    *,
+    max_mb: int = 0,
 ) -> zmq.Socket[bytes]:
     """Create a socket that never blocks in send and drops unsent messages when it is closed.
 
@@ -64,21 +71,35 @@ def open_socket(
         max_mb: A peer that sends a larger frame is disconnected before the frame is in memory.
             0 sets no limit: ranks receive only frames that passed the datapipe's limit.
     """
-    socket = (context or cast(Context, zmq.Context.instance())).socket(kind)
-    for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
-        socket.setsockopt(option, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, (max_mb << 20) + ENVELOPE if max_mb else -1)
+    if context is None:
+        context = cast(Context, zmq.Context.instance())
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    max_bytes = (max_mb << 20) + ENVELOPE if max_mb else -1
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     if secret is not None:
-        router, dealer = (z85.encode(secret.derive(f"zmq {side}")) for side in ("router", "dealer"))
-        if kind == zmq.ROUTER:
-            socket.curve_server = True
-            socket.curve_secretkey = router
-        else:
-            socket.curve_serverkey = zmq.curve_public(router)
-            socket.curve_secretkey = dealer
-            socket.curve_publickey = zmq.curve_public(dealer)
+        _encrypt(socket, kind, secret)
         socket.get_monitor_socket(REFUSALS)
     return socket
+
+
+def _encrypt(
+    socket: zmq.Socket[bytes],
+    kind: int,
+    secret: Secret,
+) -> None:
+    """Set the keys of a ROUTER or DEALER."""
+    router_key = z85.encode(secret.derive("zmq router"))
+    if kind == zmq.ROUTER:
+        socket.curve_server = True
+        socket.curve_secretkey = router_key
+        return
+    dealer_key = z85.encode(secret.derive("zmq dealer"))
+    socket.curve_serverkey = zmq.curve_public(router_key)
+    socket.curve_secretkey = dealer_key
+    socket.curve_publickey = zmq.curve_public(dealer_key)
 
 
 def count_refused(socket: zmq.Socket[bytes]) -> int:
@@ -93,7 +114,8 @@ def count_refused(socket: zmq.Socket[bytes]) -> int:
 
 def close(socket: zmq.Socket[bytes], *, linger_ms: int) -> None:
     """Close a socket; wait at most `linger_ms` for sent messages to leave."""
-    if (monitor := _monitor(socket)) is not None:
+    monitor = _monitor(socket)
+    if monitor is not None:
         socket.disable_monitor()
         monitor.close(0)
     socket.close(linger=linger_ms)

@@ -66,7 +66,9 @@ class WorkerLink:
         returns all their turns: a datapipe that died may have lost them."""
         self._channel: wire.Channel | None = None
         self._address = ""
-        self._received_at = self._connected_at = time.monotonic()
+        now = time.monotonic()
+        self._received_at = now
+        self._connected_at = now
         self._leases: asyncio.Queue[Lease | None] = asyncio.Queue()
         self._members: dict[str, set[int]] = {}
         self._turns: dict[str, list[bytes]] = {}
@@ -83,7 +85,12 @@ class WorkerLink:
 
     async def next_lease(self) -> Lease | None:
         """Wait for a lease, without a deadline; return None once the run ends."""
-        self._wait = Wait("a lease", owner=self.worker_id, on="datapipe-0", replies_soon=True)
+        self._wait = Wait(
+            "a lease",
+            owner=self.worker_id,
+            on="datapipe-0",
+            replies_soon=True,
+        )
         with self._wait:
             lease = await self._leases.get()
         if lease is None:
@@ -103,17 +110,28 @@ class WorkerLink:
                 as a failure.
         """
         if max(map(len, payloads), default=0) > self.max_frame_mb << 20:
-            ids = (episode.lease_id, episode.group_id, episode.member)
             failure = Failure("too_large", f"above datapipe.max_frame_mb={self.max_frame_mb}")
-            episode = Episode(*ids, [], failure)
             payloads = []
-        if members := self._members.get(episode.lease_id):
-            members.discard(episode.member)
-            if not members:
-                del self._members[episode.lease_id]
+            episode = Episode(
+                lease_id=episode.lease_id,
+                group_id=episode.group_id,
+                member=episode.member,
+                headers=[],
+                failure=failure,
+            )
+        self._remove_member(episode)
         self._outbox.append((episode, payloads))
         if len(self._outbox) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
+
+    def _remove_member(self, episode: Episode) -> None:
+        """Remove a finished episode from its lease; remove the lease if it was the last."""
+        members = self._members.get(episode.lease_id)
+        if not members:
+            return
+        members.discard(episode.member)
+        if not members:
+            del self._members[episode.lease_id]
 
     def drain(self) -> None:
         """Drop the unfinished leases; `run` returns once all results are acknowledged."""
@@ -125,8 +143,11 @@ class WorkerLink:
     @property
     def unacknowledged(self) -> list[Episode]:
         """The submitted episodes that are not acknowledged."""
-        sent = (episode for each in self._unacknowledged.values() for episode in each.episodes)
-        return [*sent, *(episode for episode, _ in self._outbox)]
+        episodes: list[Episode] = []
+        for entry in self._unacknowledged.values():
+            episodes += entry.episodes
+        episodes += [episode for episode, _ in self._outbox]
+        return episodes
 
     # ------------------------------------------------------------ the loop
 
@@ -149,7 +170,8 @@ class WorkerLink:
 
     async def _tick(self) -> None:
         now = time.monotonic()
-        if (silent_s := now - self._received_at) > self.silence_s:
+        silent_s = now - self._received_at
+        if silent_s > self.silence_s:
             raise RoleError(f"{self.worker_id}: no message of a datapipe for {silent_s:.0f} s")
         is_silent = now - max(self._received_at, self._connected_at) > SILENT_S
         is_new_connection = self._channel is None or is_silent
@@ -165,13 +187,20 @@ class WorkerLink:
             return
         if self._channel is not None:
             if wire.count_refused(self._channel.socket):
-                logger.warning("no connection to the datapipe", address=address, why=wire.MISMATCH)
+                logger.warning(
+                    "no connection to the datapipe",
+                    address=address,
+                    why=wire.MISMATCH,
+                )
             self._channel.close()
             if address != self._address:
                 logger.info("datapipe moved", address=address, before=self._address)
-        secret = self.secret
-        limit = self.max_frame_mb
-        socket = wire.open_socket(self.context, zmq.DEALER, secret, max_mb=limit)
+        socket = wire.open_socket(
+            self.context,
+            zmq.DEALER,
+            self.secret,
+            max_mb=self.max_frame_mb,
+        )
         socket.connect(address)
         self._address = address
         self._connected_at = time.monotonic()
@@ -184,26 +213,41 @@ class WorkerLink:
     # ------------------------------------------------------------ sending
 
     def _send_state(self) -> None:
-        capacity = 0 if self._is_draining else self.capacity
-        held = sorted({*self._members, *(episode.lease_id for episode in self.unacknowledged)})
-        state = WorkerState(self.worker_id, capacity, held, self.metrics(), self._process)
+        lease_ids = {*self._members}
+        lease_ids.update(episode.lease_id for episode in self.unacknowledged)
+        state = WorkerState(
+            worker_id=self.worker_id,
+            capacity=0 if self._is_draining else self.capacity,
+            held=sorted(lease_ids),
+            split_metrics=self.metrics(),
+            process=self._process,
+        )
         if self._channel is not None:
             self._channel.send([wire.encode(state)])
 
     def _send_progress(self, is_new_connection: bool) -> None:
-        if self._channel is not None:
-            for lease, turns, payloads in self.progress(is_new_connection):
-                progress = Progress(self.worker_id, lease.lease_id, lease.group_id, turns)
-                self._channel.send([wire.encode(progress), *payloads])
+        if self._channel is None:
+            return
+        for lease, turns, payloads in self.progress(is_new_connection):
+            progress = Progress(
+                worker_id=self.worker_id,
+                lease_id=lease.lease_id,
+                group_id=lease.group_id,
+                turns=turns,
+            )
+            self._channel.send([wire.encode(progress), *payloads])
 
     def _flush(self) -> None:
         outbox = self._outbox
         self._outbox = []
-        episodes = [episode for episode, _ in outbox]
-        payloads = [payload for _, payloads in outbox for payload in payloads]
+        episodes: list[Episode] = []
+        payloads: list[bytes] = []
+        for episode, episode_payloads in outbox:
+            episodes.append(episode)
+            payloads += episode_payloads
         result = wire.encode(messages.Result(self.worker_id, episodes))
         frames = [result, *drop_repeated_prompts(payloads)]
-        self._unacknowledged[crc32(frames[0])] = _Unacknowledged(frames, episodes)
+        self._unacknowledged[crc32(result)] = _Unacknowledged(frames, episodes)
         if self._channel is not None:
             self._channel.send(frames)
 
@@ -224,11 +268,7 @@ class WorkerLink:
             case messages.Ack(checksum=checksum):
                 self._unacknowledged.pop(checksum, None)
             case Lease() as lease:
-                if not self._is_draining:
-                    self._members[lease.lease_id] = set(lease.members)
-                    if lease.turns:
-                        self._turns[lease.lease_id] = frames[1:]
-                    self._leases.put_nowait(lease)
+                self._take_lease(lease, frames[1:])
             case messages.Drain(reason=reason):
                 if not self._is_draining:
                     logger.info("draining", reason=reason)
@@ -236,3 +276,11 @@ class WorkerLink:
                     self._leases.put_nowait(None)
         if self._is_done():
             self._wake.set()
+
+    def _take_lease(self, lease: Lease, turn_payloads: list[bytes]) -> None:
+        if self._is_draining:
+            return
+        self._members[lease.lease_id] = set(lease.members)
+        if lease.turns:
+            self._turns[lease.lease_id] = turn_payloads
+        self._leases.put_nowait(lease)

@@ -76,9 +76,13 @@ class NameRegistry:
     ) -> NameRegistry:
         """Return the registry of a config's trial."""
         cluster = config.cluster
-        key_env = getattr(config.llm_server, "api_key_env", "")
-        lives = cluster.ttl_s if ttl_s is None else ttl_s, cluster.heartbeat_s
-        return cls(name_dir(config), *lives, is_secured=cluster.security, key_env=key_env)
+        return cls(
+            root=name_dir(config),
+            ttl_s=cluster.ttl_s if ttl_s is None else ttl_s,
+            heartbeat_s=cluster.heartbeat_s,
+            is_secured=cluster.security,
+            key_env=getattr(config.llm_server, "api_key_env", ""),
+        )
 
     @cached_property
     def secret(self) -> Secret | None:
@@ -106,14 +110,26 @@ class NameRegistry:
         check_folder(self.root, "folder of names", "cluster.name_root")
         if not self.is_secured:
             logger.warning("cluster.security is off: anyone who reaches a port controls the run")
-        if self.is_secured and read_secret(self.root) is None:
-            for role in ("llm_server", "datapipe"):
-                if found := [e for e in self.list(role) if e.value.get("type") != "external"]:
-                    what = f"{role} {found[0].id} in {self.root} runs without a secret"
-                    why = "it has cluster.security=off, or AReaLite 0.1.0"
-                    raise UserError(f"{what}: {why}. Stop it, or set trial_name.")
+        elif read_secret(self.root) is None:
+            self._check_no_process_lacks_secret()
 
-    def put(self, role: str, entry_id: str, value: Mapping[str, object]) -> None:
+    def _check_no_process_lacks_secret(self) -> None:
+        """Check that no process of the trial is live; called if the trial has no secret yet."""
+        for role in ("llm_server", "datapipe"):
+            for entry in self.list(role):
+                if entry.value.get("type") != "external":
+                    raise UserError(
+                        f"{role} {entry.id} in {self.root} runs without a secret: "
+                        "it has cluster.security=off, or AReaLite 0.1.0. "
+                        "Stop it, or set trial_name."
+                    )
+
+    def put(
+        self,
+        role: str,
+        entry_id: str,
+        value: Mapping[str, object],
+    ) -> None:
         """Write or renew a name, atomically.
 
         Raises:
@@ -130,9 +146,10 @@ class NameRegistry:
         except OSError as error:
             with suppress(OSError):
                 os.unlink(name)  # else each heartbeat would leave a temporary file
-            what = f"Cannot write the name '{role}/{entry_id}' below {self.root}: {error.strerror}"
-            fix = "Set cluster.name_root to a folder that every role can write."
-            raise UserError(f"{what}. {fix}") from error
+            raise UserError(
+                f"Cannot write the name '{role}/{entry_id}' below {self.root}: {error.strerror}. "
+                "Set cluster.name_root to a folder that every role can write."
+            ) from error
 
     def remove(self, role: str, entry_id: str) -> None:
         """Remove a name. Does nothing if there is no such name."""
@@ -141,7 +158,7 @@ class NameRegistry:
 
     def list(self, role: str) -> list[Entry]:
         """Return the live names of a role, sorted by id."""
-        found: list[Entry] = []
+        entries: list[Entry] = []
         folder_now = cache(partial(folder_time, self.root / role))
         for path in sorted((self.root / role).glob("*.json")):
             try:
@@ -150,43 +167,66 @@ class NameRegistry:
                     value = json.load(file)
             except (OSError, ValueError):
                 continue  # removed in the meantime, or a foreign file
-            age = self._age(path, written, folder_now)
-            if age <= self.ttl_s and isinstance(value, dict):
-                found.append(Entry(role, path.stem, cast(dict[str, object], value), age))
-        return found
+            age_s = self._age(path, written, folder_now)
+            if age_s > self.ttl_s or not isinstance(value, dict):
+                continue
+            entry = Entry(
+                role=role,
+                id=path.stem,
+                value=cast(dict[str, object], value),
+                age_s=age_s,
+            )
+            entries.append(entry)
+        return entries
 
-    def _age(self, path: Path, written: float, folder_now: Callable[[], float]) -> float:
+    def _age(
+        self,
+        path: Path,
+        written: float,
+        folder_now: Callable[[], float],
+    ) -> float:
         """Return the seconds since a file was written, without the time of day of a host.
 
         If the file has changed since a recent reading, its age is 0. If the last reading is older
         than `ttl_s`, the age is computed by the folder's clock.
         """
-        now, last = time.monotonic(), self._readings.get(path)
+        now = time.monotonic()
+        last = self._readings.get(path)
         if last is not None and last.written == written:
             changed = last.changed
         elif last is not None and now - last.at <= self.ttl_s:
             changed = now
         else:
             changed = now - max(0.0, folder_now() - written)
-        self._readings[path] = _Reading(written, changed, now)
+        self._readings[path] = _Reading(written=written, changed=changed, at=now)
         return now - changed
 
     def everywhere(self, role: str, entry_id: str) -> list[tuple[Path, Entry]]:
         """Return the live names with this id in all trials of name_root, each with its root."""
-        found = self.root.parents[2].glob(f"*/*/*/{role}/{entry_id}.json")
-        roots = [file.parents[1] for file in found]
-        live = [(root, NameRegistry(root, ttl_s=self.ttl_s).list(role)) for root in roots]
-        return [(root, each) for root, all_ in live for each in all_ if each.id == entry_id]
+        name_root = self.root.parents[2]
+        files = [*name_root.glob(f"*/*/*/{role}/{entry_id}.json")]
+        live: list[tuple[Path, Entry]] = []
+        for file in files:
+            root = file.parents[1]
+            for entry in NameRegistry(root, ttl_s=self.ttl_s).list(role):
+                if entry.id == entry_id:
+                    live.append((root, entry))
+        return live
 
     def address(self, role: str) -> str | None:
         """Return the address of the first live name of a role; None if there is no live name."""
-        return next((str(entry.value["address"]) for entry in self.list(role)), None)
+        entries = self.list(role)
+        return str(entries[0].value["address"]) if entries else None
 
     @asynccontextmanager
     async def registered(
-        self, role: str, entry_id: str, value: Callable[[], Mapping[str, object] | None],
-        *, changed: asyncio.Event | None = None,
-    ) -> AsyncGenerator[None, None]:  # fmt: skip
+        self,
+        role: str,
+        entry_id: str,
+        value: Callable[[], Mapping[str, object] | None],
+        *,
+        changed: asyncio.Event | None = None,
+    ) -> AsyncGenerator[None, None]:
         """Write a name, renew it during the body, and remove it at the end.
 
         Args:
@@ -199,23 +239,30 @@ class NameRegistry:
         Raises:
             UserError: the folder cannot be written.
         """
-        stopping, wake = False, changed or asyncio.Event()
+        is_stopping = False
+        wake = changed or asyncio.Event()
 
         async def put() -> None:
-            if (now := value()) is not None:
-                await asyncio.to_thread(self.put, role, entry_id, now)
+            description = value()
+            if description is not None:
+                await asyncio.to_thread(self.put, role, entry_id, description)
 
         async def beat() -> None:
             while True:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(wake.wait(), self.heartbeat_s)
                 wake.clear()
-                if stopping:
+                if is_stopping:
                     return
                 try:
                     await put()
                 except UserError as error:  # a full disk may get space again
-                    logger.warning("heartbeat failed", role=role, id=entry_id, error=str(error))
+                    logger.warning(
+                        "heartbeat failed",
+                        role=role,
+                        id=entry_id,
+                        error=str(error),
+                    )
 
         first = asyncio.ensure_future(put())
         beating = asyncio.create_task(beat(), name=f"heartbeat of {role}/{entry_id}")
@@ -223,12 +270,19 @@ class NameRegistry:
             await asyncio.shield(first)
             yield
         finally:
-            stopping = True
+            is_stopping = True
             wake.set()  # no cancel: a write in a thread would continue and undo the removal
             await asyncio.gather(first, beating, return_exceptions=True)
             await asyncio.to_thread(self.remove, role, entry_id)
 
-    async def wait(self, role: str, *, count: int = 1, seconds: float, owner: str) -> list[Entry]:
+    async def wait(
+        self,
+        role: str,
+        *,
+        count: int = 1,
+        seconds: float,
+        owner: str,
+    ) -> list[Entry]:
         """Wait until at least `count` live names of a role exist, and return them.
 
         Args:
@@ -241,6 +295,8 @@ class NameRegistry:
             DeadlineError: they did not appear in time.
         """
         with Wait(f"{count} live '{role}' in {self.root}", owner=owner, on=role, seconds=seconds):
-            while len(found := await asyncio.to_thread(self.list, role)) < count:  # noqa: ASYNC110  (files have no event)
+            while True:  # files have no event
+                entries = await asyncio.to_thread(self.list, role)
+                if len(entries) >= count:
+                    return entries
                 await asyncio.sleep(POLL_S)
-        return found

@@ -47,17 +47,18 @@ def read_secret(folder: Path) -> Secret | None:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
             status = os.fstat(file.fileno())
-            text = file.read(1024)
+            digits = file.read(1024)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the secret {path} cannot be read: {error}. Use another user.") from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        what = f"{path} must be yours and of mode 0600"
-        raise UserError(f"{what}. Run chmod 600, then arealite secret --rotate.")
-    if not re.fullmatch(rf"[0-9a-f]{{{2 * NUM_BYTES}}}\s*", text):
+        raise UserError(
+            f"{path} must be yours and of mode 0600. Run chmod 600, then arealite secret --rotate."
+        )
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * NUM_BYTES}}}\s*", digits):
         raise UserError(f"{path} is not a secret of {NUM_BYTES} bytes. Remove it.")
-    return Secret(bytes.fromhex(text))
+    return Secret(bytes.fromhex(digits))
 
 
 def create_secret(folder: Path) -> Secret:
@@ -90,11 +91,13 @@ def _put(folder: Path, put: Callable[[str, Path], None]) -> Secret:
         with suppress(FileExistsError):  # another process of the trial was faster
             put(name, folder / FILE)
     except OSError as error:
-        what = f"cannot write the secret in {folder}: {error.strerror}"
-        raise UserError(f"{what}. Set cluster.name_root to a folder that is writable.") from error
+        raise UserError(
+            f"cannot write the secret in {folder}: {error.strerror}. "
+            "Set cluster.name_root to a folder that is writable."
+        ) from error
     finally:
         with suppress(FileNotFoundError):
             os.unlink(name)
-    made = read_secret(folder)
-    assert made is not None
-    return made
+    secret = read_secret(folder)
+    assert secret is not None
+    return secret
