@@ -16,7 +16,7 @@ from arealite.base.files import replacing, sha256_of
 from arealite.cli import audit, evaluate, report, train
 from arealite.cli.texts import TEXTS
 from arealite.impl.demo.lesson import Lesson, write_data
-from arealite.impl.demo.real_models import SOURCES, fetch
+from arealite.impl.demo.real_models import SOURCES, add_chat_template, fetch
 from arealite.impl.weights import gguf_file
 from arealite.system.locks import lock_file
 
@@ -222,7 +222,15 @@ def model_folder(name: str, *, gguf: Path | None, accepts_license: bool) -> Path
     folder, conversion = gguf_file.model_folder(str(gguf))
     if conversion:
         print(conversion)
-    return folder
+    if source.chat_template is None:
+        return folder
+    with_template = gguf_file.cache_folder() / "chat" / folder.name
+    add_chat_template(folder, source.chat_template, with_template)
+    print(
+        f"model: {source.file_name} has no chat template; {with_template} has one "
+        "(plain text, `Answer:` before an answer) and links to its files"
+    )
+    return with_template
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -234,8 +242,10 @@ def check_words(words: Sequence[str]) -> None:
     for word in words:
         key = word.partition("=")[0]
         if key in SET_BY_LESSON:
-            fix = "remove it, or use the commands in the result.json of a lesson."
-            raise UserError(f"{key} is set by the lesson: {fix}")
+            raise UserError(
+                f"{key} is set by the lesson: "
+                "remove it, or use the commands in the result.json of a lesson."
+            )
 
 
 def _interval(estimate: dict[str, float]) -> str:

