@@ -29,10 +29,19 @@ class Endpoint:
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
-        self.place = parts.hostname or "", parts.port or 80
-        sent = {"Host": parts.netloc, "Content-Type": "application/json", **headers}
-        lines = [f"POST {parts.path} HTTP/1.1", *(f"{key}: {sent[key]}" for key in sent)]
-        self.head = ("\r\n".join(lines) + "\r\nContent-Length: ").encode()
+        self.place = (parts.hostname or "", parts.port or 80)
+        """Host and port."""
+        all_headers = {
+            "Host": parts.netloc,
+            "Content-Type": "application/json",
+            **headers,
+        }
+        lines = [f"POST {parts.path} HTTP/1.1"]
+        for name, content in all_headers.items():
+            lines.append(f"{name}: {content}")
+        lines.append("Content-Length: ")
+        self.head = "\r\n".join(lines).encode()
+        """The request up to the value of its last header, which is the length of the body."""
 
 
 class Pool:
@@ -62,27 +71,32 @@ class Pool:
             Exception: `on_data` raised it.
         """
         async with self._slots:
-            loop = asyncio.get_running_loop()
-            idle = self._idle[endpoint.place]
-            while idle and idle[0].idle_since < loop.time() - KEEPALIVE_S:
-                idle.pop(0).transport.close()
-            while idle and idle[-1].transport.is_closing():
-                idle.pop()
-            connection = idle.pop() if idle else await self._connect(endpoint)
+            connection = self._take_idle(endpoint) or await self._connect(endpoint)
             try:
                 reply = await connection.exchange(endpoint.head, body, on_data)
             except BaseException:
                 connection.transport.abort()
                 raise
-            connection.idle_since = loop.time()
-            idle.append(connection)
+            connection.idle_since = asyncio.get_running_loop().time()
+            self._idle[endpoint.place].append(connection)
             return reply
 
+    def _take_idle(self, endpoint: Endpoint) -> "Connection | None":
+        """Return an open idle connection; None without one. Close those that are idle too long."""
+        idle = self._idle[endpoint.place]
+        oldest_reply = asyncio.get_running_loop().time() - KEEPALIVE_S
+        while idle and idle[0].idle_since < oldest_reply:
+            idle.pop(0).transport.close()
+        while idle and idle[-1].transport.is_closing():
+            idle.pop()
+        return idle.pop() if idle else None
+
     async def _connect(self, endpoint: Endpoint) -> "Connection":
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_s):
-                loop = asyncio.get_running_loop()
-                return (await loop.create_connection(Connection, *endpoint.place))[1]
+                _, connection = await loop.create_connection(Connection, *endpoint.place)
+                return connection
         except TimeoutError as error:
             raise TimeoutError(f"no connection within {self._connect_s} s") from error
 
@@ -104,16 +118,26 @@ class Head(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def read_head(text: bytes) -> Head:
+def read_head(raw: bytes) -> Head:
     """Parse status line and headers. The cache hits often: most replies have equal headers."""
-    first, *lines = text.decode("latin-1").lower().split("\r\n")
-    pairs = (line.partition(":") for line in lines)
-    headers = {name.strip(): value.strip() for name, _, value in pairs}
+    status_line, *lines = raw.decode("latin-1").lower().split("\r\n")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, content = line.partition(":")
+        headers[name.strip()] = content.strip()
     is_chunked = headers.get("transfer-encoding") == "chunked"
-    length = headers.get("content-length")
-    known = None if is_chunked or length is None else int("0" + length)
-    is_last = headers.get("connection") == "close" or not first.startswith("http/1.1 ")
-    return Head(int(first[9:12]), known, is_chunked, is_last)
+    content_length = headers.get("content-length")
+    length = None
+    if content_length is not None and not is_chunked:
+        length = int("0" + content_length)
+    closes = headers.get("connection") == "close"
+    is_http_1_1 = status_line.startswith("http/1.1 ")
+    return Head(
+        status=int(status_line[9:12]),
+        length=length,
+        is_chunked=is_chunked,
+        is_last=closes or not is_http_1_1,
+    )
 
 
 class Connection(asyncio.Protocol):
@@ -146,39 +170,56 @@ class Connection(asyncio.Protocol):
         self._data += data
         try:
             if self._head is None:
-                text, end, rest = self._data.partition(b"\r\n\r\n")
-                if self._reply is None or len(text) > MAX_HEAD:
-                    raise ValueError("bytes without a request, or headers without an end")
-                if not end:
-                    return
-                self._head = read_head(bytes(text))
-                self._data = rest
-            if self._head.is_chunked:
-                self._read_chunks(self._head)
-            elif self._head.length is not None and len(self._data) >= self._head.length:
-                self._finish(self._head, self._data, self._head.length)
+                self._head = self._read_head()
+            head = self._head
+            if head is None:
+                return
+            if head.is_chunked:
+                self._read_chunks(head)
+            elif head.length is not None and len(self._data) >= head.length:
+                self._finish(head, self._data, head.length)
         except ValueError as error:
             self._fail(ConnectionError(f"malformed HTTP reply: {error}"))
 
+    def _read_head(self) -> Head | None:
+        """Remove the head from the received bytes and return it; None while it is incomplete.
+
+        Raises:
+            ValueError: No reply is expected, or the head is too long or malformed.
+        """
+        raw_head, end_mark, body = self._data.partition(b"\r\n\r\n")
+        if self._reply is None or len(raw_head) > MAX_HEAD:
+            raise ValueError("bytes without a request, or headers without an end")
+        if not end_mark:
+            return None
+        head = read_head(bytes(raw_head))
+        self._data = body
+        return head
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the request, unless its reply ends with the connection."""
-        if self._head and self._head.length is None and not self._head.is_chunked:
-            self._finish(self._head, self._data, len(self._data))
-        why = f"the server closed the connection: {exc or 'before its reply'}"
-        self._fail(ConnectionError(why))
+        head = self._head
+        if head is not None and head.length is None and not head.is_chunked:
+            self._finish(head, self._data, len(self._data))
+        reason = exc or "before its reply"
+        self._fail(ConnectionError(f"the server closed the connection: {reason}"))
 
     def _read_chunks(self, head: Head) -> None:
         """Move complete chunks into the body; finish the reply at the chunk of size 0."""
         data = self._data
-        at = 0
+        position = 0
         size = -1
-        while (end := data.find(b"\r\n", at)) >= 0:
-            size = int(b"0" + data[at:end].partition(b";")[0], 16)
-            if size == 0 or len(data) < end + 4 + size:
+        while (line_end := data.find(b"\r\n", position)) >= 0:
+            hex_size, _, _ = data[position:line_end].partition(b";")
+            size = int(b"0" + hex_size, 16)
+            chunk_start = line_end + 2
+            chunk_end = chunk_start + size
+            next_position = chunk_end + 2  # after the line end of the chunk
+            if size == 0 or len(data) < next_position:
                 break
-            self._chunks += data[end + 2 : end + 2 + size]
-            at = end + 4 + size
-        del data[:at]
+            self._chunks += data[chunk_start:chunk_end]
+            position = next_position
+        del data[:position]
         if self._on_data is not None and self._chunks and head.status == 200:
             try:
                 self._on_data(bytes(self._chunks))
@@ -197,15 +238,20 @@ class Connection(asyncio.Protocol):
         self._data = bytearray()
         self._head = None
         self._chunks = bytearray()
-        if (reply := self._take_reply()) is not None:
+        reply = self._take_reply()
+        if reply is not None:
             reply.set_result((head.status, bytes(body[:length])))
 
     def _fail(self, error: Exception) -> None:
         self.transport.abort()
-        if (reply := self._take_reply()) is not None:
+        reply = self._take_reply()
+        if reply is not None:
             reply.set_exception(error)
 
     def _take_reply(self) -> asyncio.Future[Reply] | None:
+        """Return the future of the reply and forget it; None if nothing waits for it."""
         reply = self._reply
         self._reply = None
-        return None if reply is None or reply.done() else reply
+        if reply is None or reply.done():
+            return None
+        return reply

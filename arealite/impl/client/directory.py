@@ -68,8 +68,10 @@ class Directory:
         servers = self.router.servers
         for entry in entries:
             self._read_entry(entry, written=begin - entry.age_s)
-        named = {entry.id for entry in entries}
-        for server in [each for each in servers.values() if each.id not in named]:
+        registered_ids = {entry.id for entry in entries}
+        for server in list(servers.values()):
+            if server.id in registered_ids:
+                continue
             if server.alive or server.waits:
                 logger.warning("llm server lost", id=server.id, address=server.address)
             server.remove_from_traffic()
@@ -80,22 +82,30 @@ class Directory:
 
     def _read_entry(self, entry: Entry, *, written: float) -> None:
         """Update a server from its entry, unless the entry is older than a failure seen here."""
-        servers = self.router.servers
-        value = entry.value
-        server = servers.get(entry.id)
-        if server is None or server.address != value["address"]:
+        server = self.router.servers.get(entry.id)
+        if server is None or server.address != entry.value["address"]:
             if server is not None:
                 server.remove_from_traffic()
-            headers = self.registry.headers(str(value.get("type")))
-            server = servers[entry.id] = Server(entry.id, value["address"], headers=headers)
-            logger.info("llm server found", id=entry.id, address=value["address"])
-        server.vocab_size = value.get("vocab_size") or self.vocab_size
-        server.context_length = value.get("context_length")
+            server = self._add_server(entry)
+        server.vocab_size = entry.value.get("vocab_size") or self.vocab_size
+        server.context_length = entry.value.get("context_length")
         if written > server.entry_stale_since:
-            server.version = parse_version(value.get("version"))
+            server.version = parse_version(entry.value.get("version"))
             if not server.alive:
                 logger.info("llm server in traffic", id=server.id, version=server.version)
             server.alive = True
+
+    def _add_server(self, entry: Entry) -> Server:
+        """Create the server of an entry, in place of an earlier server of this id."""
+        address = entry.value["address"]
+        server = Server(
+            id=entry.id,
+            address=address,
+            headers=self.registry.headers(str(entry.value.get("type"))),
+        )
+        self.router.servers[entry.id] = server
+        logger.info("llm server found", id=entry.id, address=address)
+        return server
 
     async def _run(self) -> None:
         pause_s = self.refresh_s

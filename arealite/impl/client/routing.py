@@ -42,6 +42,10 @@ class Server:
         self.abort_endpoint = Endpoint(f"{self.address}/abort_request", self.headers)
         self.name = f"llm_server-{self.id}"
 
+    def can_sample(self, min_version: int) -> bool:
+        """Return whether the server is reachable and holds `min_version` or a newer version."""
+        return self.alive and self.version >= min_version
+
     def mark_entry_stale(self) -> None:
         """Ignore the registry entry until it is renewed."""
         self.entry_stale_since = time.monotonic()
@@ -68,13 +72,17 @@ class Router:
             avoid: a server that has just failed; it is chosen only if there is no other.
         """
         last = self._groups.get(group_id)
-        if last is not None and last.alive and last.version >= min_version and last is not avoid:
+        if last is not None and last.can_sample(min_version) and last is not avoid:
             return last
-        able = [s for s in self.servers.values() if s.alive and s.version >= min_version]
+        able = [server for server in self.servers.values() if server.can_sample(min_version)]
         if not able:
             return None
-        others = (s for s in able if s is not avoid)
-        server = min(others, key=lambda s: (s.in_flight, s.served), default=able[0])
+        others = [server for server in able if server is not avoid]
+        server = min(
+            others,
+            key=lambda server: (server.in_flight, server.served),
+            default=able[0],
+        )
         if len(self._groups) >= STICKY_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._groups[group_id] = server
@@ -84,8 +92,8 @@ class Router:
         """Return why no server can take a request, for an error message."""
         if not self.servers:
             return "no server is registered"
-        states = (
-            f"{s.id} ({s.address}): " + (f"version {s.version}" if s.alive else "unreachable")
-            for s in self.servers.values()
-        )
+        states: list[str] = []
+        for server in self.servers.values():
+            state = f"version {server.version}" if server.alive else "unreachable"
+            states.append(f"{server.id} ({server.address}): {state}")
         return f"no server can take a request of version >= {min_version}: {', '.join(states)}"

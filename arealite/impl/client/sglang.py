@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -58,7 +57,8 @@ class Generation:
     failed_at: Server | None = None
 
     def __post_init__(self) -> None:
-        if (resumed := self.request.resumed) is not None:
+        resumed = self.request.resumed
+        if resumed is not None:
             self.output_ids += resumed.output_ids
             self.logprobs += resumed.logprobs
             self.versions += resumed.versions
@@ -67,19 +67,28 @@ class Generation:
 
     def response(self, stop_reason: str = "") -> LLMResponse:
         """Return a copy of the tokens sampled so far."""
-        tokens = self.output_ids[:], self.logprobs[:], self.versions[:]
-        return LLMResponse(*tokens, stop_reason, self.interruptions, self.routing)
+        return LLMResponse(
+            output_ids=self.output_ids[:],
+            logprobs=self.logprobs[:],
+            versions=self.versions[:],
+            stop_reason=stop_reason,
+            interruptions=self.interruptions,
+            routing=self.routing,
+        )
 
     def add_routing(self, routing: bytes, token_bytes: int) -> None:
         """Set the newest record; without one, mark the tokens since the last as not recorded."""
-        length = self.routed_tokens * token_bytes
-        self.routing = routing or (self.routing and self.routing.ljust(length, b"\xff"))
+        if routing:
+            self.routing = routing
+        elif self.routing:
+            num_bytes = self.routed_tokens * token_bytes
+            self.routing = self.routing.ljust(num_bytes, b"\xff")
 
     @property
     def routed_tokens(self) -> int:
         """Number of tokens that a record covers: the last token was no input."""
-        request = self.request
-        return len(request.input_ids) + len(self.output_ids) - 1 - request.routing_start
+        num_tokens = len(self.request.input_ids) + len(self.output_ids)
+        return num_tokens - 1 - self.request.routing_start
 
 
 class SGLangClient(LLMClient):
@@ -90,12 +99,15 @@ class SGLangClient(LLMClient):
         self._model_path = args.model.path
         self._warned_of_routing = False
         self._records_routing = args.trainer.ppo.collector.routing != "ignore"
-        own = OWN_SERVER_S if args.launcher.llm_servers else 0.0
-        self._server_wait_s = max(args.server_wait_s, own)
+        self._server_wait_s = args.server_wait_s
+        if args.launcher.llm_servers:
+            self._server_wait_s = max(args.server_wait_s, OWN_SERVER_S)
         self._router = Router()
-        names = NameRegistry.of(args)
-        refresh_s = self.config.refresh_s
-        self._directory = Directory(self._router, names, refresh_s=refresh_s)
+        self._directory = Directory(
+            self._router,
+            NameRegistry.of(args),
+            refresh_s=self.config.refresh_s,
+        )
         self._stats: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -115,9 +127,14 @@ class SGLangClient(LLMClient):
         self._directory.vocab_size = vocab_size(model_config)
         self._experts = experts_of(model_config) if self._records_routing else None
         await self._directory.start()
-        fix = "arealite/launch_llm_server.py, under the same experiment and trial names"
-        what = f"an llm server in {self._directory.registry.root} (start one with {fix})"
-        with Wait(what, owner="llm client", seconds=self._server_wait_s):
+        first_server = Wait(
+            f"an llm server in {self._directory.registry.root} "
+            "(start one with arealite/launch_llm_server.py, "
+            "under the same experiment and trial names)",
+            owner="llm client",
+            seconds=self._server_wait_s,
+        )
+        with first_server:
             while not any(server.alive for server in self._router.servers.values()):
                 await self._directory.changed()
 
@@ -144,11 +161,17 @@ class SGLangClient(LLMClient):
             InvariantError: a server's tokens, logprobs and versions do not fit together.
         """
         seconds = request.deadline_s or self.config.request_timeout_s
-        generation = Generation(request, asyncio.get_running_loop().time() + seconds)
+        deadline = asyncio.get_running_loop().time() + seconds
+        generation = Generation(request, deadline)
         self._stats["requests"] += 1
         while True:
-            wanted = request.group_id, request.min_version, generation.failed_at
-            server = self._router.pick(*wanted) or await self._wait_for_server(generation)
+            server = self._router.pick(
+                request.group_id,
+                request.min_version,
+                avoid=generation.failed_at,
+            )
+            if server is None:
+                server = await self._wait_for_server(generation)
             wire.check_request(request, server.vocab_size, server.context_length)
             acknowledged = server.version
             answer = await self._attempt(generation, server)
@@ -174,31 +197,27 @@ class SGLangClient(LLMClient):
         """
         request = generation.request
         rid = f"{request.request_id}~{generation.sent}"  # no rid is a prefix of another
-        params = wire.sampling_params(request.sampling, len(generation.output_ids))
         stream = None if request.on_tokens is None else wire.Stream(request)
-        if stream is not None:
-            params["stream_interval"] = wire.STREAM_INTERVAL
-        out = generation.output_ids
-        is_known = request.json and not out
-        ids = msgspec.Raw(request.json) if is_known else request.input_ids + out
-        routing: Any = (True, request.routing_start) if self._experts else ()
-        body = wire.encode_body(wire.Body(rid, ids, params, True, stream is not None, *routing))
+        body = self._encode_body(generation, rid, is_stream=stream is not None)
         generation.sent += 1
         try:
             status, raw = await self._post(generation, server, rid, body, stream)
         except (OSError, DeadlineError) as error:
             if asyncio.get_running_loop().time() >= generation.deadline:
-                what = f"{request.request_id}: {server.address} did not finish before the deadline"
-                count = f"{len(generation.output_ids)} tokens so far; lower collector.concurrency"
-                raise ServerUnavailable(f"{what} ({count})") from error
+                raise ServerUnavailable(
+                    f"{request.request_id}: {server.address} did not finish before the deadline "
+                    f"({len(generation.output_ids)} tokens so far; lower collector.concurrency)"
+                ) from error
             server.alive = False
             server.mark_entry_stale()
             self._directory.request_refresh()
             await self._retry(generation, server, "failovers", str(error))
             return stream and stream.answer
         if status == 200:
+            if stream is not None and stream.answer is not None:
+                return stream.answer
             try:
-                return (stream and stream.answer) or wire.decode_answer(raw)
+                return wire.decode_answer(raw)
             except msgspec.DecodeError as error:
                 message = f"not an answer: {error}"
         else:
@@ -209,8 +228,36 @@ class SGLangClient(LLMClient):
         await self._retry(generation, server, "server_errors", message)
         return stream and stream.answer
 
+    def _encode_body(self, generation: Generation, rid: str, *, is_stream: bool) -> bytes:
+        """Return the JSON body of an attempt: the prompt and the tokens so far."""
+        request = generation.request
+        params = wire.sampling_params(request.sampling, len(generation.output_ids))
+        if is_stream:
+            params["stream_interval"] = wire.STREAM_INTERVAL
+        ids: list[int] | msgspec.Raw
+        if request.json and not generation.output_ids:
+            ids = msgspec.Raw(request.json)
+        else:
+            ids = request.input_ids + generation.output_ids
+        body = wire.Body(
+            rid=rid,
+            input_ids=ids,
+            sampling_params=params,
+            return_logprob=True,
+            stream=is_stream,
+        )
+        if self._experts is not None:
+            body.return_routed_experts = True
+            body.routed_experts_start_len = request.routing_start
+        return wire.encode_body(body)
+
     async def _post(
-        self, generation: Generation, server: Server, rid: str, body: bytes, to: wire.Stream | None
+        self,
+        generation: Generation,
+        server: Server,
+        rid: str,
+        body: bytes,
+        stream: wire.Stream | None,
     ) -> tuple[int, bytes]:
         """Post a request, and abort it if it is cancelled; return status and body of the reply.
 
@@ -219,30 +266,38 @@ class SGLangClient(LLMClient):
             DeadlineError: the deadline has passed, or the server was lost.
         """
         wait = self._wait(generation, server.name)
+        on_data = None if stream is None else stream.feed
         server.waits[wait] = None
         server.in_flight += 1
         server.served += 1
         try:
             with wait:
-                status, raw = await self._pool.post(server.endpoint, body, to and to.feed)
+                status, raw = await self._pool.post(server.endpoint, body, on_data)
         except (asyncio.CancelledError, DeadlineError):
             self._abort(server, rid)
             raise
         finally:
             server.in_flight -= 1
             del server.waits[wait]
-        if status == 200 and to is not None:
-            to.feed(raw)
-            return to.failure or (200, b"")
+        if status == 200 and stream is not None:
+            stream.feed(raw)
+            return stream.failure or (200, b"")
         return status, raw
 
     def _wait(self, generation: Generation, on: str) -> Wait:
-        what = f"generation {generation.request.request_id}"
-        seconds = generation.deadline - asyncio.get_running_loop().time()
-        return Wait(what, owner="llm client", on=on, seconds=seconds)
+        return Wait(
+            f"generation {generation.request.request_id}",
+            owner="llm client",
+            on=on,
+            seconds=generation.deadline - asyncio.get_running_loop().time(),
+        )
 
     def _add_answer(
-        self, generation: Generation, server: Server, answer: wire.Answer, acknowledged: int
+        self,
+        generation: Generation,
+        server: Server,
+        answer: wire.Answer,
+        acknowledged: int,
     ) -> str | None:
         """Add the tokens of an answer; return the stop reason, or None if generation must continue.
 
@@ -275,20 +330,35 @@ class SGLangClient(LLMClient):
             generation.failures = 0
         finish = meta.finish_reason or wire.FinishReason("abort")
         if finish.type in ("stop", "length"):
-            if self._experts is not None and not (generation.routing or self._warned_of_routing):
-                self._warned_of_routing = True
-                logger.warning("server reports no experts", id=server.id, fix=NO_ROUTING)
+            self._warn_without_routing(generation, server)
             return finish.type
-        if finish.type != "abort" or 400 <= (finish.status_code or 0) < 500:
+        is_client_error = 400 <= (finish.status_code or 0) < 500
+        if finish.type != "abort" or is_client_error:
             raise GenerationRefused(f"finish reason {finish.type}: {finish.message}")
         generation.interruptions += 1
-        sampling = generation.request.sampling
-        length = len(generation.output_ids)
-        return wire.end_of_aborted(answer, sampling, length, self._eos)
+        return wire.end_of_aborted(
+            answer,
+            generation.request.sampling,
+            len(generation.output_ids),
+            self._eos,
+        )
+
+    def _warn_without_routing(self, generation: Generation, server: Server) -> None:
+        """Log once if a finished generation lacks the record of experts that it needs."""
+        needs_routing = self._experts is not None
+        if needs_routing and not generation.routing and not self._warned_of_routing:
+            self._warned_of_routing = True
+            logger.warning("server reports no experts", id=server.id, fix=NO_ROUTING)
 
     # ------------------------------------------------------------ failures and retries
 
-    async def _retry(self, generation: Generation, server: Server, counter: str, why: str) -> None:
+    async def _retry(
+        self,
+        generation: Generation,
+        server: Server,
+        counter: str,
+        reason: str,
+    ) -> None:
         """Count a failure of the server, and back off; the next attempt prefers another server.
 
         Raises:
@@ -297,17 +367,19 @@ class SGLangClient(LLMClient):
         generation.failed_at = server
         self._stats[counter] += 1
         if generation.errors >= MAX_SERVER_ERRORS:
-            raise ServerUnavailable(f"{server.address}: {why} ({generation.errors} errors in all)")
-        logger.debug(counter, request=generation.request.request_id, error=why)
+            raise ServerUnavailable(
+                f"{server.address}: {reason} ({generation.errors} errors in all)"
+            )
+        logger.debug(counter, request=generation.request.request_id, error=reason)
         await self._back_off(generation)
 
     async def _back_off(self, generation: Generation) -> None:
         """Wait before the next attempt: exponential in failed attempts, at most to the deadline."""
         generation.failures += 1
         if generation.failures > 1:
-            left = generation.deadline - asyncio.get_running_loop().time()
-            pause = min(MAX_BACKOFF_S, 0.025 * 2**generation.failures)
-            await asyncio.sleep(max(0.0, min(pause, left)))
+            left_s = generation.deadline - asyncio.get_running_loop().time()
+            pause_s = min(MAX_BACKOFF_S, 0.025 * 2**generation.failures)
+            await asyncio.sleep(max(0.0, min(pause_s, left_s)))
 
     async def _wait_for_server(self, generation: Generation) -> Server:
         """Return a server that can take the request; wait for one until the deadline."""
@@ -319,11 +391,12 @@ class SGLangClient(LLMClient):
             with self._wait(generation, "llm_server"):
                 while True:
                     await self._directory.changed()
-                    if server := self._router.pick(request.group_id, request.min_version):
+                    server = self._router.pick(request.group_id, request.min_version)
+                    if server is not None:
                         return server
         except DeadlineError as error:
-            why = self._router.no_server_reason(request.min_version)
-            raise ServerUnavailable(f"{request.request_id}: {why}") from error
+            reason = self._router.no_server_reason(request.min_version)
+            raise ServerUnavailable(f"{request.request_id}: {reason}") from error
         finally:
             self._stats["server_wait_s"] += time.perf_counter() - begin
 
@@ -331,7 +404,8 @@ class SGLangClient(LLMClient):
         """Abort the request at the server, which may notice a closed connection seconds later."""
 
         async def send() -> None:
-            pool, body = self._abort_pools[server.id], msgspec.json.encode({"rid": rid})
+            pool = self._abort_pools[server.id]
+            body = msgspec.json.encode({"rid": rid})
             try:
                 async with asyncio.timeout(self.config.connect_timeout_s):
                     await pool.post(server.abort_endpoint, body)

@@ -97,15 +97,22 @@ def check_request(request: LLMRequest, vocab: int | None, context: int | None) -
     ids = request.input_ids
     if not ids:
         raise GenerationRefused(f"{request.request_id}: the prompt is empty")
-    new = ids[request.known :]
-    if vocab and new and (max(new) >= vocab or min(new) < 0):
-        what = f"token ids span {min(new)} … {max(new)}, the model has {vocab}"
-        why = "the tokenizer does not belong to the model"
-        raise GenerationRefused(f"{request.request_id}: {what}; {why}.")
-    if context and len(ids) + request.sampling.max_new_tokens > context:
-        what = f"{len(ids)} prompt tokens + {request.sampling.max_new_tokens} new ones exceed"
-        fix = f"the context of {context}; lower sampling.max_new_tokens."
-        raise ContextOverflow(f"{request.request_id}: {what} {fix}", context - len(ids))
+    unchecked_ids = ids[request.known :]
+    if vocab and unchecked_ids:
+        lowest = min(unchecked_ids)
+        highest = max(unchecked_ids)
+        if lowest < 0 or highest >= vocab:
+            raise GenerationRefused(
+                f"{request.request_id}: token ids span {lowest} … {highest}, "
+                f"the model has {vocab}; the tokenizer does not belong to the model."
+            )
+    max_new_tokens = request.sampling.max_new_tokens
+    if context and len(ids) + max_new_tokens > context:
+        raise ContextOverflow(
+            f"{request.request_id}: {len(ids)} prompt tokens + {max_new_tokens} new ones exceed "
+            f"the context of {context}; lower sampling.max_new_tokens.",
+            context - len(ids),
+        )
 
 
 def sampling_params(config: SamplingConfig, used: int) -> dict[str, object]:
@@ -121,10 +128,13 @@ def sampling_params(config: SamplingConfig, used: int) -> dict[str, object]:
 
 
 @lru_cache(maxsize=4096)
-def parse_version(text: str | int | None) -> int:
-    """Return a policy version; text that is no integer ("default": never updated) is version 0."""
+def parse_version(label: str | int | None) -> int:
+    """Return a policy version; a label that is no integer ("default": never updated) is version 0.
+
+    None is version 0, too.
+    """
     try:
-        return int(text or 0)
+        return int(label or 0)
     except ValueError:
         return 0
 
@@ -135,16 +145,20 @@ def token_logprobs(answer: Answer) -> list[float]:
     Raises:
         InvariantError: ids and logprobs belong to different tokens.
     """
-    pairs = answer.meta_info.output_token_logprobs
-    logprobs = [pair[0] for pair in pairs]
-    if [pair[1] for pair in pairs] != answer.output_ids or None in logprobs:
-        raise _mismatch(len(answer.output_ids), len(pairs))
+    entries = answer.meta_info.output_token_logprobs
+    ids = [token_id for _, token_id, _ in entries]
+    logprobs = [logprob for logprob, _, _ in entries]
+    if ids != answer.output_ids or None in logprobs:
+        raise _mismatch(len(answer.output_ids), len(ids))
     return logprobs  # type: ignore[return-value]
 
 
-def _mismatch(tokens: int, logprobs: int) -> InvariantError:
-    what = f"a server returned {tokens} tokens and {logprobs} logprobs that do not belong to them"
-    return InvariantError(f"{what}; start it with logprobs enabled, or report it to its authors.")
+def _mismatch(num_tokens: int, num_logprobs: int) -> InvariantError:
+    return InvariantError(
+        f"a server returned {num_tokens} tokens and {num_logprobs} logprobs "
+        "that do not belong to them; "
+        "start it with logprobs enabled, or report it to its authors."
+    )
 
 
 def token_versions(answer: Answer, acknowledged: int) -> list[int]:
@@ -153,16 +167,19 @@ def token_versions(answer: Answer, acknowledged: int) -> list[int]:
     Raises:
         InvariantError: the spans do not cover the output.
     """
-    length = len(answer.output_ids)
+    num_tokens = len(answer.output_ids)
     spans = answer.meta_info.weight_versions
     if not spans:
-        return [acknowledged] * length
+        return [acknowledged] * num_tokens
     versions: list[int] = []
     for span in spans:
         if span.start == len(versions):
-            versions += [parse_version(span.version)] * (span.end - span.start)
-    if len(versions) != length:
-        raise InvariantError(f"weight_versions {spans} do not cover an output of {length} tokens")
+            version = parse_version(span.version)
+            versions += [version] * (span.end - span.start)
+    if len(versions) != num_tokens:
+        raise InvariantError(
+            f"weight_versions {spans} do not cover an output of {num_tokens} tokens"
+        )
     return versions
 
 
@@ -178,20 +195,27 @@ def routing(answer: Answer, experts: Experts | None, tokens: int) -> bytes:
     """
     if experts is None or not answer.meta_info.routed_experts:
         return b""
-    found = np.frombuffer(b64decode(answer.meta_info.routed_experts), "<i4")
-    size = tokens * experts.layers * experts.per_token
-    top = int(found.max(initial=0))
+    expert_ids = np.frombuffer(b64decode(answer.meta_info.routed_experts), "<i4")
+    highest_id = int(expert_ids.max(initial=0))
+    expected_length = tokens * experts.layers * experts.per_token
+    has_length = len(expert_ids) == expected_length
     finish = answer.meta_info.finish_reason
-    if len(found) != size and (finish is None or finish.type == "abort"):
+    is_unfinished = finish is None or finish.type == "abort"
+    if is_unfinished and not has_length:
         return b""  # the next answer has the record of all tokens
-    if len(found) != size or top >= experts.number:
-        what = f"a server returned {len(found)} numbers of experts up to {top}"
-        raise InvariantError(f"{what}; {size} numbers below {experts.number} were expected.")
-    return found.astype(f"<u{experts.width}").tobytes()
+    if not has_length or highest_id >= experts.number:
+        raise InvariantError(
+            f"a server returned {len(expert_ids)} numbers of experts up to {highest_id}; "
+            f"{expected_length} numbers below {experts.number} were expected."
+        )
+    return expert_ids.astype(f"<u{experts.width}").tobytes()
 
 
 def end_of_aborted(
-    answer: Answer, sampling: SamplingConfig, length: int, eos: Collection[int]
+    answer: Answer,
+    sampling: SamplingConfig,
+    length: int,
+    eos: Collection[int],
 ) -> str | None:
     """Return the stop reason of an aborted output that was already complete; None otherwise.
 
@@ -200,10 +224,12 @@ def end_of_aborted(
         eos: the model's end tokens.
     """
     if answer.output_ids and length > sampling.min_new_tokens:
-        last = answer.output_ids[-1]
-        text = msgspec.json.decode(answer.text, type=str) if sampling.stop else ""
-        if last in {*eos, *sampling.stop_token_ids} or any(stop in text for stop in sampling.stop):
+        if answer.output_ids[-1] in {*eos, *sampling.stop_token_ids}:
             return "stop"
+        if sampling.stop:
+            output_text = msgspec.json.decode(answer.text, type=str)
+            if any(stop_string in output_text for stop_string in sampling.stop):
+                return "stop"
     return "length" if length >= sampling.max_new_tokens else None
 
 
@@ -232,11 +258,12 @@ class Stream:
 
     def __init__(self, request: LLMRequest) -> None:
         self._request = request
-        self._rest = b""
+        self._unparsed = b""
         self._ids: list[int] = []
-        self._pairs: list[tuple[float | None, int, Any]] = []
+        self._logprobs: list[tuple[float | None, int, Any]] = []
+        """As in `Meta.output_token_logprobs`."""
         self._spans: list[Span] = []
-        self._text = ""
+        self._output_text = ""
         self._withholds = False
         """Whether the weights were too old for a token: the answer will be dropped, as
         `on_tokens` may not get tokens that are not in the response."""
@@ -247,41 +274,54 @@ class Stream:
         Raises:
             InvariantError: ids and logprobs belong to different tokens.
         """
-        *events, self._rest = (self._rest + data).split(b"\n\n")
+        *events, self._unparsed = (self._unparsed + data).split(b"\n\n")
         for event in events:
-            text = event.removeprefix(b"data: ")
-            if self.failure is None and text != b"[DONE]":
-                try:
-                    answer = decode_answer(text)
-                except msgspec.DecodeError:
-                    self.failure = _status(text), text
-                else:
-                    self._add(answer)
+            raw = event.removeprefix(b"data: ")
+            if self.failure is not None or raw == b"[DONE]":
+                continue
+            try:
+                answer = decode_answer(raw)
+            except msgspec.DecodeError:
+                self.failure = _status(raw), raw
+            else:
+                self._add(answer)
 
     def _add(self, answer: Answer) -> None:
         meta = answer.meta_info
-        before = len(self._ids)
-        pairs = meta.output_token_logprobs
-        total = len(pairs) if meta.completion_tokens is None else meta.completion_tokens
-        new = pairs[before - total :] if before < total else []
-        ids = [pair[1] for pair in new]
-        if before + len(ids) != total or answer.output_ids[-len(ids) :][: len(ids)] != ids:
-            raise _mismatch(total, before + len(pairs))
-        self._ids += ids
-        self._pairs += new
+        event_logprobs = meta.output_token_logprobs
+        num_before = len(self._ids)
+        total = meta.completion_tokens
+        if total is None:
+            total = len(event_logprobs)
+        num_new = max(0, total - num_before)
+        new_logprobs = event_logprobs[-num_new:] if num_new else []
+        new_ids = [token_id for _, token_id, _ in new_logprobs]
+        last_output_ids = answer.output_ids[-num_new:] if num_new else []
+        if num_before + len(new_ids) != total or last_output_ids != new_ids:
+            raise _mismatch(total, num_before + len(event_logprobs))
+        self._ids += new_ids
+        self._logprobs += new_logprobs
         if self._request.sampling.stop:
-            text = msgspec.json.decode(answer.text, type=str)
-            self._text = text if len(pairs) == total else self._text + text
-            answer.text = msgspec.Raw(msgspec.json.encode(self._text))
-        self._add_versions(meta, before, total)
+            is_cumulative = len(event_logprobs) == total
+            self._add_text(answer, is_cumulative)
+        self._add_versions(meta, num_before, total)
         answer.output_ids = self._ids
-        meta.output_token_logprobs = self._pairs
+        meta.output_token_logprobs = self._logprobs
         meta.weight_versions = self._spans or None
         self.answer = answer
-        if ids and not self._withholds and self._request.on_tokens is not None:
-            self._request.on_tokens(ids)
+        if new_ids and not self._withholds and self._request.on_tokens is not None:
+            self._request.on_tokens(new_ids)
 
-    def _add_versions(self, meta: Meta, before: int, total: int) -> None:
+    def _add_text(self, answer: Answer, is_cumulative: bool) -> None:
+        """Set the text of an event to the text of all tokens so far."""
+        event_text = msgspec.json.decode(answer.text, type=str)
+        if is_cumulative:
+            self._output_text = event_text
+        else:
+            self._output_text += event_text
+        answer.text = msgspec.Raw(msgspec.json.encode(self._output_text))
+
+    def _add_versions(self, meta: Meta, num_before: int, total: int) -> None:
         """Update the spans. An event without spans gives its version to its new tokens.
 
         This is exact: a server samples nothing between the pause and the end of an update, and
@@ -289,12 +329,14 @@ class Stream:
         """
         if meta.weight_versions:
             self._spans = meta.weight_versions
-        elif meta.weight_version is not None and before < total:
+        elif meta.weight_version is not None and num_before < total:
             if not self._spans or self._spans[-1].version != meta.weight_version:
-                self._spans.append(Span(meta.weight_version, before, total))
+                span = Span(version=meta.weight_version, start=num_before, end=total)
+                self._spans.append(span)
             self._spans[-1].end = total
-        oldest = self._request.min_version
-        self._withholds |= any(parse_version(span.version) < oldest for span in self._spans)
+        for span in self._spans:
+            if parse_version(span.version) < self._request.min_version:
+                self._withholds = True
 
 
 def _status(event: bytes) -> int:

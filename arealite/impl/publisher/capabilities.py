@@ -44,11 +44,19 @@ class Capabilities:
 
         def enum(schema: str, field: str) -> list[str] | None:
             """Return the allowed values of a body's field: [] any, None without such a field."""
-            found = ((schemas.get(schema) or {}).get("properties") or {}).get(field)
-            if found is None:
+            body_schema: Json = schemas.get(schema) or {}
+            field_schema: Json | None = (body_schema.get("properties") or {}).get(field)
+            if field_schema is None:
                 return None
-            return list(found.get("enum") or ([found["const"]] if "const" in found else []))
+            if field_schema.get("enum"):
+                return list(field_schema["enum"])
+            if "const" in field_schema:
+                return [field_schema["const"]]
+            return []
 
+        has_group_routes = (
+            "/init_weights_update_group" in paths and "/update_weights_from_distributed" in paths
+        )
         return cls(
             version=str(info.get("version", "unknown")),
             pause_modes=frozenset(enum("PauseGenerationReqInput", "mode") or ["abort"]),
@@ -56,12 +64,15 @@ class Capabilities:
             sessions="/begin_weight_update" in paths,
             buckets=enum("UpdateWeightsFromDistributedReqInput", "load_format") is not None,
             relabel="/update_weight_version" in paths,
-            distributed="/init_weights_update_group" in paths
-            and "/update_weights_from_distributed" in paths,
+            distributed=has_group_routes,
             tp=int(info.get("tp_size") or 1),
             dp=int(info.get("dp_size") or 1),
         )
 
-    def pause_mode(self, wanted: str) -> str:
-        """Return `wanted`, or abort if the server cannot split an answer into versions."""
-        return wanted if self.spans and wanted in self.pause_modes else "abort"
+    def pause_mode(self, mode: str) -> str:
+        """Return `mode`, or abort if the server cannot split an answer into versions.
+
+        Return abort, too, if the server does not support `mode`.
+        """
+        is_supported = self.spans and mode in self.pause_modes
+        return mode if is_supported else "abort"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -25,6 +26,11 @@ logger = log.get(__name__)
 CONTINUE_S = 5.0
 """Limit of a continue request and of status requests. It does not count towards `timeout_s`: a
 server whose update timed out is still continued."""
+ONE_TOKEN = {
+    "input_ids": [1],
+    "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+}
+"""Request for a generation of one token."""
 
 
 class Refused(RoleError):
@@ -99,16 +105,23 @@ class ServerControl:
             return self.capabilities
         if Path(self.folder).is_absolute():
             served = await asyncio.to_thread(read_shapes, Path(self.folder))  # {}: on another host
-            where = f"{self.address}, which serves {self.folder}"
-            check_shapes(shapes, served, where=where, unused=unused)
+            check_shapes(
+                shapes,
+                served,
+                owner=f"{self.address}, which serves {self.folder}",
+                unused=unused,
+            )
         with self.time_limit("the answer to a continue", CONTINUE_S):
             await self.request_ok("/continue_generation", {})
-        generate = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-        bodies = {"/openapi.json": None, "/server_info": None, "/generate": generate}
-        answers = [await self.request(path, body) for path, body in bodies.items()]
-        found = (msgspec.json.decode(text) if status == 200 else {} for status, text in answers)
-        spec, info, output = found
-        self.capabilities = Capabilities.read(spec, info, output.get("meta_info", {}))
+        spec_answer = await self.request("/openapi.json")
+        info_answer = await self.request("/server_info")
+        output_answer = await self.request("/generate", ONE_TOKEN)
+        output = _json_if_ok(output_answer)
+        self.capabilities = Capabilities.read(
+            spec=_json_if_ok(spec_answer),
+            info=_json_if_ok(info_answer),
+            meta=output.get("meta_info", {}),
+        )
         logger.info("server probed", server=self.id, **msgspec.to_builtins(self.capabilities))
         return self.capabilities
 
@@ -118,18 +131,18 @@ class ServerControl:
         """Pause in `mode`, or in mode abort if the server does not support `mode`."""
         self._pause_began = time.perf_counter()
         self.is_paused = True
-        known = self.can.pause_mode(mode)
-        status, text = await self.request("/pause_generation", {"mode": known})
-        if status != 200 and known != "abort":
+        supported_mode = self.can.pause_mode(mode)
+        status, answer = await self.request("/pause_generation", {"mode": supported_mode})
+        if status != 200 and supported_mode != "abort":
             logger.warning("pause refused", server=self.id, mode=mode, status=status)
-            known = "abort"
-            status, text = await self.request("/pause_generation", {"mode": known})
-        self._check("/pause_generation", status, text)
+            supported_mode = "abort"
+            status, answer = await self.request("/pause_generation", {"mode": supported_mode})
+        self._check("/pause_generation", status, answer)
         if self.can.sessions and not self._session_reset:
             # Close a session that a crashed publisher left open. The call blocks unless paused.
             await self.request("/end_weight_update", {})
         self._session_reset = True
-        self.flush = known != "in_place"
+        self.flush = supported_mode != "in_place"
         self._pause_ended = time.perf_counter()
 
     async def finish(self, version: int) -> None:
@@ -149,7 +162,7 @@ class ServerControl:
         self.error = None
         self.failures = 0
         self.report = PublishReport(
-            version,
+            version=version,
             pause_s=self._pause_ended - self._pause_began,
             load_s=loaded - self._pause_ended,
             continue_s=continued - loaded,
@@ -182,17 +195,21 @@ class ServerControl:
             version: Their version, with the last part; None with every other part.
         """
         label = None if version is None else str(version)
-        flush = self.flush and version is not None
-        body = {**body, "weight_version": label, "flush_cache": flush, "abort_all_requests": False}
-        status, text = await self.request(path, body)
-        if status == 400 and "not flushed" in text:
+        body = {
+            **body,
+            "weight_version": label,
+            "flush_cache": self.flush and version is not None,
+            "abort_all_requests": False,
+        }
+        status, answer = await self.request(path, body)
+        if status == 400 and "not flushed" in answer:
             # The server has new weights with the old version and prefix cache.
             await self._flush()
             if self.can.relabel and version is not None:
                 await self.relabel(str(version), abort=False)
                 return
-            status, text = await self.request(path, body)
-        self._check(path, status, text)
+            status, answer = await self.request(path, body)
+        self._check(path, status, answer)
 
     async def resume(self) -> None:
         """Continue the server.
@@ -212,7 +229,10 @@ class ServerControl:
 
     async def relabel(self, version: str, *, abort: bool) -> None:
         """Set the version that the server reports, without new weights."""
-        body = {"new_version": version, "abort_all_requests": abort}
+        body = {
+            "new_version": version,
+            "abort_all_requests": abort,
+        }
         await self.request_ok("/update_weight_version", body)
 
     # ------------------------------------------------------------ status
@@ -223,14 +243,17 @@ class ServerControl:
         Args:
             verify: also compare the version in its name entry, or else the one that it reports.
         """
-        if self.confirmed_version != version or not verify:
-            return self.confirmed_version == version
-        return self.listed_version == str(version) or await self.version() == str(version)
+        if self.confirmed_version != version:
+            return False
+        if not verify or self.listed_version == str(version):
+            return True
+        return await self.version() == str(version)
 
     async def version(self) -> str | None:
         """Return the version that the server reports; None if it reports none."""
         with self.time_limit("model info", CONTINUE_S):
-            return msgspec.json.decode(await self.request_ok("/model_info")).get("weight_version")
+            answer = await self.request_ok("/model_info")
+            return msgspec.json.decode(answer).get("weight_version")
 
     async def end_foreign_pause(self, *, resume: bool) -> None:
         """Check for a pause by another client; continue the server or show the pause in vitals.
@@ -246,11 +269,16 @@ class ServerControl:
         if status != 503:
             self.clear_foreign_pause()
         elif self.foreign_pause is None:
-            why = "by a client that is not this trial's publisher"
-            why += "" if resume else " (trainer.ppo.publisher.continue_paused=false)"
-            what = "its continuation"
-            self.foreign_pause = Wait(what, owner=PAUSE_OBSERVER, on=self.role, detail=why)
-            logger.warning("server is paused " + why, server=self.id, continued=resume)
+            cause = "by a client that is not this trial's publisher"
+            if not resume:
+                cause += " (trainer.ppo.publisher.continue_paused=false)"
+            self.foreign_pause = Wait(
+                "its continuation",
+                owner=PAUSE_OBSERVER,
+                on=self.role,
+                detail=cause,
+            )
+            logger.warning(f"server is paused {cause}", server=self.id, continued=resume)
         if resume and status != 200:
             with self.time_limit("a continue", CONTINUE_S):
                 await self.request_ok("/continue_generation", {})
@@ -265,9 +293,9 @@ class ServerControl:
 
     # ------------------------------------------------------------ internals
 
-    def time_limit(self, what: str, seconds: float) -> Wait:
+    def time_limit(self, event: str, seconds: float) -> Wait:
         """Return a wait of at most `seconds` for this server; see `Wait`."""
-        return Wait(what, owner="publisher", on=self.role, seconds=seconds)
+        return Wait(event, owner="publisher", on=self.role, seconds=seconds)
 
     async def _flush(self) -> None:
         """Empty the cache while paused: retract running requests, or else abort them."""
@@ -288,16 +316,34 @@ class ServerControl:
 
     async def request(self, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
         """POST `body`, or GET without one; return status and text of the answer."""
-        what = f"an answer of {path}"
-        is_soon = "weights" not in path and path != "/generate"
-        with Wait(what, owner="publisher", on=self.role, replies_soon=is_soon):
-            method = "GET" if body is None else "POST"
-            url = self.address + path
-            request = self.session.request(method, url, json=body, headers=self.headers)
+        reply = Wait(
+            f"an answer of {path}",
+            owner="publisher",
+            on=self.role,
+            replies_soon="weights" not in path and path != "/generate",
+        )
+        with reply:
+            request = self.session.request(
+                "GET" if body is None else "POST",
+                self.address + path,
+                json=body,
+                headers=self.headers,
+            )
             async with request as response:
                 return response.status, await response.text()
 
-    def _check(self, path: str, status: int, text: str) -> str:
+    def _check(self, path: str, status: int, answer: str) -> str:
+        """Return an answer with status 200.
+
+        Raises:
+            Refused: The status is another one.
+        """
         if status != 200:
-            raise Refused(f"{self.address}{path} answered {status}: {text[:300]}")
-        return text
+            raise Refused(f"{self.address}{path} answered {status}: {answer[:300]}")
+        return answer
+
+
+def _json_if_ok(reply: tuple[int, str]) -> dict[str, Any]:
+    """Return the JSON of a reply (status, answer) with status 200; {} for another status."""
+    status, answer = reply
+    return msgspec.json.decode(answer) if status == 200 else {}

@@ -58,9 +58,11 @@ class DiskPublisher(ServersPublisher):
             shutil.rmtree(final, ignore_errors=True)
             self.staged = temporary.rename(final)
         except (OSError, SafetensorError) as error:
-            what = f"weights of version {version} could not be staged in {self.folder}: {error}"
-            fix = "Make room there, or point trainer.ppo.publisher.disk.dir elsewhere."
-            raise RoleError(f"{what}. {fix} No server was paused.") from error
+            raise RoleError(
+                f"weights of version {version} could not be staged in {self.folder}: {error}. "
+                "Make room there, or point trainer.ppo.publisher.disk.dir elsewhere. "
+                "No server was paused."
+            ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         self.newest = version
@@ -84,23 +86,28 @@ class DiskPublisher(ServersPublisher):
             del self.folder  # a later stage makes another one
 
     async def update_server(self, server: ServerControl, version: int) -> None:
-        body = {"model_path": str(self.staged), "load_format": "auto"}
-        send = partial(ServerControl.update, path="/update_weights_from_disk", body=body)
+        load = partial(
+            ServerControl.update,
+            path="/update_weights_from_disk",
+            body={"model_path": str(self.staged), "load_format": "auto"},
+            version=version,
+        )
         async with self.updating([server], version) as on_all:
-            await on_all(partial(send, version=version))
+            await on_all(load)
 
     def parent(self) -> Path:
         """Return the folder of staged versions: `disk.dir`, or tmpfs if shared, or the run's."""
         if self.config.disk.dir is not None:
             return Path(self.config.disk.dir).expanduser().absolute()
         entries = self.registry.list("llm_server")
-        shared = TMPFS.is_dir() and all(_is_here(entry) for entry in entries)
-        return TMPFS if shared else self.paths.weights
+        is_shared = TMPFS.is_dir() and all(_is_here(entry) for entry in entries)
+        return TMPFS if is_shared else self.paths.weights
 
 
 def _is_here(entry: Entry) -> bool:
     """Return whether a server runs on this host: only a local address can be bound."""
+    url = urlsplit(str(entry.value["address"]))
     with suppress(UserError):
-        check_address(str(urlsplit(str(entry.value["address"])).hostname), at="server")
+        check_address(str(url.hostname), at="server")
         return True
     return False

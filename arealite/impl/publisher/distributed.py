@@ -55,7 +55,9 @@ class DistributedPublisher(ServersPublisher):
 
     def stale_servers(self) -> list[ServerControl]:
         """Return the servers that lack the newest version and can take it now, sorted by id."""
-        return sorted(filter(self._is_stale, [*self._servers.values()]), key=lambda each: each.id)
+        servers = list(self._servers.values())
+        stale = [server for server in servers if self._is_stale(server)]
+        return sorted(stale, key=lambda server: server.id)
 
     def close(self) -> None:
         with suppress(RoleError):
@@ -65,8 +67,10 @@ class DistributedPublisher(ServersPublisher):
     async def update_server(self, server: ServerControl, version: int) -> None:
         """Check that the server could take a version; `stage` updates it."""
         if not server.can.distributed or server.can.dp != 1:
-            what = f"{server.address} cannot join a process group (dp {server.can.dp})"
-            raise RoleError(f"{what}; use publisher.type=disk, or dp=1")
+            raise RoleError(
+                f"{server.address} cannot join a process group (dp {server.can.dp}); "
+                "use publisher.type=disk, or dp=1"
+            )
         await server.version()
         server.error = None
 
@@ -85,18 +89,23 @@ class DistributedPublisher(ServersPublisher):
         buckets = pack(self.checked(weights), self.config.bucket_mb << 20)
         first = next(buckets)
         self.call(self.push_all(version))
-        if not (servers := self.stale_servers()):
+        servers = self.stale_servers()
+        if not servers:
             return False
         until = time.monotonic() + self.config.timeout_s
         try:
-            device = first.tensors[0].device.type
-            self._join(servers, device, partial(self.on_all, servers, until))
+            self._join(
+                servers,
+                first.tensors[0].device.type,
+                partial(self.on_all, servers, until),
+            )
             self.stage_s = time.perf_counter() - begin
             update = self._updating(servers, version)
+            all_buckets = itertools.chain([first], buckets)
             with ExitStack() as stack:
                 on_all = self.call(update.__aenter__())
                 stack.push(lambda *error: self.call(update.__aexit__(*error)))
-                self._send(itertools.chain([first], buckets), version, on_all)
+                self._send(all_buckets, version, on_all)
         except PartialUpdate:
             self._leave()
         return all(server.confirmed_version != version for server in servers)
@@ -108,13 +117,16 @@ class DistributedPublisher(ServersPublisher):
             PartialUpdate: A server did not receive a bucket.
         """
         self.call(on_all(ServerControl.begin))
-        *_, final = self.shapes
-        wait_for_last: Callable[[], None] = lambda: None  # noqa: E731
+        *_, last_name = self.shapes
+        wait_for_last: Callable[[], None] | None = None
         for bucket in buckets:
-            wait_for_last()
-            label = version if bucket.layout.names[-1] == final else None
+            if wait_for_last is not None:
+                wait_for_last()
+            is_last_bucket = bucket.layout.names[-1] == last_name
+            label = version if is_last_bucket else None
             wait_for_last = self._broadcast(bucket, label, on_all)
-        wait_for_last()
+        if wait_for_last is not None:
+            wait_for_last()
 
     @asynccontextmanager
     async def _updating(self, servers: Servers, version: int) -> AsyncIterator[OnAll]:
@@ -146,24 +158,26 @@ class DistributedPublisher(ServersPublisher):
         if self._backend == "auto":
             self._backend = "nccl" if device == "cuda" else "gloo"
         listener = self._listen()
-        seconds = self.config.timeout_s
-        ranks = list(itertools.accumulate((server.can.tp for server in servers), initial=1))
-        offsets = dict(zip(servers, ranks, strict=False))
-        port = listener.getsockname()[1]
-        size = ranks[-1]
-        body: dict[str, object] = {"master_address": self.host, "master_port": port}
-        body |= {"world_size": size, "group_name": self.group_name, "backend": self._backend}
+        _, port, *_ = listener.getsockname()
+        world_size = 1
+        rank_offsets: dict[ServerControl, int] = {}
+        for server in servers:
+            rank_offsets[server] = world_size
+            world_size += server.can.tp
+        body: dict[str, object] = {
+            "master_address": self.host,
+            "master_port": port,
+            "world_size": world_size,
+            "group_name": self.group_name,
+            "backend": self._backend,
+        }
 
         async def join(server: ServerControl) -> None:
-            offset = {"rank_offset": offsets[server]}
+            offset = {"rank_offset": rank_offsets[server]}
             await server.request_ok("/init_weights_update_group", body | offset)
 
         posted = self.submit(on_all(join))
-        as_first = partial(groups.join, rank=0, world_size=size, backend=self._backend)
-        job = partial(as_first, listener, self.group_name, seconds=seconds)
-        joined: Future[Any] = Future()
-        # A daemon: the process does not wait for a job that may block for long.
-        threading.Thread(target=resolve, args=(joined, job), name="join group", daemon=True).start()
+        joined = self._join_as_first(listener, world_size)
         wait([posted, joined], return_when=FIRST_COMPLETED)
         posted.result()
         try:
@@ -171,7 +185,32 @@ class DistributedPublisher(ServersPublisher):
             self.members = servers
         except (RuntimeError, OSError) as error:
             raise RoleError(f"no group of {len(servers)} servers was formed: {error}") from error
-        logger.info("weight group formed", servers=[s.id for s in servers], backend=self._backend)
+        logger.info(
+            "weight group formed",
+            servers=[server.id for server in servers],
+            backend=self._backend,
+        )
+
+    def _join_as_first(self, listener: socket.socket, world_size: int) -> Future[Any]:
+        """Join the group as rank 0 in another thread; return a future of the group."""
+        job = partial(
+            groups.join,
+            listener,
+            self.group_name,
+            rank=0,
+            world_size=world_size,
+            backend=self._backend,
+            seconds=self.config.timeout_s,
+        )
+        joined: Future[Any] = Future()
+        thread = threading.Thread(
+            target=resolve,
+            args=(joined, job),
+            name="join group",
+            daemon=True,  # the process does not wait for a job that may block for long
+        )
+        thread.start()
+        return joined
 
     def _broadcast(self, bucket: Bucket, version: int | None, on_all: OnAll) -> Callable[[], None]:
         """Start to send a bucket; `version` comes with the last one.
@@ -180,20 +219,24 @@ class DistributedPublisher(ServersPublisher):
             A function that waits until the servers have received the bucket. It raises
             PartialUpdate if one did not.
         """
-        whole = self._backend == "nccl" and all(server.can.buckets for server in self.members)
+        is_flat = self._backend == "nccl" and all(server.can.buckets for server in self.members)
         body = {**vars(bucket.layout), "group_name": self.group_name}
-        body |= {"load_format": "flattened_bucket"} if whole else {}
+        if is_flat:
+            body["load_format"] = "flattened_bucket"
 
         async def receive(server: ServerControl) -> None:
             await server.update("/update_weights_from_distributed", body, version=version)
 
         posted = self.submit(on_all(receive))
-        parts = [bucket.flat] if whole else bucket.tensors
+        tensors = [bucket.flat] if is_flat else bucket.tensors
         if self._backend == "gloo":
-            parts = [part.cpu() for part in parts]  # no copy of tensors that are on the CPU
+            tensors = [tensor.cpu() for tensor in tensors]  # no copy if they are on the CPU
         works: list[Any] = []
         with suppress(RuntimeError):  # a server has crashed; its request fails, too
-            works = [dist.broadcast(p, src=0, group=self._group, async_op=True) for p in parts]
+            works = [
+                dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+                for tensor in tensors
+            ]
 
         def wait_until_received() -> None:
             posted.result()
@@ -213,11 +256,14 @@ class DistributedPublisher(ServersPublisher):
         body = {"group_name": self.group_name}
 
         async def leave() -> None:
-            there = [server for server in self.members if server.error is None]
-            left = (server.request("/destroy_weights_update_group", body) for server in there)
-            wait = Wait("servers to leave a group", owner="publisher", seconds=GRACE_S)
-            with suppress(DeadlineError), wait:
-                await asyncio.gather(*left, return_exceptions=True)
+            requests = [
+                server.request("/destroy_weights_update_group", body)
+                for server in self.members
+                if server.error is None
+            ]
+            answers = Wait("servers to leave a group", owner="publisher", seconds=GRACE_S)
+            with suppress(DeadlineError), answers:
+                await asyncio.gather(*requests, return_exceptions=True)
 
         self.submit(leave()).result()
 
@@ -227,6 +273,7 @@ class DistributedPublisher(ServersPublisher):
         try:
             return socket.create_server((self.host, port))
         except OSError as error:
-            what = f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self.host}"
-            why = f"cannot be bound: {error}"
-            raise RoleError(f"{what} {why}. Use another port, or 0 for any free port.") from error
+            raise RoleError(
+                f"trainer.ppo.publisher.distributed.port={port} at cluster.host={self.host} "
+                f"cannot be bound: {error}. Use another port, or 0 for any free port."
+            ) from error

@@ -18,9 +18,13 @@ class LoopThread:
         self.ended: Future[None] = Future()
         """Resolves when the coroutine has ended, with the coroutine's error if it failed."""
         # A new thread has an empty context; the role in log lines is part of the context.
-        run = contextvars.copy_context().run
-        arguments = (self._run, main)
-        self._thread = threading.Thread(target=run, args=arguments, name=name, daemon=True)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run,
+            args=(self._run, main),
+            name=name,
+            daemon=True,
+        )
         self._thread.start()
 
     def stop(self, stop: Callable[[], None], seconds: float) -> None:
@@ -35,7 +39,10 @@ class LoopThread:
                 watch(self.loop)
                 runner.run(main())
         except BaseException as error:  # noqa: BLE001  (is raised in the trainer's thread)
-            grouped = error.exceptions if isinstance(error, BaseExceptionGroup) else [error]
-            self.ended.set_exception(grouped[0])
+            if isinstance(error, BaseExceptionGroup):
+                first, *_ = error.exceptions
+                self.ended.set_exception(first)
+            else:
+                self.ended.set_exception(error)
         else:
             self.ended.set_result(None)

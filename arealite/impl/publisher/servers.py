@@ -28,7 +28,7 @@ from arealite.impl.publisher.control import CONTINUE_S, FAILURES, Refused, Serve
 from arealite.impl.publisher.loop_thread import LoopThread
 from arealite.impl.weights.buckets import Named
 from arealite.system.health.waits import cancel_all
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.registry import Entry, NameRegistry
 
 logger = log.get(__name__)
 
@@ -69,6 +69,7 @@ class ServersPublisher(WeightPublisher):
         self.num_bytes = 0
         self.stage_s = 0.0
         self._servers: dict[tuple[str, object], ServerControl] = {}
+        """By (address, process id)."""
         self._stop = asyncio.Event()
         self._closed = False
         self._closing = threading.Lock()
@@ -80,18 +81,23 @@ class ServersPublisher(WeightPublisher):
 
     def push(self, version: int) -> PublishReport:
         confirmed, quarantined = self.call(self.push_all(version))
-        times = "pause_s", "load_s", "continue_s", "stall_s"
-        reports = [server.report for server in confirmed]
         report = PublishReport(
             version=version,
             stage_s=self.stage_s,
+            pause_s=max((server.report.pause_s for server in confirmed), default=0.0),
+            load_s=max((server.report.load_s for server in confirmed), default=0.0),
+            continue_s=max((server.report.continue_s for server in confirmed), default=0.0),
+            stall_s=max((server.report.stall_s for server in confirmed), default=0.0),
             num_bytes=self.num_bytes,
             servers=len(confirmed),
             quarantined=quarantined,
-            **{name: max((getattr(r, name) for r in reports), default=0.0) for name in times},
         )
-        stall_s = report.stall_s
-        logger.info("weights published", version=version, servers=report.servers, stall_s=stall_s)
+        logger.info(
+            "weights published",
+            version=version,
+            servers=report.servers,
+            stall_s=report.stall_s,
+        )
         return report
 
     def close(self) -> None:
@@ -120,9 +126,11 @@ class ServersPublisher(WeightPublisher):
             ended = self._thread.ended
             if self._closed or ended.done():
                 job.close()
-                why = f": {ended.exception()!r}" if ended.done() and ended.exception() else ""
-                pushed = f"before version {self.newest} was pushed"
-                raise RoleError(f"the publisher was closed {pushed}{why}")
+                thread_error = ended.exception() if ended.done() else None
+                cause = f": {thread_error!r}" if thread_error else ""
+                raise RoleError(
+                    f"the publisher was closed before version {self.newest} was pushed{cause}"
+                )
             return asyncio.run_coroutine_threadsafe(job, self._thread.loop)
 
     def checked(self, weights: Iterator[Named]) -> Iterator[Named]:
@@ -137,14 +145,21 @@ class ServersPublisher(WeightPublisher):
         for name, tensor in weights:
             shapes[name] = list(tensor.shape)
             if self.shapes:  # checked here, because `distributed` sends each tensor at once
-                new = {name: shapes[name]}
-                check_shapes(new, self.shapes, where="the version before", whole=False)
+                check_shapes(
+                    {name: shapes[name]},
+                    self.shapes,
+                    owner="the version before",
+                    whole=False,
+                )
             num_bytes += tensor.nbytes
             yield name, tensor
-        expected = self.shapes or read_shapes(self.model_path)
-        where = "the version before" if self.shapes else self.model_path
         try:
-            check_shapes(shapes, expected, where=where, unused=self.unused)
+            check_shapes(
+                shapes,
+                self.shapes or read_shapes(self.model_path),
+                owner="the version before" if self.shapes else self.model_path,
+                unused=self.unused,
+            )
         except RoleError as error:  # a restart would fail in the same way
             raise UserError(f"{error}. The model cannot be published to servers.") from error
         self.shapes = shapes
@@ -192,8 +207,8 @@ class ServersPublisher(WeightPublisher):
         """
 
         async def run_limited(server: ServerControl) -> None:
-            left = max(0.1, until - asyncio.get_running_loop().time())
-            with server.time_limit(f"{server.id} to take weights", left):
+            left_s = max(0.1, until - asyncio.get_running_loop().time())
+            with server.time_limit(f"{server.id} to take weights", left_s):
                 await do(server)
 
         tasks = {asyncio.ensure_future(run_limited(server)): server for server in servers}
@@ -203,15 +218,23 @@ class ServersPublisher(WeightPublisher):
                 await asyncio.wait(late, timeout=GRACE_S)
         finally:
             await cancel_all(tasks)
-        failed = {tasks[t]: t.exception() for t in tasks if not t.cancelled() and t.exception()}
+        errors: dict[ServerControl, BaseException] = {}
+        for task, server in tasks.items():
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                errors[server] = error
         # If some servers gave no answer, the refusals of the others are a consequence of that.
-        blamed = {s: e for s, e in failed.items() if not isinstance(e, Refused)} or failed
+        no_refusals = {
+            server: error for server, error in errors.items() if not isinstance(error, Refused)
+        }
+        blamed = no_refusals or errors
         for server, error in blamed.items():
             if not isinstance(error, FAILURES):
-                raise error or RuntimeError
+                raise error
             self._quarantine(server, error)
             server.failures += 1
-            server.retry_at = time.monotonic() + min(2.0**server.failures, self.config.timeout_s)
+            pause_s = min(2.0**server.failures, self.config.timeout_s)
+            server.retry_at = time.monotonic() + pause_s
         if blamed:
             raise PartialUpdate
 
@@ -234,10 +257,15 @@ class ServersPublisher(WeightPublisher):
             if confirmed or self.needs_republish:
                 return confirmed, [server.id for server in servers if server.error]
             if time.monotonic() >= give_up:
-                errors = "; ".join(f"{s.id} at {s.address}: {s.error}" for s in servers)
-                errors = errors or f"None is registered in {self.registry.root}; start one."
-                what = f"no server confirmed version {version} in {self.config.timeout_s:g} s"
-                raise RoleError(f"{what} (trainer.ppo.publisher.timeout_s). {errors}")
+                errors = "; ".join(
+                    f"{server.id} at {server.address}: {server.error}" for server in servers
+                )
+                if not errors:
+                    errors = f"None is registered in {self.registry.root}; start one."
+                raise RoleError(
+                    f"no server confirmed version {version} in {self.config.timeout_s:g} s "
+                    f"(trainer.ppo.publisher.timeout_s). {errors}"
+                )
             await asyncio.sleep(RETRY_S)
 
     # ------------------------------------------------------------ in the publisher's thread
@@ -268,17 +296,27 @@ class ServersPublisher(WeightPublisher):
     async def _find_servers(self) -> list[ServerControl]:
         """Return the registered servers; a restarted server gets a new object without state."""
         entries = await asyncio.to_thread(self.registry.list, "llm_server")
-        found = {(str(e.value["address"]), e.value.get("pid")): e for e in entries}
-        for key in self._servers.keys() - found.keys():
-            self._servers.pop(key).clear_foreign_pause()
-        for key in found.keys() - self._servers.keys():
-            entry = found[key]
-            folder = str(entry.value.get("model_path") or "")
-            headers = self.registry.headers(str(entry.value.get("type") or ""))
-            self._servers[key] = ServerControl(entry.id, key[0], self._session, folder, headers)
-        for key, entry in found.items():
-            self._servers[key].listed_version = str(entry.value.get("version"))
-        return [self._servers[key] for key in found]
+        entry_of_process: dict[tuple[str, object], Entry] = {}
+        for entry in entries:
+            process = (str(entry.value["address"]), entry.value.get("pid"))
+            entry_of_process[process] = entry
+        for process in self._servers.keys() - entry_of_process.keys():
+            self._servers.pop(process).clear_foreign_pause()
+        for process in entry_of_process.keys() - self._servers.keys():
+            self._servers[process] = self._new_server(entry_of_process[process])
+        for process, entry in entry_of_process.items():
+            self._servers[process].listed_version = str(entry.value.get("version"))
+        return [self._servers[process] for process in entry_of_process]
+
+    def _new_server(self, entry: Entry) -> ServerControl:
+        """Return the control of a server that is new to this publisher."""
+        return ServerControl(
+            id=entry.id,
+            address=str(entry.value["address"]),
+            session=self._session,
+            folder=str(entry.value.get("model_path") or ""),
+            headers=self.registry.headers(str(entry.value.get("type") or "")),
+        )
 
     async def _update_if_stale(self, server: ServerControl, *, verify: bool = False) -> None:
         """Update one server unless it holds the newest version.
@@ -287,7 +325,8 @@ class ServersPublisher(WeightPublisher):
             verify: compare the version that the server reports now, and end pauses by others.
         """
         async with server.lock:
-            if (version := self.newest) is None:
+            version = self.newest
+            if version is None:
                 return
             try:
                 if await server.holds(version, verify=verify):
@@ -313,11 +352,11 @@ class ServersPublisher(WeightPublisher):
 
     def _quarantine(self, server: ServerControl, error: Exception) -> None:
         """Exclude a server from traffic until an update succeeds; continue it if it is paused."""
-        text = f"{type(error).__name__}: {error}"
-        if text != server.error:
+        message = f"{type(error).__name__}: {error}"
+        if message != server.error:
             logger.warning("server quarantined", server=server.id, error=str(error))
         server.confirmed_version = None
-        server.error = text
+        server.error = message
         self._tasks.create_task(self._resume(server))
 
     async def _resume(self, server: ServerControl) -> None:

@@ -38,24 +38,22 @@ class SharedPublisher(WeightPublisher):
         Raises:
             UserError: The engine's parameters, the model or the port cannot be used.
         """
-        if (module := engine.whole_module) is None:
-            what = "publisher.type=shared generates from the trained parameters, so they must not"
-            what += " be sharded, and must have the dtype of the forward pass: use one trainer rank"
-            fix = "engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
-            raise UserError(f"trainer.ppo.{what}, {fix}")
+        module = engine.whole_module
+        if module is None:
+            raise UserError(
+                "trainer.ppo.publisher.type=shared generates from the trained parameters, "
+                "so they must not be sharded, and must have the dtype of the forward pass: "
+                "use one trainer rank, engine.fsdp.dtype=float32 or lora.rank above 0, "
+                "and cpu_offload=false."
+            )
         with suppress(OSError):  # no generation config: config.json has the end tokens
             folder = Path(config.model.path).expanduser()
             module.generation_config = GenerationConfig.from_pretrained(folder)
         self.config = config.trainer.ppo.publisher
-        threads = config.launcher.trainer_threads
-        rows = self.config.shared.max_running_requests
-        same = ("experiment_name", "trial_name", "seed", "cluster", "model")
-        embedded = EmbeddedServerConfig(max_running_requests=rows, num_threads=threads)
-        own = LLMServerConfig(host=config.cluster.bound, embedded=embedded)
-        served = ServerConfig(**{name: getattr(config, name) for name in same}, llm_server=own)
-        self.server = EmbeddedServer(served, shared=module)
+        self.server = EmbeddedServer(_server_config(config), shared=module)
         self._ready: Future[None] = Future()
-        self._pause_s = self._stall_s = 0.0
+        self._pause_s = 0.0
+        self._stall_s = 0.0
         self._thread = LoopThread("server", self._serve)
         self._await("the server to listen", self._ready)
         self._paused_at = time.perf_counter()
@@ -90,7 +88,7 @@ class SharedPublisher(WeightPublisher):
 
     # ------------------------------------------------------------ internals
 
-    def _await(self, what: str, done: Future[None]) -> None:
+    def _await(self, event: str, done: Future[None]) -> None:
         """Wait for the server's thread.
 
         Raises:
@@ -98,10 +96,12 @@ class SharedPublisher(WeightPublisher):
             RoleError: The server crashed, or the wait is longer than `timeout_s`.
         """
         seconds = self.config.timeout_s
-        with Wait(what, owner="publisher", on="trainer-0", seconds=seconds):
-            ended = wait([done, self._thread.ended], seconds, FIRST_COMPLETED).done
-        if done not in ended:
-            raise self._thread_error() if ended else RoleError(f"waited {seconds:g} s for {what}")
+        with Wait(event, owner="publisher", on="trainer-0", seconds=seconds):
+            completed, _ = wait([done, self._thread.ended], seconds, FIRST_COMPLETED)
+        if not completed:
+            raise RoleError(f"waited {seconds:g} s for {event}")
+        if done not in completed:
+            raise self._thread_error()
         done.result()
 
     def _thread_error(self) -> Exception:
@@ -115,3 +115,19 @@ class SharedPublisher(WeightPublisher):
             tasks.create_task(self.server.serve(), name="serve")
             await self.server.ready.wait()
             self._ready.set_result(None)
+
+
+def _server_config(config: ExperimentConfig) -> ServerConfig:
+    """Return the config of the server in the trainer's process."""
+    embedded = EmbeddedServerConfig(
+        max_running_requests=config.trainer.ppo.publisher.shared.max_running_requests,
+        num_threads=config.launcher.trainer_threads,
+    )
+    return ServerConfig(
+        experiment_name=config.experiment_name,
+        trial_name=config.trial_name,
+        seed=config.seed,
+        cluster=config.cluster,
+        model=config.model,
+        llm_server=LLMServerConfig(host=config.cluster.bound, embedded=embedded),
+    )

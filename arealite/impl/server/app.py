@@ -49,7 +49,12 @@ class App:
     """Builds the aiohttp application: routes and their handlers."""
 
     def __init__(
-        self, engine: Engine, model: ServedModel, *, is_shared: bool, check: typedefs.Middleware
+        self,
+        engine: Engine,
+        model: ServedModel,
+        *,
+        is_shared: bool,
+        check: typedefs.Middleware,
     ) -> None:
         """Serve `model` with `engine`.
 
@@ -79,7 +84,10 @@ class App:
             "/v1/models": self._models,
             "/openapi.json": lambda: protocol.openapi(gets, posts),
         }
-        posts: Routes = {"/generate": self._generate, "/abort_request": self._abort_request}
+        posts: Routes = {
+            "/generate": self._generate,
+            "/abort_request": self._abort_request,
+        }
         if not self._is_shared:
             posts |= {
                 "/pause_generation": self._pause_generation,
@@ -99,12 +107,16 @@ class App:
 
     def bodies(self) -> dict[str, int]:
         """Return the largest body in bytes, by path: a prompt, or the layout of all tensors."""
-        digits = len(str(self.model.vocab_size)) + len(", ")
-        sizes = {"/generate": min(MAX_PROMPT, MAX_BODY + self.model.context_length * digits)}
+        token_bytes = len(str(self.model.vocab_size)) + len(", ")
+        prompt_bytes = self.model.context_length * token_bytes
+        sizes = {"/generate": min(MAX_PROMPT, MAX_BODY + prompt_bytes)}
         if not self._is_shared:
-            headers = self.weights.names.headers.items()
-            layout = encode([(name, "torch.bfloat16", header.shape) for name, header in headers])
-            sizes["/update_weights_from_distributed"] = MAX_BODY + 2 * len(layout)
+            layout = [
+                (name, "torch.bfloat16", header.shape)
+                for name, header in self.weights.names.headers.items()
+            ]
+            layout_bytes = len(encode(layout))
+            sizes["/update_weights_from_distributed"] = MAX_BODY + 2 * layout_bytes
         return sizes
 
     async def _call(self, command: Callable[..., T], *args: object) -> T:
@@ -121,15 +133,19 @@ class App:
         try:
             await generation.done.wait()
         except asyncio.CancelledError:  # the client closed its connection
-            self.engine.call(self.engine.abort, lambda each: each is generation)
+            self.engine.call(self.engine.abort, lambda candidate: candidate is generation)
             raise
         if generation.error is not None:
             return _as_json({"error": {"message": generation.error}}, 500)
-        version = self.engine.version
-        logprobs = body.return_logprob
-        make = partial(protocol.answer, generation, version=version, logprobs=logprobs)
-        is_long = len(generation.output) > LONG_ANSWER
-        return _as_json(await asyncio.to_thread(make) if is_long else make())
+        make_answer = partial(
+            protocol.answer,
+            generation,
+            version=self.engine.version,
+            logprobs=body.return_logprob,
+        )
+        if len(generation.output) > LONG_ANSWER:
+            return _as_json(await asyncio.to_thread(make_answer))
+        return _as_json(make_answer())
 
     async def _events(self, generation: Generation, body: protocol.GenerateBody) -> Events:
         """Yield server-sent events, each with the tokens since the one before.
@@ -138,7 +154,7 @@ class App:
         slowly, the next event has more tokens.
         """
         self.engine.call(self.engine.submit, generation)
-        make = partial(protocol.answer, generation, logprobs=body.return_logprob)
+        make_answer = partial(protocol.answer, generation, logprobs=body.return_logprob)
         start = 0
         is_last = False
         try:
@@ -146,7 +162,11 @@ class App:
                 await generation.grown.wait()
                 generation.grown.clear()
                 is_last = generation.done.is_set() or generation.error is not None
-                event = make(version=self.engine.version, start=start, is_last=is_last)
+                event = make_answer(
+                    version=self.engine.version,
+                    start=start,
+                    is_last=is_last,
+                )
                 start += len(event["output_ids"])
                 if generation.error is not None:
                     event = {"error": {"message": generation.error, "code": 500}}
@@ -154,12 +174,17 @@ class App:
             yield b"data: [DONE]\n\n"
         finally:
             if not is_last:  # the client closed its connection
-                self.engine.call(self.engine.abort, lambda each: each is generation)
+                self.engine.call(self.engine.abort, lambda candidate: candidate is generation)
 
     async def _abort_request(self, body: protocol.AbortBody) -> web.Response:
-        if body.abort_all or body.rid:
-            prefix = "" if body.abort_all else body.rid or ""
-            self.engine.call(self.engine.abort, lambda each: each.rid.startswith(prefix))
+        if body.abort_all:
+            self.engine.call(self.engine.abort, lambda generation: True)
+        elif body.rid:
+            prefix = body.rid
+            self.engine.call(
+                self.engine.abort,
+                lambda generation: generation.rid.startswith(prefix),
+            )
         return web.Response()  # also for an unknown id
 
     async def _pause_generation(self, body: protocol.PauseGenerationReqInput) -> Json:
@@ -179,7 +204,8 @@ class App:
         """Return a checksum of each tensor under its name in the folder, for the self-check."""
         model = self.engine.decoder.model
         named = self.weights.names.to_folder(model.state_dict().items())
-        return {**await self._call(lambda: sums(named, model))}
+        checksums = await self._call(lambda: sums(named, model))
+        return {**checksums}
 
     # ------------------------------------------------------------ new weights
 
@@ -195,40 +221,53 @@ class App:
         return _done("Succeeded to update model weights." + note)
 
     async def _from_distributed(self, body: protocol.UpdateWeightsFromDistributedReqInput) -> Json:
-        layout = Layout(body.names, body.dtypes, body.shapes)
-        if (member := self._groups.get(body.group_name)) is None:
-            what = f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}"
-            raise Refusal(f"{what}. Please call `init_weights_update_group` first.")
+        layout = Layout(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
+        member = self._groups.get(body.group_name)
+        if member is None:
+            raise Refusal(
+                f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}. "
+                "Please call `init_weights_update_group` first."
+            )
         check_layout(self.weights, layout)
-        flat = body.load_format == "flattened_bucket"
+        is_flat = body.load_format == "flattened_bucket"
         try:
-            named = await member.receive(layout, flat=flat)
+            named = await member.receive(layout, flat=is_flat)
         except (RuntimeError, OSError) as error:
             raise Refusal(f"Failed to receive weights: {error}") from error
-        is_last = body.weight_version is not None
-        stage = partial(stage_tensors, self.weights, named, member.parts, is_last=is_last)
+        stage = partial(
+            stage_tensors,
+            self.weights,
+            named,
+            member.parts,
+            is_last=body.weight_version is not None,
+        )
         note = await self._update(body, stage)
         return _done("Succeeded to update parameter online." + note)
 
     async def _update(self, body: protocol.Update, stage: Callable[[], Job]) -> str:
         """Change the weights between requests; return a sentence about the version."""
-        engine = self.engine
         version = body.weight_version
-        arguments = stage, version, body.flush_cache
-        if not await asyncio.wrap_future(engine.call_between_requests(engine.update, *arguments)):
-            what = "Weights were updated, but the cache was not flushed because requests are still"
-            fix = "Retract or finish them, then call /flush_cache."
-            raise Refusal(f"{what} running or queued. {fix}")
+        update = self.engine.call_between_requests(
+            self.engine.update,
+            stage,
+            version,
+            body.flush_cache,
+        )
+        is_flushed = await asyncio.wrap_future(update)
+        if not is_flushed:
+            raise Refusal(
+                "Weights were updated, but the cache was not flushed because requests are still "
+                "running or queued. Retract or finish them, then call /flush_cache."
+            )
         if version is None:
             return ""
         self.model.relabel(version)
         return f" Weight version updated to {version}."
 
     async def _init_group(self, body: protocol.InitWeightsUpdateGroupReqInput) -> Json:
-        failed = "Failed to initialize custom process group: "
         name = body.group_name
         if name in self._groups:
-            raise Refusal(failed + NAME_TAKEN)
+            raise Refusal(f"Failed to initialize custom process group: {NAME_TAKEN}")
         member = GroupMember(name, body.backend, self.engine.decoder.model.device)
         address = (body.master_address, body.master_port)
         self._groups[name] = member
@@ -237,13 +276,15 @@ class App:
         except BaseException as error:
             self._groups.pop(name, None)
             if isinstance(error, (RuntimeError, OSError, ValueError)):
-                raise Refusal(f"{failed}{error}.") from error
+                message = f"Failed to initialize custom process group: {error}."
+                raise Refusal(message) from error
             raise
         logger.info("weight group joined", group=name, size=body.world_size)
         return _done("Succeeded to initialize custom process group.")
 
     async def _destroy_group(self, body: protocol.DestroyWeightsUpdateGroupReqInput) -> Json:
-        if (member := self._groups.pop(body.group_name, None)) is None:
+        member = self._groups.pop(body.group_name, None)
+        if member is None:
             raise Refusal("The group to be destroyed does not exist.")
         await asyncio.wrap_future(member.leave())
         return _done("Succeeded to destroy custom process group.")
@@ -283,13 +324,20 @@ class App:
 
     def load(self) -> dict[str, int]:
         """Return the numbers of running and waiting requests, and how many can run at a time."""
-        decoder = self.engine.decoder
-        waiting = len(self.engine.waiting)
-        return {"running": len(decoder.running), "waiting": waiting, "capacity": decoder.max_rows}
+        return {
+            "running": len(self.engine.decoder.running),
+            "waiting": len(self.engine.waiting),
+            "capacity": self.engine.decoder.max_rows,
+        }
 
     def _loads(self) -> Json:
-        names = "num_running_reqs", "num_waiting_reqs", "max_running_requests"
-        return {"loads": [dict(zip(names, self.load().values(), strict=True))]}
+        load = self.load()
+        copy_of_model = {
+            "num_running_reqs": load["running"],
+            "num_waiting_reqs": load["waiting"],
+            "max_running_requests": load["capacity"],
+        }
+        return {"loads": [copy_of_model]}
 
     def _models(self) -> Json:
         model = {"id": self.model.folder, "max_model_len": self.model.context_length}
@@ -310,14 +358,20 @@ def _post(path: str, handler: Handler) -> web.RouteDef:
 
     It answers a refusal in SGLang's two forms: of /generate, and of the weight routes.
     """
-    kind = protocol.body_of(handler)
+    body_type = protocol.body_of(handler)
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            answer = await handler(protocol.parse(await request.read(), kind))
+            body = protocol.parse(await request.read(), body_type)
+            answer = await handler(body)
         except Refusal as error:
-            text = str(error)
-            return _as_json({"success": False, "message": text, "error": {"message": text}}, 400)
+            message = str(error)
+            refusal = {
+                "success": False,
+                "message": message,
+                "error": {"message": message},
+            }
+            return _as_json(refusal, 400)
         if not isinstance(answer, AsyncGenerator):
             return _as_json(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -334,7 +388,11 @@ def _done(message: str) -> Json:
     return {"success": True, "message": message}
 
 
-def _as_json(value: object, status: int = 200) -> web.Response:
-    if isinstance(value, web.Response):
-        return value
-    return web.Response(body=encode(value), status=status, content_type="application/json")
+def _as_json(answer: object, status: int = 200) -> web.Response:
+    if isinstance(answer, web.Response):
+        return answer
+    return web.Response(
+        body=encode(answer),
+        status=status,
+        content_type="application/json",
+    )

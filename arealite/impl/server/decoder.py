@@ -4,14 +4,14 @@ transformers' continuous batching is not used, because on a CPU it builds a mask
 requests. Here every request has its own row in the cache.
 
 Shape letters: B = rows of a batch, L = padded prompt length, T = positions read, V = vocabulary. In
-the cache: S = rows, T = positions, H = key heads, D = head size.
+the cache: S = rows, T = positions, H = key heads, D = head size. P = positions with logits.
 """
 
 import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from arealite.impl.server.generation import Generation
-from arealite.impl.server.routing import RoutingRecorder
+from arealite.impl.server.routing import RoutingRecorder, any_wants_routing
 from arealite.impl.server.sampler import Settings, ban_stops, draw, settings_of
 
 PREFILL_TOKENS = 8192
@@ -47,10 +47,18 @@ def window_of(model: PreTrainedModel) -> int | None:
     None: no layer slides. Without `layer_types`, all layers slide if the model's code supports it.
     """
     config = model.config.get_text_config()
-    types = getattr(config, "layer_types", None)
-    can_slide = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
-    slides = "sliding_attention" in types if types else can_slide
-    return getattr(config, "sliding_window", None) if slides else None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        has_sliding_layers = "sliding_attention" in layer_types
+    else:
+        model_code = sys.modules[type(model).__module__]
+        has_sliding_layers = hasattr(model_code, "create_sliding_window_causal_mask")
+    return getattr(config, "sliding_window", None) if has_sliding_layers else None
+
+
+def _round_up(number: int, block: int) -> int:
+    """Return the smallest multiple of `block` that is at least `number`."""
+    return -(-number // block) * block
 
 
 class SlotCache(Cache):
@@ -76,19 +84,21 @@ class SlotCache(Cache):
         old_rows, old_length = self._shape
         if rows <= old_rows and length <= old_length:
             return
-        block = min(BLOCK, max(old_rows, 8))
-        rows = max(old_rows, -(-rows // block) * block)
-        length = max(old_length, -(-length // BLOCK) * BLOCK)
+        row_block = min(BLOCK, max(old_rows, 8))
+        rows = max(old_rows, _round_up(rows, row_block))
+        length = max(old_length, _round_up(length, BLOCK))
         self._shape = (rows, length)
-        for place, old in enumerate(self._tensors_STHD):
-            new = self._allocate(old, old.shape[2])
-            new[:old_rows, :old_length] = old
-            self._tensors_STHD[place] = new
+        for i, old_STHD in enumerate(self._tensors_STHD):
+            new_STHD = self._allocate(old_STHD, old_STHD.shape[2])
+            new_STHD[:old_rows, :old_length] = old_STHD
+            self._tensors_STHD[i] = new_STHD
 
-    def _allocate(self, like: Tensor, heads: int) -> Tensor:
+    def _allocate(self, like: Tensor, num_heads: int) -> Tensor:
         """Return zeros in which all positions of a head are adjacent: attention is faster."""
         rows, length = self._shape
-        return like.new_zeros((rows, heads, length, like.shape[-1])).transpose(1, 2)
+        head_size = like.shape[-1]
+        zeros_SHTD = like.new_zeros((rows, num_heads, length, head_size))
+        return zeros_SHTD.transpose(1, 2)
 
     def start(self, index: Index, *, width: int | None = None) -> None:
         """Prepare a forward pass: it writes at `index`, (rows, positions), as slices or tensors.
@@ -100,27 +110,38 @@ class SlotCache(Cache):
         self._width = width
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values [rows, H, L, D]; return those that attention reads."""
-        read = [key_states, value_states]
-        for i, new in enumerate((key_states, value_states)):
-            place = 2 * layer_idx + i
-            if place == len(self._tensors_STHD):
-                self._tensors_STHD.append(self._allocate(new, new.shape[1]))
-            tensor_STHD = self._tensors_STHD[place]
-            tensor_STHD[self._index] = new.transpose(1, 2)
-            if self._width is not None:
-                written = self._index[0]
-                rows = written if isinstance(written, slice) else slice(new.shape[0])
-                read[i] = tensor_STHD[rows, : self._width].transpose(1, 2)
-        return read[0], read[1]
+        keys = self._update_tensor(2 * layer_idx, key_states)
+        values = self._update_tensor(2 * layer_idx + 1, value_states)
+        return keys, values
+
+    def _update_tensor(self, index: int, new_SHLD: Tensor) -> Tensor:
+        """Write into `_tensors_STHD[index]`; return the part that attention reads."""
+        if index == len(self._tensors_STHD):
+            self._tensors_STHD.append(self._allocate(new_SHLD, new_SHLD.shape[1]))
+        tensor_STHD = self._tensors_STHD[index]
+        tensor_STHD[self._index] = new_SHLD.transpose(1, 2)
+        if self._width is None:
+            return new_SHLD
+        rows = self._index[0]
+        if not isinstance(rows, slice):
+            rows = slice(new_SHLD.shape[0])
+        return tensor_STHD[rows, : self._width].transpose(1, 2)
 
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """Copy the first `length` positions of rows, all at once; moves: (source, target)."""
+        if not moves:
+            return
         sources = [source for source, _ in moves]
         targets = [target for _, target in moves]
-        for tensor in self._tensors_STHD if moves else ():
+        for tensor in self._tensors_STHD:
             tensor[targets, :length] = tensor[sources, :length]
 
     def store_prefix(self, row: int, length: int) -> None:
@@ -147,8 +168,10 @@ def _common_length(prompts: Sequence[Ids]) -> int:
     """Return the number of first tokens that are equal in all prompts."""
     lowest = min(prompts)
     highest = max(prompts)  # all others are between them
-    pairs = enumerate(zip(lowest, highest, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(lowest), len(highest)))
+    for i, (low_token, high_token) in enumerate(zip(lowest, highest, strict=False)):
+        if low_token != high_token:
+            return i
+    return min(len(lowest), len(highest))
 
 
 class BaseDecoder(ABC):
@@ -164,8 +187,10 @@ class BaseDecoder(ABC):
         self._device = str(next(model.parameters()).device)
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._recorder = RoutingRecorder(model)
-        self._known = inspect.signature(model.forward).parameters
-        self._name = next((name for name in CACHES if name in self._known), CACHES[0])
+        self._model_inputs = inspect.signature(model.forward).parameters
+        """Names of the arguments that the model takes."""
+        cache_names = [name for name in CACHES if name in self._model_inputs]
+        self._cache_name = cache_names[0] if cache_names else CACHES[0]
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
     @abstractmethod
@@ -185,9 +210,9 @@ class BaseDecoder(ABC):
 
     def clear(self) -> list[Generation]:
         """Remove and return all running requests; drop all keys, values and states."""
-        out = self.running
+        removed = self.running
         self.running = []
-        return out
+        return removed
 
     def drop_prefix(self) -> None:  # noqa: B027  (other decoders store none)
         """Drop the prefix that is stored for later requests, because the weights have changed.
@@ -201,33 +226,44 @@ class BaseDecoder(ABC):
         Returns:
             (the distinct prompts, the requests, the index of each request's prompt).
         """
-        rows: dict[Ids, int] = {}
-        fresh: list[Generation] = []
+        row_of_prompt: dict[Ids, int] = {}
+        admitted: list[Generation] = []
         sources: list[int] = []
         lengths: set[int] = set()
-        while waiting and len(self.running) + len(fresh) < self.max_rows:
+        while waiting and len(self.running) + len(admitted) < self.max_rows:
             generation = waiting[0]
             prompt = (*generation.prompt, *generation.output)
-            if prompt in rows:
+            if prompt in row_of_prompt:
                 generation.cached_tokens = len(prompt) - 1
             else:
-                if lengths and not self.mixes_lengths and len(prompt) not in lengths:
+                has_other_length = bool(lengths) and len(prompt) not in lengths
+                if has_other_length and not self.mixes_lengths:
                     break
                 lengths.add(len(prompt))
-                count = len(rows) + 1
-                positions = len(lengths)
-                fits = count * max(lengths) <= PREFILL_TOKENS
-                if rows and not (fits and count * positions * self._vocab_size <= PREFILL_LOGITS):
+                if row_of_prompt and not self._fit_one_pass(len(row_of_prompt) + 1, lengths):
                     break
-            fresh.append(waiting.popleft())
-            sources.append(rows.setdefault(prompt, len(rows)))
-        return list(rows), fresh, sources
+            admitted.append(waiting.popleft())
+            sources.append(row_of_prompt.setdefault(prompt, len(row_of_prompt)))
+        prompts = list(row_of_prompt)
+        return prompts, admitted, sources
+
+    def _fit_one_pass(self, num_prompts: int, lengths: Collection[int]) -> bool:
+        """Return whether one forward pass may compute prompts of these distinct lengths.
+
+        It computes logits of every prompt at the last position of each length.
+        """
+        num_tokens = num_prompts * max(lengths)
+        num_logits = num_prompts * len(lengths) * self._vocab_size
+        return num_tokens <= PREFILL_TOKENS and num_logits <= PREFILL_LOGITS
 
     def _settings_of(self, generations: Sequence[Generation]) -> Settings:
         return settings_of(generations, vocab_size=self._vocab_size, device=self._device)
 
     def _sample(
-        self, generations: list[Generation], logits_BV: Tensor, settings: Settings
+        self,
+        generations: list[Generation],
+        logits_BV: Tensor,
+        settings: Settings,
     ) -> Tensor:
         """Draw a token for each generation and append it; return the tokens [B]."""
         ban_stops(logits_BV, generations)
@@ -258,23 +294,37 @@ class Decoder(BaseDecoder):
     def prefill(self, waiting: deque[Generation]) -> None:
         prompts, generations, sources = self._admit(waiting)
         first = len(self.running)
-        longest = max(map(len, prompts))
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
         self.running += generations
         self._settings = None
         self._cache.reserve(len(self.running), longest + 1)
-        wants_routing = any(each.wants_routing for each in generations)
-        shared = 0 if wants_routing else self._reuse_prefix(prompts, generations, first)
-        positions = sorted({len(prompt) - 1 for prompt in prompts})
-        with self._recorder(generations, sources, [*map(len, prompts)]):
-            logits = self._forward_prompts(prompts, positions, first=first, begin=shared)
-        moves = [(first + s, first + row) for row, s in enumerate(sources) if s != row]
+        prefix_length = 0
+        if not any_wants_routing(generations):
+            prefix_length = self._reuse_prefix(prompts, generations, first)
+        last_positions = sorted({length - 1 for length in lengths})
+        with self._recorder(generations, sources, lengths):
+            logits_BPV = self._forward_prompts(
+                prompts,
+                last_positions,
+                first=first,
+                begin=prefix_length,
+            )
+        moves = list[tuple[int, int]]()
+        for row, source in enumerate(sources):
+            if source != row:
+                moves.append((first + source, first + row))
         self._cache.copy_rows(moves, longest)
-        index = {position: i for i, position in enumerate(positions)}
-        last = [index[len(prompts[source]) - 1] for source in sources]
-        self._sample(generations, logits[sources, last], self._settings_of(generations))
+        index_of_position = {position: i for i, position in enumerate(last_positions)}
+        last_indices = [index_of_position[lengths[source] - 1] for source in sources]
+        logits_BV = logits_BPV[sources, last_indices]
+        self._sample(generations, logits_BV, self._settings_of(generations))
 
     def _reuse_prefix(
-        self, prompts: Sequence[Ids], generations: Sequence[Generation], first: int
+        self,
+        prompts: Sequence[Ids],
+        generations: Sequence[Generation],
+        first: int,
     ) -> int:
         """Write keys and values of a prefix that all prompts share, for example a system prompt.
 
@@ -284,30 +334,40 @@ class Decoder(BaseDecoder):
         Returns:
             The number of tokens of the prefix; 0: the prompts share too few.
         """
-        longest = min(map(len, prompts)) - 1
-        usable = self._prefix[:longest]
-        if len(usable) < MIN_PREFIX_TOKENS or any(p[: len(usable)] != usable for p in prompts):
+        max_length = min(map(len, prompts)) - 1
+        stored = self._prefix[:max_length]
+        stored_length = len(stored)
+        is_usable = stored_length >= MIN_PREFIX_TOKENS and all(
+            prompt[:stored_length] == stored for prompt in prompts
+        )
+        if is_usable:
+            for generation in generations:
+                generation.cached_tokens = max(generation.cached_tokens, stored_length)
+        else:
             compared = prompts if len(prompts) > 1 else [*prompts, self._latest]
-            length = min(longest, _common_length(compared))
+            length = min(max_length, _common_length(compared))
             self._latest = prompts[-1]
             if length < MIN_PREFIX_TOKENS:
                 return 0
             self._prefix = prompts[0][:length]
             self._forward_prompts([self._prefix], [length - 1], first=first)
             self._cache.store_prefix(first, length)
-        else:
-            for generation in generations:
-                generation.cached_tokens = max(generation.cached_tokens, len(usable))
-        self._cache.load_prefix(slice(first, first + len(prompts)))
-        return min(longest, len(self._prefix))
+        rows = slice(first, first + len(prompts))
+        self._cache.load_prefix(rows)
+        return min(max_length, len(self._prefix))
 
     def _forward_prompts(
-        self, prompts: Sequence[Ids], positions: Sequence[int], *, first: int, begin: int = 0
+        self,
+        prompts: Sequence[Ids],
+        positions: Sequence[int],
+        *,
+        first: int,
+        begin: int = 0,
     ) -> Tensor:
         """Compute the tokens of prompts from position `begin` on, in rows from `first` on.
 
         Returns:
-            Logits [B, len(positions), V]. The prompts are padded on the right.
+            Logits [B, P, V] at `positions`. The prompts are padded on the right.
         """
         longest = max(map(len, prompts))
         rows = slice(first, first + len(prompts))
@@ -316,62 +376,73 @@ class Decoder(BaseDecoder):
         suffixes = [torch.tensor(prompt[begin:]) for prompt in prompts]
         tokens_BL = pad_sequence(suffixes, batch_first=True)
         positions_L = torch.arange(begin, longest, device=self._device)
-        return self.model(
+        output = self.model(
             input_ids=tokens_BL.to(self._device),
             attention_mask=self._mask(positions_L[None], longest),
             position_ids=positions_L.expand(len(prompts), -1),
-            **{self._name: self._cache},
+            **{self._cache_name: self._cache},
             use_cache=True,
             logits_to_keep=torch.tensor(positions, device=self._device) - begin,
-        ).logits
+        )
+        return output.logits
 
     def decode(self) -> None:
         settings = self._settings or self._rebuild()
-        count = len(self.running)
-        width = -(-(self._longest + 1) // WIDTH_BLOCK) * WIDTH_BLOCK
-        self._cache.reserve(count, width)
-        self._cache.start((self._rows_B1, self._lengths_B[:, None]), width=width)
+        width = _round_up(self._longest + 1, WIDTH_BLOCK)
+        positions_B1 = self._lengths_B[:, None]
+        self._cache.reserve(len(self.running), width)
+        self._cache.start((self._rows_B1, positions_B1), width=width)
         with self._recorder(self.running):
-            logits = self.model(
+            output = self.model(
                 input_ids=self._tokens_B[:, None],
-                attention_mask=self._mask(self._lengths_B[:, None], width),
-                position_ids=self._lengths_B[:, None],
-                **{self._name: self._cache},
+                attention_mask=self._mask(positions_B1, width),
+                position_ids=positions_B1,
+                **{self._cache_name: self._cache},
                 use_cache=True,
-            ).logits
+            )
         self._lengths_B = self._lengths_B + 1
         self._longest += 1
-        self._tokens_B = self._sample(self.running, logits[:, -1], settings)
+        logits_BV = output.logits[:, -1]
+        self._tokens_B = self._sample(self.running, logits_BV, settings)
 
     def _mask(self, positions_BL: Tensor, width: int) -> Mask:
         """Return the attention mask [B, 1, L, width] for queries at `positions_BL`, `width` keys;
         a dict with a mask for each kind of layer if the model has `layer_types`."""
 
-        def mask(hidden: Tensor) -> Tensor:
-            return torch.zeros_like(hidden, dtype=self.model.dtype).masked_fill_(hidden, -torch.inf)
+        def mask(is_hidden: Tensor) -> Tensor:
+            zeros = torch.zeros_like(is_hidden, dtype=self.model.dtype)
+            return zeros.masked_fill_(is_hidden, -torch.inf)
 
         keys_T = torch.arange(width, device=self._device)
-        own_BL11 = positions_BL[:, None, :, None]
-        later = keys_T > own_BL11
+        queries_B1L1 = positions_BL[:, None, :, None]
+        is_later = keys_T > queries_B1L1
         if self._window is None:
-            return mask(later)
-        near = mask(later | (keys_T <= own_BL11 - self._window))
-        is_mixed = getattr(self.model.config.get_text_config(), "layer_types", None)
-        return {"full_attention": mask(later), "sliding_attention": near} if is_mixed else near
+            return mask(is_later)
+        is_before_window = keys_T <= queries_B1L1 - self._window
+        sliding_mask = mask(is_later | is_before_window)
+        layer_types = getattr(self.model.config.get_text_config(), "layer_types", None)
+        if not layer_types:
+            return sliding_mask
+        return {
+            "full_attention": mask(is_later),
+            "sliding_attention": sliding_mask,
+        }
 
     def remove_ended(self) -> list[Generation]:
         """Free and return the ended requests; the last rows move into the freed ones."""
-        if not (ended := [generation for generation in self.running if generation.ended]):
-            return []
         running = self.running
-        count = len(self.running) - len(ended)
-        sources = [row for row in range(count, len(running)) if not running[row].ended]
-        holes = [row for row in range(count) if running[row].ended]
-        moves = list(zip(sources, holes, strict=True))
-        self._cache.copy_rows(moves, max(g.length_so_far() for g in running))
-        for source, hole in moves:
-            running[hole] = running[source]
-        del running[count:]
+        ended = [generation for generation in running if generation.ended]
+        if not ended:
+            return []
+        num_left = len(running) - len(ended)
+        sources = [row for row in range(num_left, len(running)) if not running[row].ended]
+        freed_rows = [row for row in range(num_left) if running[row].ended]
+        moves = list(zip(sources, freed_rows, strict=True))
+        longest = max(generation.length_so_far() for generation in running)
+        self._cache.copy_rows(moves, longest)
+        for source, freed_row in moves:
+            running[freed_row] = running[source]
+        del running[num_left:]
         self._settings = None
         return ended
 
@@ -382,15 +453,18 @@ class Decoder(BaseDecoder):
         return super().clear()
 
     def drop_prefix(self) -> None:
-        self._prefix = self._latest = ()
+        self._prefix = ()
+        self._latest = ()
         self._cache.drop_prefix()
 
     def _rebuild(self) -> Settings:
         """Rebuild the batch's tensors after requests were admitted or removed."""
-        lengths = [g.length_so_far() - 1 for g in self.running]
+        lengths = [generation.length_so_far() - 1 for generation in self.running]
+        last_tokens = [generation.output[-1] for generation in self.running]
         self._longest = max(lengths)
         self._lengths_B = torch.tensor(lengths, device=self._device)
-        self._tokens_B = torch.tensor([g.output[-1] for g in self.running], device=self._device)
-        self._rows_B1 = torch.arange(len(self.running), device=self._device)[:, None]
+        self._tokens_B = torch.tensor(last_tokens, device=self._device)
+        rows_B = torch.arange(len(self.running), device=self._device)
+        self._rows_B1 = rows_B[:, None]
         self._settings = self._settings_of(self.running)
         return self._settings

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from aiohttp import web
+from aiohttp import typedefs, web
 from transformers import PreTrainedModel
 
 from arealite.api.agent import load_tokenizer
@@ -71,18 +71,23 @@ class EmbeddedServer(LLMServer):
         is_shared = self._shared is not None
         model, tokenizer = await asyncio.to_thread(self._load)
         self._stopped = loop.create_future()
-        self.engine = engine = await asyncio.to_thread(self._make_engine, model, loop)
+        self.engine = await asyncio.to_thread(self._make_engine, model, loop)
         self._model = self._describe(model, tokenizer)
-        secret = self._registry.secret
-        config = self.config
-        names = config.llm_server.host, config.cluster.host, config.reachable_host
-        check = guard(secret.token if secret else "", *names)
-        app = App(engine, self._model, is_shared=is_shared, check=check)
-        runner = LimitedRunner(app.make(), bodies=app.bodies(), shutdown_timeout=SHUTDOWN_S)
+        app = App(
+            self.engine,
+            self._model,
+            is_shared=is_shared,
+            check=self._guard(),
+        )
+        runner = LimitedRunner(
+            app.make(),
+            bodies=app.bodies(),
+            shutdown_timeout=SHUTDOWN_S,
+        )
         await runner.setup()
         if is_shared:
-            engine.paused = "in_place"
-        engine.start()
+            self.engine.paused = "in_place"
+        self.engine.start()
         try:
             with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
                 loop.add_signal_handler(STOP, self.stop, None)
@@ -91,7 +96,7 @@ class EmbeddedServer(LLMServer):
         finally:
             with suppress(NotImplementedError, RuntimeError, ValueError):
                 loop.remove_signal_handler(STOP)
-            await asyncio.to_thread(engine.close)
+            await asyncio.to_thread(self.engine.close)
             await runner.cleanup()
 
     def stop(self, error: BaseException | None) -> None:
@@ -111,26 +116,42 @@ class EmbeddedServer(LLMServer):
             self._stopped.get_loop().call_soon_threadsafe(self._model.relabel, version)
         return self.engine.call(self.engine.resume)
 
+    def _guard(self) -> typedefs.Middleware:
+        """Return the middleware that checks the token and the Host header of requests."""
+        secret = self._registry.secret
+        return guard(
+            secret.token if secret else "",
+            self.config.llm_server.host,
+            self.config.cluster.host,
+            self.config.reachable_host,
+        )
+
     def _load(self) -> tuple[PreTrainedModel, Any]:
-        config = self.config
+        model = self.config.model
         if self._shared is not None:
-            return self._shared, load_tokenizer(config.model.path)
-        device = config.llm_server.embedded.device
-        return load_model(config.model.path, dtype=config.model.dtype, device=device)
+            return self._shared, load_tokenizer(model.path)
+        device = self.config.llm_server.embedded.device
+        return load_model(model.path, dtype=model.dtype, device=device)
 
     async def _listen(self, runner: web.AppRunner) -> None:
         server = self.config.llm_server
         await asyncio.to_thread(check_address, server.host, server.port, at="llm_server")
         await web.TCPSite(runner, server.host, server.port).start()
-        self.address = f"http://{self.config.reachable_host}:{runner.addresses[0][1]}"
+        _, port, *_ = runner.addresses[0]
+        self.address = f"http://{self.config.reachable_host}:{port}"
 
     async def _until_stopped(self, app: App) -> None:
         """Keep the server registered until it is stopped or its engine crashes."""
         entry_id = self.address.removeprefix("http://").replace(":", "-")
         if self._shared is None:
             vitals.rename(f"llm_server-{entry_id}")
-        name = "llm_server", entry_id, lambda: self._entry(app)
-        async with self._registry.registered(*name, changed=self._model.changed):
+        registered = self._registry.registered(
+            "llm_server",
+            entry_id,
+            lambda: self._entry(app),
+            changed=self._model.changed,
+        )
+        async with registered:
             logger.info("server ready", address=self.address, model=app.model.folder)
             self.ready.set()
             error = await self._stopped
@@ -138,27 +159,28 @@ class EmbeddedServer(LLMServer):
             raise RoleError(f"llm_server {self.address}: the engine crashed: {error}")
 
     def _make_engine(self, model: PreTrainedModel, loop: asyncio.AbstractEventLoop) -> Engine:
-        def post(call: Callable[..., None], *values: Any) -> None:
+        def post(callback: Callable[..., None], *arguments: Any) -> None:
             with suppress(RuntimeError):  # the loop is closed: no request is left
-                loop.call_soon_threadsafe(call, *values)
+                loop.call_soon_threadsafe(callback, *arguments)
 
         options = self.config.llm_server.embedded
+        decoder = make_decoder(
+            model,
+            max_rows=options.max_running_requests,
+            seed=self.config.seed,
+        )
         return Engine(
-            make_decoder(model, max_rows=options.max_running_requests, seed=self.config.seed),
+            decoder=decoder,
             num_threads=options.num_threads,
             deliver=partial(post, _notify),
             on_crash=partial(post, self.stop),
         )
 
     def _describe(self, model: PreTrainedModel, tokenizer: Any) -> ServedModel:
-        config = model.config.get_text_config()
-        values = config.to_dict()
-        own = exact_length(values) or values.get("max_position_embeddings") or 2**20
-        wanted = self.config.llm_server.context_length
-        if wanted is not None and wanted > own:
-            raise UserError(f"llm_server.context_length={wanted} is above the model's own {own}.")
-        eos = model.generation_config.eos_token_id
-        eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+        eos_ids = model.generation_config.eos_token_id
+        if not isinstance(eos_ids, list):
+            eos_ids = [eos_ids]
+        all_eos_ids = {tokenizer.eos_token_id, *eos_ids}
         lock = threading.Lock()  # the engine looks for stop strings while answers are made
 
         def decode(ids: list[int], skip_special: bool) -> str:
@@ -170,11 +192,26 @@ class EmbeddedServer(LLMServer):
             folder=folder,
             model_type=model.config.model_type,
             architectures=list(model.config.architectures or [type(model).__name__]),
-            vocab_size=config.vocab_size,
-            context_length=wanted or own,
-            eos_token_ids=frozenset(eos_ids - {None}),
+            vocab_size=model.config.get_text_config().vocab_size,
+            context_length=self._context_length(model),
+            eos_token_ids=frozenset(all_eos_ids - {None}),
             decode=decode,
         )
+
+    def _context_length(self, model: PreTrainedModel) -> int:
+        """Return `llm_server.context_length`, or the model's limit if the option is not set.
+
+        Raises:
+            UserError: The option is above the model's limit.
+        """
+        fields = model.config.get_text_config().to_dict()
+        model_length = exact_length(fields) or fields.get("max_position_embeddings") or 2**20
+        configured = self.config.llm_server.context_length
+        if configured is not None and configured > model_length:
+            raise UserError(
+                f"llm_server.context_length={configured} is above the model's own {model_length}."
+            )
+        return configured or model_length
 
     def _entry(self, app: App) -> dict[str, object]:
         """Return the server's entry for the name registry."""

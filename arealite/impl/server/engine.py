@@ -57,7 +57,9 @@ class Engine:
     @property
     def paused_s(self) -> float | None:
         """Seconds since the pause began; None while not paused."""
-        return None if self.paused is None else round(time.perf_counter() - self._paused_at, 1)
+        if self.paused is None:
+            return None
+        return round(time.perf_counter() - self._paused_at, 1)
 
     def start(self) -> None:
         """Start the thread."""
@@ -97,12 +99,15 @@ class Engine:
         for generation in filter(chosen, self.decoder.running):
             generation.abort("Aborted")
         self._release_ended()
-        aborted = list(filter(chosen, self.waiting))
-        self.waiting = deque(g for g in self.waiting if not chosen(g))
-        for generation in aborted:
+        still_waiting: deque[Generation] = deque()
+        for generation in self.waiting:
+            if not chosen(generation):
+                still_waiting.append(generation)
+                continue
             generation.abort("Abort in waiting queue")
             generation.close_span(self.version)
-        self._outbox += aborted
+            self._outbox.append(generation)
+        self.waiting = still_waiting
 
     def pause(self, mode: str) -> None:
         """Stop generating.
@@ -118,7 +123,11 @@ class Engine:
             self.abort(lambda generation: True)
         if mode == "retract":
             # Sorted by length, because prompts of similar length need the least padding.
-            retracted = sorted(self.decoder.clear(), key=Generation.length_so_far, reverse=True)
+            retracted = sorted(
+                self.decoder.clear(),
+                key=Generation.length_so_far,
+                reverse=True,
+            )
             for generation in retracted:
                 generation.retractions += 1
             self.waiting.extendleft(retracted)
@@ -193,21 +202,26 @@ class Engine:
             self._updates.popleft()()
         if not self.paused and not self._closing:
             self._step()
-        grown = [each for each in self.decoder.running if each.interval and each.is_event_due]
-        for generation in grown:
-            generation.close_span(self.version)
+        grown: list[Generation] = []
+        for generation in self.decoder.running:
+            if generation.interval and generation.is_event_due:
+                generation.close_span(self.version)
+                grown.append(generation)
         if grown or self._outbox:
             ended = self._outbox
             self._outbox = []
             self.deliver(grown, ended)
 
     def _has_work(self) -> bool:
-        return self.paused is None and bool(self.decoder.running or self.waiting or self._updates)
+        if self.paused is not None:
+            return False
+        return bool(self.decoder.running or self.waiting or self._updates)
 
     def _step(self) -> None:
         decoder = self.decoder
         try:
-            if self.waiting and not self._updates and len(decoder.running) < decoder.max_rows:
+            may_admit = not self._updates and len(decoder.running) < decoder.max_rows
+            if self.waiting and may_admit:
                 decoder.prefill(self.waiting)
                 self._release_ended()
             if decoder.running:

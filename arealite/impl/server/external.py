@@ -43,7 +43,7 @@ class ExternalServers:
         self.addresses = config.llm_server.addresses
         self.registry = NameRegistry.of(config)
         self.model = read_json(config.model.path)
-        self._known: dict[str, str] = {}
+        self._pid_of_address: dict[str, str] = {}
         """Process id last seen at each address."""
 
     async def run(self) -> None:
@@ -55,50 +55,62 @@ class ExternalServers:
 
     async def _register(self, address: str) -> None:
         """Write a server's name while the server replies. Waits for: the server, and the clock."""
-        why = None
-        silences = 0
+        last_error = None
+        num_silences = 0
         while True:
             try:
                 entry = await describe(self._session, address)
-                entry["pid"] = entry["pid"] or f"seen {silences}"
+                entry["pid"] = entry["pid"] or f"seen {num_silences}"
                 await self._check(address, entry)
             except (*SILENT, UserError) as error:
-                if str(error) != why:  # log an error once, not every second
-                    why = str(error)
-                    logger.warning("external server not in use", address=address, error=why)
+                if str(error) != last_error:  # log an error once, not every second
+                    last_error = str(error)
+                    logger.warning(
+                        "external server not in use",
+                        address=address,
+                        error=last_error,
+                    )
                 await asyncio.sleep(self.registry.heartbeat_s)
                 continue
-            name = ("llm_server", entry_id(address), entry.copy)
             changed = asyncio.Event()
-            async with self.registry.registered(*name, changed=changed):
+            registered = self.registry.registered(
+                "llm_server",
+                entry_id(address),
+                entry.copy,
+                changed=changed,
+            )
+            async with registered:
                 logger.info("external server in use", address=address, version=entry["version"])
-                why = await self._until_silent(entry, changed)
-            silences += 1
-            logger.warning("external server lost", address=address, error=why)
+                last_error = await self._until_silent(entry, changed)
+            num_silences += 1
+            logger.warning("external server lost", address=address, error=last_error)
 
     async def _check(self, address: str, entry: dict[str, Any]) -> None:
         """Check a server's model, and mark its weights as untrusted if it is new to this run.
 
         The same version number of an earlier run means other weights.
         """
-        if difference := other_model(entry, self.model):
+        difference = other_model(entry, self.model)
+        if difference:
             raise UserError(difference)
         entry["vocab_size"] = vocab_size(self.model)
-        if not self.updates or self._known.get(address) == entry["pid"]:
+        if not self.updates or self._pid_of_address.get(address) == entry["pid"]:
             return
         url = f"{entry['address']}/update_weight_version"
-        body = {"new_version": UNTRUSTED}
-        post = self._session.post(url, json=body | {"abort_all_requests": False})
+        body = {
+            "new_version": UNTRUSTED,
+            "abort_all_requests": False,
+        }
         with bounded(url, ANSWER_S):
-            async with post as response:
+            async with self._session.post(url, json=body) as response:
                 if response.status == 200:  # a server without this route keeps its version
                     entry["version"] = UNTRUSTED
-        self._known[address] = entry["pid"]
+        self._pid_of_address[address] = entry["pid"]
 
     async def _until_silent(self, entry: dict[str, Any], changed: asyncio.Event) -> str:
         """Update version and load of a registered server; return the error that ended it."""
         url = entry["address"]
-        beat_s = self.registry.heartbeat_s
+        heartbeat_s = self.registry.heartbeat_s
 
         async def version() -> str | int | None:
             info = await get(self._session, f"{url}/model_info", self.registry.ttl_s)
@@ -106,10 +118,17 @@ class ExternalServers:
 
         async def load() -> dict[str, int] | None:
             with suppress(*SILENT, UserError):
-                return total_load(await get(self._session, f"{url}/v1/loads", beat_s))
+                loads = await get(self._session, f"{url}/v1/loads", heartbeat_s)
+                return total_load(loads)
 
         try:
-            await follow(entry, changed, version, load, heartbeat_s=beat_s)
+            await follow(
+                entry,
+                changed,
+                version,
+                load,
+                heartbeat_s=heartbeat_s,
+            )
         except (*SILENT, UserError) as error:
             return str(error) or repr(error)
 
@@ -127,40 +146,66 @@ def examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
     addresses = config.llm_server.addresses
     for address in addresses:
         check_form(address, addresses)
-    key = config.llm_server.api_key_env
-    if addresses and key and not os.environ.get(key, "").strip():
-        what = f"the environment has no {key}, which llm_server.api_key_env names"
-        fix = "Set it, or set llm_server.api_key_env= for servers without a key."
-        raise UserError(f"{what}. {fix}")
+    key_variable = config.llm_server.api_key_env
+    if addresses and key_variable and not os.environ.get(key_variable, "").strip():
+        raise UserError(
+            f"the environment has no {key_variable}, which llm_server.api_key_env names. "
+            "Set it, or set llm_server.api_key_env= for servers without a key."
+        )
     return asyncio.run(_examine(config, model))
 
 
 async def _examine(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
     addresses = config.llm_server.addresses
-    problems = list[str]()
     headers = NameRegistry.of(config).headers("external")
     async with aiohttp.ClientSession(headers=headers) as session:
         requests = (describe(session, address) for address in addresses)
         answers = await asyncio.gather(*requests, return_exceptions=True)
-    found: list[Entry] = []
+    problems: list[str] = []
+    entries: list[Entry] = []
     for address, answer in zip(addresses, answers, strict=True):
-        if isinstance(answer, UserError):
-            problems.append(str(answer))
-        elif isinstance(answer, SILENT):
-            why = "did not answer" if isinstance(answer, RoleError) else "cannot be reached"
-            problems.append(f"the server {why}: {answer}. Start it, or correct the address.")
+        problem = _unusable_reason(config, model, address, answer)
+        if problem:
+            problems.append(f"llm_server.addresses: {address}: {problem}")
         elif isinstance(answer, BaseException):
             raise answer
-        elif problem := other_model(answer, model) or taken(config, address):
-            problems.append(problem)
         else:
             answer["vocab_size"] = vocab_size(model)
-            found.append(Entry("llm_server", entry_id(address), answer, 0.0))
-            continue
-        problems[-1] = f"llm_server.addresses: {address}: {problems[-1]}"
+            entry = Entry(
+                role="llm_server",
+                id=entry_id(address),
+                value=answer,
+                age_s=0.0,
+            )
+            entries.append(entry)
     if problems:
         raise UserError("\n".join(problems))
-    return found
+    return entries
+
+
+def _unusable_reason(
+    config: ExperimentConfig,
+    model: dict[str, Any],
+    address: str,
+    answer: dict[str, Any] | BaseException,
+) -> str | None:
+    """Return an error if the run cannot use a server; None if it can, or for an unexpected error.
+
+    Args:
+        config: Experiment of the run.
+        model: The trainer's config.json.
+        address: Address of the server.
+        answer: Description of the server, or the error of the request for it.
+    """
+    if isinstance(answer, UserError):
+        return str(answer)
+    if isinstance(answer, RoleError):
+        return f"the server did not answer: {answer}. Start it, or correct the address."
+    if isinstance(answer, SILENT):
+        return f"the server cannot be reached: {answer}. Start it, or correct the address."
+    if isinstance(answer, BaseException):
+        return None
+    return other_model(answer, model) or taken(config, address)
 
 
 def check_form(address: str, addresses: Sequence[str]) -> None:
@@ -172,8 +217,9 @@ def check_form(address: str, addresses: Sequence[str]) -> None:
     host = r"\[[0-9a-fA-F:.]+\]|[\w.-]+"
     match = re.fullmatch(rf"(?:{host}):(\d{{1,5}})", address)
     if match is None or not 0 < int(match[1]) < 2**16:
-        what = f"llm_server.addresses: {address!r} is not host:port"
-        raise UserError(f"{what}, as in 10.0.0.7:30000.")
+        raise UserError(
+            f"llm_server.addresses: {address!r} is not host:port, as in 10.0.0.7:30000."
+        )
     if addresses.count(address) > 1:
         raise UserError(f"llm_server.addresses: {address} is given twice. Give it once.")
 
@@ -195,10 +241,14 @@ def entry_id(address: str) -> str:
 
 def bounded(url: str, seconds: float) -> Wait:
     """Return a wait for the reply to a request of `url`."""
-    on = f"llm_server-{entry_id(url.split('/')[2])}"
-    what = f"an answer of {url}"
-    owner = "external servers"
-    return Wait(what, owner=owner, on=on, seconds=seconds, replies_soon=True)
+    _, _, address, *_ = url.split("/")
+    return Wait(
+        f"an answer of {url}",
+        owner="external servers",
+        on=f"llm_server-{entry_id(address)}",
+        seconds=seconds,
+        replies_soon=True,
+    )
 
 
 async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
@@ -209,26 +259,41 @@ async def describe(session: aiohttp.ClientSession, address: str) -> dict[str, An
         DeadlineError, aiohttp.ClientError, OSError: the server does not reply.
     """
     url = f"http://{address}"
-    info = await get(session, f"{url}/model_info")
-    more = await get(session, f"{url}/server_info")
-    models = (await get(session, f"{url}/v1/models")).get("data") or [{}]
-    if "model_path" not in info or "weight_version" not in info:
-        what = f"it is not an SGLang server (its /model_info returns {str(info)[:80]})"
-        raise UserError(f"{what}. Correct the address.")
+    model_info = await get(session, f"{url}/model_info")
+    server_info = await get(session, f"{url}/server_info")
+    models = await get(session, f"{url}/v1/models")
+    if "model_path" not in model_info or "weight_version" not in model_info:
+        raise UserError(
+            f"it is not an SGLang server (its /model_info returns {str(model_info)[:80]}). "
+            "Correct the address."
+        )
+    first_model, *_ = models.get("data") or [{}]
     # After an abort, prompt and partial answer are sent as a new prompt: its limit counts.
-    contexts = (more.get("max_req_input_len"), models[0].get("max_model_len"))
-    started = more.get("random_seed"), (more.get("startup_time") or {}).get("tokenizer_e2e")
+    context_lengths = [
+        server_info.get("max_req_input_len"),
+        first_model.get("max_model_len"),
+    ]
     return {
         "address": url,
         "type": "external",
-        "model_path": info.get("tokenizer_path") or info["model_path"],  # model_path changes
-        "model_type": info.get("model_type"),
-        "architectures": info.get("architectures"),
-        "context_length": min((length for length in contexts if length), default=None),
-        "version": info["weight_version"],
+        # An update changes model_path.
+        "model_path": model_info.get("tokenizer_path") or model_info["model_path"],
+        "model_type": model_info.get("model_type"),
+        "architectures": model_info.get("architectures"),
+        "context_length": min(filter(None, context_lengths), default=None),
+        "version": model_info["weight_version"],
         "host": address.rpartition(":")[0],
-        "pid": "/".join(map(str, started)) if any(started) else None,
+        "pid": _start_id(server_info),
     }
+
+
+def _start_id(server_info: dict[str, Any]) -> str | None:
+    """Return numbers that a server draws or measures at its start; None if it reports none."""
+    startup_times = server_info.get("startup_time") or {}
+    numbers = [server_info.get("random_seed"), startup_times.get("tokenizer_e2e")]
+    if not any(numbers):
+        return None
+    return "/".join(map(str, numbers))
 
 
 async def get(session: aiohttp.ClientSession, url: str, wait_s: float = ANSWER_S) -> dict[str, Any]:
@@ -242,9 +307,10 @@ async def get(session: aiohttp.ClientSession, url: str, wait_s: float = ANSWER_S
         async with session.get(url) as response:
             raw = await response.read()
     if response.status in (401, 403):
-        what = "the server requires another key"
-        fix = "Set llm_server.api_key_env to the environment variable with its key."
-        raise UserError(f"{what}. {fix}")
+        raise UserError(
+            "the server requires another key. "
+            "Set llm_server.api_key_env to the environment variable with its key."
+        )
     if response.status == 200:
         with suppress(msgspec.MsgspecError, UnicodeDecodeError):
             return msgspec.json.decode(raw, type=dict)
@@ -262,12 +328,25 @@ def other_model(entry: dict[str, Any], model: dict[str, Any]) -> str | None:
         model: The trainer's config.json.
     """
     folder = Path(str(entry["model_path"]))
-    theirs = read_json(folder) if folder.is_absolute() else {}
-    theirs |= {key: entry[key] for key in ("architectures", "model_type") if entry[key]}
-    if difference := model_folder.model_difference(theirs, model):
+    served_model = read_json(folder) if folder.is_absolute() else {}
+    for key in ("architectures", "model_type"):
+        if entry[key]:
+            served_model[key] = entry[key]
+    difference = model_folder.model_difference(served_model, model)
+    if difference:
         return f"{difference} Correct the address, or restart it with this model."
-    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
-    longest = (model.get("max_position_embeddings") or math.inf) * (rope.get("factor") or 1)
-    if (context := entry["context_length"] or 0) > longest:
-        return f"it serves another model: its context is {context}, the model's is {longest:g}."
+    served_length = entry["context_length"] or 0
+    max_length = _max_context_length(model)
+    if served_length > max_length:
+        return (
+            f"it serves another model: its context is {served_length}, "
+            f"the model's is {max_length:g}."
+        )
     return None
+
+
+def _max_context_length(model: dict[str, Any]) -> float:
+    """Return the longest context that a config.json allows, in tokens; infinity if unknown."""
+    rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    num_positions = model.get("max_position_embeddings") or math.inf
+    return num_positions * (rope.get("factor") or 1)

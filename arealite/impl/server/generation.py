@@ -4,6 +4,7 @@ The decode loop writes it; the HTTP side reads it at the end.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -86,7 +87,9 @@ class Generation:
     @property
     def is_event_due(self) -> bool:
         """Whether the stream must get the tokens since the last span."""
-        return len(self.output) - self.covered >= (self.interval if self.covered else 1)
+        num_pending = len(self.output) - self.covered
+        is_first_event = self.covered == 0
+        return num_pending >= (1 if is_first_event else self.interval)
 
     def length_so_far(self) -> int:
         """Return the number of tokens of prompt and output."""
@@ -94,11 +97,14 @@ class Generation:
 
     def close_span(self, version: str) -> None:
         """Attribute the tokens since the last span to `version`."""
-        start = self.covered
         end = len(self.output)
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1], end)
-        elif end > start:
+        if self.spans:
+            last_version, last_start, _ = self.spans[-1]
+            if last_version == version:
+                self.spans[-1] = (version, last_start, end)
+                return
+        start = self.covered
+        if end > start:
             self.spans.append((version, start, end))
 
     def append(self, token: int, logprob: float) -> None:
@@ -108,12 +114,15 @@ class Generation:
             return
         self.output.append(token)
         self.logprobs.append(logprob)
-        if logprob != logprob:
+        if math.isnan(logprob):
             self.error = "The model's logits are not finite; its weights are broken."
-        elif token in self.stops:
+            return
+        if token in self.stops:
             self.finish = {"type": "stop", "matched": token}
-        elif self.stop_strings and (matched := self._stop_string()):
-            self.finish = {"type": "stop", "matched": matched}
+            return
+        stop_string = self._stop_string()
+        if stop_string:
+            self.finish = {"type": "stop", "matched": stop_string}
         elif len(self.output) >= self.limit:
             self.finish = {"type": "length", "length": len(self.output)}
 
@@ -122,6 +131,13 @@ class Generation:
         self.finish = {"type": "abort", "message": message}
 
     def _stop_string(self) -> str | None:
-        longest = max(len(stop.encode()) for stop in self.stop_strings)  # a token may be one byte
-        tail = self.decode(self.output[-longest - 8 :])
-        return next((stop for stop in self.stop_strings if stop in tail), None)
+        """Return the first stop string at the end of the output; None without one."""
+        if not self.stop_strings:
+            return None
+        # A token may be one byte.
+        max_tokens = max(len(stop_string.encode()) for stop_string in self.stop_strings)
+        tail = self.decode(self.output[-max_tokens - 8 :])
+        for stop_string in self.stop_strings:
+            if stop_string in tail:
+                return stop_string
+        return None

@@ -50,10 +50,13 @@ class GroupMember:
         """
 
         def join() -> None:
-            name = self.name
-            backend = self.backend
             self._group = groups.join(
-                address, name, rank=rank, world_size=world_size, backend=backend, seconds=TIMEOUT_S
+                address,
+                self.name,
+                rank=rank,
+                world_size=world_size,
+                backend=self.backend,
+                seconds=TIMEOUT_S,
             )
 
         try:
@@ -68,7 +71,8 @@ class GroupMember:
         Raises:
             RuntimeError: Rank 0 has exited, or sent nothing within TIMEOUT_S.
         """
-        return await asyncio.wrap_future(self._call(partial(self._receive, layout, flat)))
+        received = self._call(partial(self._receive, layout, flat))
+        return await asyncio.wrap_future(received)
 
     def leave(self) -> Future[None]:
         """Destroy this side of the group after the running call, then end the thread.
@@ -89,22 +93,30 @@ class GroupMember:
             job()
 
     def _receive(self, layout: Layout, flat: bool) -> list[Named]:
-        send: Any = partial(dist.broadcast, src=0, group=self._group)
-        if flat:
-            buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
-            send(buffer)
-            named = list(unpack(layout, buffer))
-        else:
-            described = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
-            named: list[Named] = [
-                (name, torch.empty(shape, dtype=getattr(torch, dtype), device=self.device))
-                for name, dtype, shape in described
-            ]
-            for work in [send(tensor, async_op=True) for _, tensor in named]:
-                work.wait()
+        named = self._receive_bytes(layout) if flat else self._receive_tensors(layout)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the engine's thread copies in another stream
         return named
+
+    def _receive_bytes(self, layout: Layout) -> list[Named]:
+        """Receive the bytes of all tensors in one broadcast."""
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.device)
+        dist.broadcast(buffer, src=0, group=self._group)
+        return list(unpack(layout, buffer))
+
+    def _receive_tensors(self, layout: Layout) -> list[Named]:
+        """Receive each tensor in its own broadcast; all broadcasts run at the same time."""
+        dtypes: list[torch.dtype] = [getattr(torch, dtype) for dtype in layout.dtypes]
+        tensors = [
+            torch.empty(shape, dtype=dtype, device=self.device)
+            for dtype, shape in zip(dtypes, layout.shapes, strict=True)
+        ]
+        works: list[Any] = [
+            dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors
+        ]
+        for work in works:
+            work.wait()
+        return list(zip(layout.names, tensors, strict=True))
 
     def _leave(self) -> None:
         if self._group is not None:

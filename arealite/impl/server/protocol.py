@@ -120,9 +120,15 @@ def body_of(handler: Handler) -> type[msgspec.Struct]:
 
 def openapi(gets: Iterable[str], posts: Mapping[str, Handler]) -> dict[str, object]:
     """Describe the routes and the fields of the bodies."""
-    _, schemas = msgspec.json.schema_components(map(body_of, posts.values()))
-    paths = {path: {"get": {}} for path in gets} | {path: {"post": {}} for path in posts}
-    return {"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}}
+    body_types = map(body_of, posts.values())
+    _, schemas = msgspec.json.schema_components(body_types)
+    get_paths = {path: {"get": {}} for path in gets}
+    post_paths = {path: {"post": {}} for path in posts}
+    return {
+        "openapi": "3.1.0",
+        "paths": get_paths | post_paths,
+        "components": {"schemas": schemas},
+    }
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -137,12 +143,12 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        text = str(error)
-        if "unknown field" in text:
-            name = text.split("`")[1]
-            known = ", ".join(f"`{field}`" for field in SamplingParams.__struct_fields__)
-            text = f"unknown field `{name}`, expected one of {known}"
-        raise Refusal(text) from error
+        message = str(error)
+        if "unknown field" in message:
+            unknown_name = message.split("`")[1]
+            names = ", ".join(f"`{name}`" for name in SamplingParams.__struct_fields__)
+            message = f"unknown field `{unknown_name}`, expected one of {names}"
+        raise Refusal(message) from error
 
 
 @dataclass
@@ -178,43 +184,27 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     prompt = body.input_ids
     sampling = body.sampling_params or SamplingParams()
     if not prompt or body.image_data or body.video_data or body.audio_data:
-        what = "Either text, input_ids or input_embeds should be provided"
-        fix = "The embedded server takes input_ids only: no images, videos or audio"
-        raise Refusal(f"{what}. {fix}.")
+        raise Refusal(
+            "Either text, input_ids or input_embeds should be provided. "
+            "The embedded server takes input_ids only: no images, videos or audio."
+        )
     if body.top_logprobs_num or body.logprob_start_len not in (None, -1):
         raise Refusal("The embedded server returns logprobs of the sampled tokens only.")
-    least = sampling.min_new_tokens
-    most = sampling.max_new_tokens
-    if sampling.temperature < 0:
-        raise Refusal(f"temperature must be a non-negative number, got {sampling.temperature}.")
-    if sampling.top_k == 0:
-        raise Refusal("top_k must be -1 (disable) or at least 1, got 0.")
-    if most is not None and least > most:
-        raise Refusal(f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}.")
-    length = len(prompt)
-    context = model.context_length
-    if length >= context:
-        what = f"The input ({length} tokens) is longer than the model's context length"
-        raise Refusal(f"{what} ({context} tokens).")
-    limit = context - length if most is None else most
-    if length + limit > context:
-        what = "Requested token count exceeds the model's maximum context length of"
-        total = f"You requested a total of {length + limit} tokens"
-        parts = f"{length} tokens from the input messages and {limit} tokens for the completion"
-        raise Refusal(f"{what} {context} tokens. {total}: {parts}.")
+    _check_sampling(sampling)
+    limit = _token_limit(len(prompt), sampling.max_new_tokens, model.context_length)
     stop_ids = sampling.stop_token_ids or []
-    for name, ids in (("input_ids", prompt), ("stop_token_ids", stop_ids)):
-        if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
-            raise Refusal(f"{name} must lie in [0, {model.vocab_size}), the model's vocabulary.")
-    stops = model.eos_token_ids | frozenset(stop_ids)
-    stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+    _check_vocabulary("input_ids", prompt, model.vocab_size)
+    _check_vocabulary("stop_token_ids", stop_ids, model.vocab_size)
+    stops = frozenset[int]()
+    if not sampling.ignore_eos:  # else stop_token_ids are ignored, too, as SGLang does
+        stops = model.eos_token_ids | frozenset(stop_ids)
     return Generation(
         rid=body.rid or uuid.uuid4().hex,
         prompt=prompt,
         sampling=sampling,
         limit=limit,
-        stops=frozenset() if sampling.ignore_eos else stops,  # stop_token_ids too, as SGLang does
-        stop_strings=tuple(filter(None, stop)),
+        stops=stops,
+        stop_strings=_stop_strings(sampling),
         decode=lambda ids: model.decode(ids, sampling.skip_special_tokens),
         interval=(sampling.stream_interval or 1) if body.stream else 0,
         wants_routing=body.return_routed_experts,
@@ -222,8 +212,78 @@ def generation_of(body: GenerateBody, model: ServedModel) -> Generation:
     )
 
 
+def _check_sampling(sampling: SamplingParams) -> None:
+    """Check the ranges that the types of the fields do not express.
+
+    Raises:
+        Refusal: A parameter is out of its range.
+    """
+    if sampling.temperature < 0:
+        raise Refusal(f"temperature must be a non-negative number, got {sampling.temperature}.")
+    if sampling.top_k == 0:
+        raise Refusal("top_k must be -1 (disable) or at least 1, got 0.")
+    min_tokens = sampling.min_new_tokens
+    max_tokens = sampling.max_new_tokens
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise Refusal(
+            f"min_new_tokens must be in [0, max_new_tokens({max_tokens})], got {min_tokens}."
+        )
+
+
+def _token_limit(prompt_length: int, max_new_tokens: int | None, context_length: int) -> int:
+    """Return the number of tokens that a request may generate.
+
+    Args:
+        prompt_length: Tokens of the prompt.
+        max_new_tokens: The requested limit; None: up to the model's context length.
+        context_length: Tokens of prompt and output that the model allows.
+
+    Raises:
+        Refusal: The prompt, or prompt and limit together, exceed the context length.
+    """
+    if prompt_length >= context_length:
+        raise Refusal(
+            f"The input ({prompt_length} tokens) is longer than the model's context length "
+            f"({context_length} tokens)."
+        )
+    if max_new_tokens is None:
+        return context_length - prompt_length
+    total = prompt_length + max_new_tokens
+    if total > context_length:
+        raise Refusal(
+            "Requested token count exceeds the model's maximum context length of "
+            f"{context_length} tokens. "
+            f"You requested a total of {total} tokens: "
+            f"{prompt_length} tokens from the input messages "
+            f"and {max_new_tokens} tokens for the completion."
+        )
+    return max_new_tokens
+
+
+def _check_vocabulary(field_name: str, ids: list[int], vocab_size: int) -> None:
+    """Check that token ids are in the model's vocabulary.
+
+    Raises:
+        Refusal: One is not.
+    """
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise Refusal(f"{field_name} must lie in [0, {vocab_size}), the model's vocabulary.")
+
+
+def _stop_strings(sampling: SamplingParams) -> tuple[str, ...]:
+    """Return the stop strings of a request without empty strings."""
+    if isinstance(sampling.stop, str):
+        return (sampling.stop,) if sampling.stop else ()
+    return tuple(filter(None, sampling.stop or ()))
+
+
 def answer(
-    generation: Generation, *, version: str, logprobs: bool, start: int = 0, is_last: bool = True
+    generation: Generation,
+    *,
+    version: str,
+    logprobs: bool,
+    start: int = 0,
+    is_last: bool = True,
 ) -> dict[str, Any]:
     """Build SGLang's answer from a generation that ended, or one event of a stream.
 
@@ -235,14 +295,20 @@ def answer(
         is_last: Whether the generation has ended; only then the event has the text, all of it.
     """
     spans = generation.spans[:]
-    end = spans[-1][2] if spans else 0
+    end = 0
+    if spans:
+        version, _, end = spans[-1]
     output = generation.output[start:end]
+    weight_versions = [
+        {"version": span_version, "start": span_start, "end": span_end}
+        for span_version, span_start, span_end in spans
+    ]
     meta: dict[str, object] = {
         "id": generation.rid,
         "finish_reason": generation.finish if is_last else None,
         "prompt_tokens": len(generation.prompt),
-        "weight_version": spans[-1][0] if spans else version,
-        "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
+        "weight_version": version,
+        "weight_versions": weight_versions,
         "num_retractions": generation.retractions,
         "completion_tokens": end,
         "cached_tokens": generation.cached_tokens,
@@ -253,13 +319,21 @@ def answer(
     if is_last and generation.routing:
         routing = np.concatenate(generation.routing)[generation.routing_start :]
         meta["routed_experts"] = b64encode(routing.tobytes()).decode()
-    return {"text": _text(generation) if is_last else "", "output_ids": output, "meta_info": meta}
+    return {
+        "text": _text(generation) if is_last else "",
+        "output_ids": output,
+        "meta_info": meta,
+    }
 
 
 def _text(generation: Generation) -> str:
     """Decode the output without its stop token or stop string, unless `no_stop_trim`."""
+    output_ids = generation.output
     finish = generation.finish or {}
-    output = generation.output
-    matched = None if generation.sampling.no_stop_trim else finish.get("matched")
-    text = generation.decode(output[:-1] if isinstance(matched, int) else output)
-    return text.partition(matched)[0] if isinstance(matched, str) else text
+    matched = finish.get("matched")
+    if generation.sampling.no_stop_trim or matched is None:
+        return generation.decode(output_ids)
+    if isinstance(matched, int):  # a stop token
+        return generation.decode(output_ids[:-1])
+    before_stop, _, _ = generation.decode(output_ids).partition(matched)
+    return before_stop

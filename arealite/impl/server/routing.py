@@ -1,4 +1,8 @@
-"""Records the experts that a mixture of experts uses for each token of a request."""
+"""Records the experts that a mixture of experts uses for each token of a request.
+
+Shape letters: B = rows of a pass, L = tokens of a row, D = decoder layers, K = experts per
+token.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,15 +13,21 @@ from arealite.impl.engine.routing import Routing
 from arealite.impl.server.generation import Generation
 
 
+def any_wants_routing(generations: Sequence[Generation]) -> bool:
+    """Return whether a request of the batch asks for its experts."""
+    return any(generation.wants_routing for generation in generations)
+
+
 class RoutingRecorder:
     """Records the forward passes of one model; no-op for other models and without a request."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._routing = Routing.of(model)
         if getattr(model.config, "output_router_logits", False):  # a loss that no server needs
-            change = {"output_router_logits": False}
+            no_logits = {"output_router_logits": False}
             model.register_forward_pre_hook(
-                lambda _, args, options: (args, options | change), with_kwargs=True
+                lambda _, args, options: (args, options | no_logits),
+                with_kwargs=True,
             )
 
     @contextmanager
@@ -35,7 +45,7 @@ class RoutingRecorder:
                 None if each request has a row; the experts of the last token extend the record.
             lengths: For prompts, the tokens of each row without padding; () if rows have one token.
         """
-        if self._routing is None or not any(each.wants_routing for each in generations):
+        if self._routing is None or not any_wants_routing(generations):
             yield
             return
         with self._routing.capture() as captured:
@@ -43,11 +53,14 @@ class RoutingRecorder:
         if not captured:
             return
         rows = sources or range(len(generations))
-        experts = captured[0].reshape(len(lengths) or len(generations), -1, *captured[0].shape[1:])
+        num_rows = len(lengths) or len(generations)
+        layers_and_experts = captured[0].shape[1:]
+        experts_BLDK = captured[0].reshape(num_rows, -1, *layers_and_experts)
         for generation, row in zip(generations, rows, strict=True):
             if not generation.wants_routing:
                 continue
             if lengths:
                 generation.routing.clear()
-            used = slice(lengths[row]) if lengths else slice(-1, None)
-            generation.routing.append(experts[row, used])
+                generation.routing.append(experts_BLDK[row, : lengths[row]])
+            else:
+                generation.routing.append(experts_BLDK[row, -1:])

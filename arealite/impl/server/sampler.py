@@ -3,7 +3,8 @@
 Rows may have different settings, because a batch mixes agents; the code is vectorised over rows. A
 setting that no row uses is not computed.
 
-Shape letters: B = rows, V = vocabulary, K = blocks of it, W = tokens of a block.
+Shape letters: B = rows, V = vocabulary, K = blocks of it, W = tokens of a block, N = alternatives,
+F = rows that cut the distribution.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import pad
 
-from arealite.impl.server.generation import Generation
+from arealite.impl.server.generation import Generation, SamplingParams
 
 GREEDY_BELOW = 1e-6
+"""Temperature below which the most probable token is taken."""
 BLOCK = 256
 """Tokens of a block; the first random number draws a block, the second a token in it."""
 
@@ -34,36 +36,48 @@ class Settings:
 
 def settings_of(generations: Sequence[Generation], *, vocab_size: int, device: str) -> Settings:
     """Gather the settings of a batch of generations."""
-    wanted = [generation.sampling for generation in generations]
-    greedy = [s.temperature < GREEDY_BELOW for s in wanted]
-    temperatures = [1.0 if g else s.temperature for g, s in zip(greedy, wanted, strict=True)]
-    cut = [
-        (row, s.top_k if s.top_k > 0 else vocab_size, s.top_p)
-        for row, s in enumerate(wanted)
-        if not greedy[row] and (s.top_p < 1.0 or 0 < s.top_k < vocab_size)
+    params = [generation.sampling for generation in generations]
+    is_greedy = [row_params.temperature < GREEDY_BELOW for row_params in params]
+    temperatures = [
+        1.0 if row_is_greedy else row_params.temperature
+        for row_is_greedy, row_params in zip(is_greedy, params, strict=True)
+    ]
+    cutting_rows = [
+        row
+        for row, row_params in enumerate(params)
+        if not is_greedy[row] and _cuts(row_params, vocab_size)
     ]
     filtered = None
-    if cut:
-        rows, top_k, top_p = (torch.tensor(c, device=device) for c in zip(*cut, strict=True))
-        filtered = (rows, top_k[:, None], top_p[:, None])
+    if cutting_rows:
+        top_k = [params[row].top_k for row in cutting_rows]
+        top_p = [params[row].top_p for row in cutting_rows]
+        rows_F = torch.tensor(cutting_rows, device=device)
+        top_k_F = torch.tensor([k if k > 0 else vocab_size for k in top_k], device=device)
+        top_p_F = torch.tensor(top_p, device=device)
+        filtered = (rows_F, top_k_F[:, None], top_p_F[:, None])
     return Settings(
         temperature_B1=torch.tensor(temperatures, device=device)[:, None],
-        greedy_B=torch.tensor(greedy, device=device) if any(greedy) else None,
-        all_greedy=all(greedy),
+        greedy_B=torch.tensor(is_greedy, device=device) if any(is_greedy) else None,
+        all_greedy=all(is_greedy),
         filtered=filtered,
     )
 
 
+def _cuts(params: SamplingParams, vocab_size: int) -> bool:
+    """Return whether top_p or top_k excludes tokens."""
+    return params.top_p < 1.0 or 0 < params.top_k < vocab_size
+
+
 def ban_stops(logits_BV: Tensor, generations: Sequence[Generation]) -> None:
     """Forbid stop tokens, in place, in rows that have not reached their `min_new_tokens`."""
-    banned = [
-        (row, stop)
-        for row, generation in enumerate(generations)
-        if len(generation.output) < generation.sampling.min_new_tokens
-        for stop in generation.stops
-    ]
-    if banned:  # in one write, because 256 writes take a millisecond
-        logits_BV[tuple(zip(*banned, strict=True))] = -torch.inf
+    banned_rows = list[int]()
+    banned_tokens = list[int]()
+    for row, generation in enumerate(generations):
+        if len(generation.output) < generation.sampling.min_new_tokens:
+            banned_rows += [row] * len(generation.stops)
+            banned_tokens += generation.stops
+    if banned_rows:  # in one write, because 256 writes take a millisecond
+        logits_BV[banned_rows, banned_tokens] = -torch.inf
 
 
 def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -74,28 +88,35 @@ def draw(logits_BV: Tensor, settings: Settings, generator: Generator) -> tuple[T
     """
     best_B = None if settings.greedy_B is None else logits_BV.argmax(-1)
     scores_BV = logits_BV.float().div_(settings.temperature_B1)
-    weights_BV = scores_BV.sub_(scores_BV.amax(-1, keepdim=True)).exp_()
+    highest_B1 = scores_BV.amax(-1, keepdim=True)
+    weights_BV = scores_BV.sub_(highest_B1).exp_()
     blocks_BKW = _blocks(weights_BV)
     sums_BK = blocks_BKW.sum(-1)
     total_B1 = sums_BK.sum(-1, keepdim=True)
     if settings.filtered is not None:
-        rows, top_k, top_p = settings.filtered
-        kept = _blocks(_cut(weights_BV[rows], top_k, top_p * total_B1[rows]))
-        blocks_BKW[rows] = kept
-        sums_BK[rows] = kept.sum(-1)
+        rows_F, top_k_F1, top_p_F1 = settings.filtered
+        weights_FV = weights_BV[rows_F]
+        mass_F1 = top_p_F1 * total_B1[rows_F]
+        kept_FKW = _blocks(_cut(weights_FV, top_k_F1, mass_F1))
+        blocks_BKW[rows_F] = kept_FKW
+        sums_BK[rows_F] = kept_FKW.sum(-1)
     if best_B is not None and settings.all_greedy:
         tokens_B = best_B
     else:
-        tokens_B = _draw_token(blocks_BKW, sums_BK, generator).clamp(max=logits_BV.shape[-1] - 1)
+        tokens_B = _draw_token(blocks_BKW, sums_BK, generator)
+        tokens_B = tokens_B.clamp(max=logits_BV.shape[-1] - 1)
         if best_B is not None and settings.greedy_B is not None:
             tokens_B = torch.where(settings.greedy_B, best_B, tokens_B)
-    return tokens_B, (weights_BV.gather(-1, tokens_B[:, None]) / total_B1).log_()[:, 0]
+    probs_B1 = weights_BV.gather(-1, tokens_B[:, None]) / total_B1
+    return tokens_B, probs_B1.log_()[:, 0]
 
 
 def _blocks(weights_BV: Tensor) -> Tensor:
     """Return weights as blocks of the vocabulary [B, blocks, BLOCK]; the last is padded with 0."""
-    missing = -weights_BV.shape[-1] % BLOCK
-    return (pad(weights_BV, (0, missing)) if missing else weights_BV).unflatten(-1, (-1, BLOCK))
+    num_missing = -weights_BV.shape[-1] % BLOCK
+    if num_missing:
+        weights_BV = pad(weights_BV, (0, num_missing))
+    return weights_BV.unflatten(-1, (-1, BLOCK))
 
 
 def _draw_token(blocks_BKW: Tensor, sums_BK: Tensor, generator: Generator) -> Tensor:
@@ -106,7 +127,8 @@ def _draw_token(blocks_BKW: Tensor, sums_BK: Tensor, generator: Generator) -> Te
     """
     block_B = _draw_index(sums_BK, generator)
     rows_B = torch.arange(len(block_B), device=block_B.device)
-    return block_B * BLOCK + _draw_index(blocks_BKW[rows_B, block_B], generator)
+    weights_BW = blocks_BKW[rows_B, block_B]
+    return block_B * BLOCK + _draw_index(weights_BW, generator)
 
 
 def _draw_index(weights_BN: Tensor, generator: Generator) -> Tensor:
@@ -122,10 +144,11 @@ def _draw_index(weights_BN: Tensor, generator: Generator) -> Tensor:
     return index_B.clamp(max=weights_BN.shape[-1] - 1)
 
 
-def _cut(weights_BV: Tensor, top_k_B1: Tensor, mass_B1: Tensor) -> Tensor:
+def _cut(weights_FV: Tensor, top_k_F1: Tensor, mass_F1: Tensor) -> Tensor:
     """Zero the tokens outside the `top_k` with the largest weights, and outside the mass."""
-    ordered, order = weights_BV.sort(-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    rank = torch.arange(weights_BV.shape[-1], device=weights_BV.device)
-    kept = ordered.masked_fill((rank >= top_k_B1) | (before > mass_B1), 0.0)
-    return torch.zeros_like(weights_BV).scatter_(-1, order, kept)
+    ordered_FV, order_FV = weights_FV.sort(-1, descending=True)
+    mass_before_FV = ordered_FV.cumsum(-1) - ordered_FV
+    rank_V = torch.arange(weights_FV.shape[-1], device=weights_FV.device)
+    is_cut_FV = (rank_V >= top_k_F1) | (mass_before_FV > mass_F1)
+    kept_FV = ordered_FV.masked_fill(is_cut_FV, 0.0)
+    return torch.zeros_like(weights_FV).scatter_(-1, order_FV, kept_FV)

@@ -56,7 +56,8 @@ class Key(str):
         return self
     def __reduce__(self):
         return str, ()
-key, prepare = bytes.fromhex(open(sys.argv.pop(1)).read()), server_args.prepare_server_args
+key = bytes.fromhex(open(sys.argv.pop(1)).read())
+prepare = server_args.prepare_server_args
 def prepare_with_key(argv):
     args = prepare(argv)
     args.api_key = Key(hmac.digest(key, b"http", "sha256").hex())
@@ -126,16 +127,17 @@ def plan(config: ServerConfig) -> list[Launch]:
     logs = run_paths(config).logs
     check_folder(logs, "the servers' folder of logs", "cluster.run_root")
     logs.mkdir(parents=True, exist_ok=True)
-    return [
-        Launch(
-            command=partial(command, config, python, i, devices is None),
-            environment=environment(devices[i] if devices else None),
+    launches: list[Launch] = []
+    for index, port in enumerate(ports):
+        launch = Launch(
+            command=partial(command, config, python, index, devices is None),
+            environment=environment(devices[index] if devices else None),
             port=port,
             logs=logs,
             metadata=metadata,
         )
-        for i, port in enumerate(ports)
-    ]
+        launches.append(launch)
+    return launches
 
 
 def describe(config: ServerConfig) -> dict[str, object]:
@@ -144,12 +146,16 @@ def describe(config: ServerConfig) -> dict[str, object]:
     Raises:
         UserError: there is no model.
     """
-    if not (path := config.model.path):
+    path = config.model.path
+    if not path:
         raise UserError("model.path is empty. Give a Hugging Face folder: model.path=/my/model")
     folder = Path(path).expanduser().absolute()
-    if not (model := read_json(folder)):
-        what = f"model.path={path}: no model there (no config.json that can be read)"
-        raise UserError(f"{what}. Give a Hugging Face folder.")
+    model = read_json(folder)
+    if not model:
+        raise UserError(
+            f"model.path={path}: no model there (no config.json that can be read). "
+            "Give a Hugging Face folder."
+        )
     return {
         "type": "sglang",
         "model_path": str(folder),
@@ -167,18 +173,25 @@ def probe(python: str, device: str) -> int:
         UserError: `python` cannot be run, or does not have sglang.
     """
     try:
-        words = [python, "-c", PROBE, device]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S)
-        if done.returncode == 0:
-            return int(done.stdout)
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        process = subprocess.run(
+            [python, "-c", PROBE, device],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+        )
+        if process.returncode == 0:
+            return int(process.stdout)
+        error_lines = process.stderr.strip().splitlines()
+        failure_reason = error_lines[-1] if error_lines else f"exit code {process.returncode}"
     except OSError as error:
-        why = error.strerror
+        failure_reason = error.strerror
     except (ValueError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    what = f"llm_server.sglang.python: {python} cannot run SGLang: {why}"
-    has_it = "a Python that has it (for a CPU, tools/setup_sglang_cpu.sh makes one)"
-    raise UserError(f"{what}. Name {has_it}, or pip install sglang there.")
+        failure_reason = str(error)
+    raise UserError(
+        f"llm_server.sglang.python: {python} cannot run SGLang: {failure_reason}. "
+        "Name a Python that has it (for a CPU, tools/setup_sglang_cpu.sh makes one), "
+        "or pip install sglang there."
+    )
 
 
 def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
@@ -194,16 +207,25 @@ def assign_devices(config: ServerConfig, count: int) -> list[str] | None:
     options = config.llm_server.sglang
     if options.device == "cpu" or (options.device == "auto" and not count):
         return None
-    each = options.tp * options.dp
-    needed = options.num_servers * each
-    if needed > count:
-        what = f"{options.num_servers} servers of tp {options.tp} x dp {options.dp}"
-        fix = "Lower one of them, widen CUDA_VISIBLE_DEVICES, or take device=cpu."
-        visible = f"need {needed} GPUs, but {count} are visible"
-        raise UserError(f"llm_server.sglang: {what} {visible}. {fix}")
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",") if named else [str(i) for i in range(count)]
-    return [",".join(visible[i * each : (i + 1) * each]) for i in range(options.num_servers)]
+    gpus_per_server = options.tp * options.dp
+    num_needed = options.num_servers * gpus_per_server
+    if num_needed > count:
+        raise UserError(
+            f"llm_server.sglang: {options.num_servers} servers "
+            f"of tp {options.tp} x dp {options.dp} "
+            f"need {num_needed} GPUs, but {count} are visible. "
+            "Lower one of them, widen CUDA_VISIBLE_DEVICES, or take device=cpu."
+        )
+    gpu_ids = [str(i) for i in range(count)]
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices:
+        gpu_ids = visible_devices.split(",")
+    devices_of_servers: list[str] = []
+    for index in range(options.num_servers):
+        first_gpu = index * gpus_per_server
+        gpu_ids_of_server = gpu_ids[first_gpu : first_gpu + gpus_per_server]
+        devices_of_servers.append(",".join(gpu_ids_of_server))
+    return devices_of_servers
 
 
 def find_ports(config: ServerConfig) -> list[int]:
@@ -214,8 +236,9 @@ def find_ports(config: ServerConfig) -> list[int]:
     """
     server = config.llm_server
     count = config.llm_server.sglang.num_servers
-    for number in range(count):
-        check_address(server.host, server.port and server.port + number, at="llm_server")
+    for index in range(count):
+        port = server.port + index if server.port else 0
+        check_address(server.host, port, at="llm_server")
     return take_ports(server.host, server.port, count)
 
 
@@ -230,11 +253,17 @@ def environment(devices: str | None) -> dict[str, str]:
     return {**ENVIRONMENT, **os.environ, "CUDA_VISIBLE_DEVICES": devices}
 
 
-def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int) -> list[str]:
+def command(
+    config: ServerConfig,
+    python: str,
+    index: int,
+    cpu: bool,
+    port: int,
+) -> list[str]:
     """Return the command line of a server. If an argument is given twice, SGLang uses the last."""
     server = config.llm_server
     options = config.llm_server.sglang
-    values: dict[str, object] = {
+    configured: dict[str, object] = {
         "--model-path": Path(config.model.path).expanduser().absolute(),
         "--dtype": config.model.dtype,
         "--device": "cpu" if cpu else "cuda",
@@ -249,12 +278,16 @@ def command(config: ServerConfig, python: str, index: int, cpu: bool, port: int)
         "--log-level-http": "warning",  # else each health request writes a line
         "--random-seed": config.seed + index,
     }
-    given = {name: value for name, value in values.items() if value is not None}
-    flags = CPU_ARGUMENTS | given if cpu else given
-    words = [str(word) for pair in flags.items() for word in pair]
+    flags: dict[str, object] = dict(CPU_ARGUMENTS) if cpu else {}
+    for flag, argument in configured.items():
+        if argument is not None:
+            flags[flag] = argument
+    words: list[str] = []
+    for flag, argument in flags.items():
+        words += [flag, str(argument)]
     switches = CPU_SWITCHES if cpu else []
     start = ["-m", "sglang.launch_server"]
-    names = NameRegistry.of(config)
-    if names.secret is not None:
-        start = ["-c", BOOT, str(names.root / FILE)]
+    registry = NameRegistry.of(config)
+    if registry.secret is not None:
+        start = ["-c", BOOT, str(registry.root / FILE)]
     return [python, *start, *words, *switches, *options.extra_args]

@@ -64,13 +64,14 @@ async def follow(
             entry["load"] = await load()
             await asyncio.sleep(heartbeat_s)
 
-    following = asyncio.create_task(follow_load(), name="load of a server")
+    load_task = asyncio.create_task(follow_load(), name="load of a server")
     try:
         while True:
-            if (now := await version()) != entry["version"]:
-                entry["version"] = now
+            new_version = await version()
+            if new_version != entry["version"]:
+                entry["version"] = new_version
                 changed.set()
             await asyncio.sleep(FOLLOW_S)
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        load_task.cancel()
+        await asyncio.gather(load_task, return_exceptions=True)

@@ -36,6 +36,8 @@ LOAD_S = 1.0
 TERMINATE_S = 5.0
 """Seconds between SIGTERM and SIGKILL. A paused server with requests never exits by itself."""
 KILL_S = 30.0
+SILENT = (aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError)
+"""Errors of a request to a server that does not reply, or not with JSON."""
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 """Pauses before the restarts of a server that dies repeatedly."""
 STEADY_S = 60.0
@@ -70,7 +72,12 @@ class SGLangProcess(Supervisor):
         self._registry = NameRegistry.of(config)
         self._entry: dict[str, object] = {}
         name = f"llm_server-{self.entry_id}"
-        budget = Budget(self.options.max_restarts, name, PAUSES_S, steady_s=math.inf)
+        budget = Budget(
+            limit=self.options.max_restarts,
+            role=name,
+            pauses_s=PAUSES_S,
+            steady_s=math.inf,
+        )
         self.roles = [Role((name,), budget, grace_s=0.0)]
         self._steady_runs = 0
         """Number of processes of this server that were healthy for STEADY_S."""
@@ -100,8 +107,12 @@ class SGLangProcess(Supervisor):
         try:
             await self.supervise(role)
         except RoleFailed:
-            counts = {"deaths": role.budget.deaths, "first": role.budget.first}
-            logger.error("server given up", server=self.entry_id, **counts)
+            logger.error(
+                "server given up",
+                server=self.entry_id,
+                deaths=role.budget.deaths,
+                first=role.budget.first,
+            )
 
     async def end(self, role: Role) -> Child | None:
         """Register the server while it replies, and wait until it exits."""
@@ -121,22 +132,33 @@ class SGLangProcess(Supervisor):
 
     async def _serve(self, child: Child) -> None:
         """Register the server once it is healthy; kill it if it does not reply."""
-        begin = math.inf
+        healthy_since = math.inf
         try:
             await self._healthy()
-            begin = time.monotonic()
-            name = "llm_server", self.entry_id, self._value
-            async with self._registry.registered(*name, changed=self._changed):
+            healthy_since = time.monotonic()
+            registered = self._registry.registered(
+                "llm_server",
+                self.entry_id,
+                self._value,
+                changed=self._changed,
+            )
+            async with registered:
                 self._served = True
                 self.roles[0].budget.mark_up()
-                beat_s = self._registry.heartbeat_s
-                parts = self._entry, self._changed, self._version, self._load
-                await follow(*parts, heartbeat_s=beat_s)  # raises when the server is silent
+                await follow(  # raises when the server is silent
+                    self._entry,
+                    self._changed,
+                    self._version,
+                    self._load,
+                    heartbeat_s=self._registry.heartbeat_s,
+                )
         except (ArealiteError, OSError) as error:
             child.reason = str(error)
             child.kill()
         finally:
-            self._steady_runs += time.monotonic() - begin > STEADY_S
+            healthy_s = time.monotonic() - healthy_since
+            if healthy_s > STEADY_S:
+                self._steady_runs += 1
 
     def is_needed(self, role: Role, dead: Child) -> bool:
         """Return True: a server that was healthy once is always restarted.
@@ -160,9 +182,14 @@ class SGLangProcess(Supervisor):
         with suppress(DeadlineError), self._bounded(f"the end of {self.address}", KILL_S):
             await super().clear(role)
 
-    def _bounded(self, what: str, seconds: float, *, replies_soon: bool = False) -> Wait:
-        on = f"SGLang {self.address}"
-        return Wait(what, owner="llm_server", on=on, seconds=seconds, replies_soon=replies_soon)
+    def _bounded(self, event: str, seconds: float, *, replies_soon: bool = False) -> Wait:
+        return Wait(
+            event,
+            owner="llm_server",
+            on=f"SGLang {self.address}",
+            seconds=seconds,
+            replies_soon=replies_soon,
+        )
 
     async def start(self, role: Role) -> None:
         """Start the server, on its previous port if that is free.
@@ -175,12 +202,17 @@ class SGLangProcess(Supervisor):
         name = f"llm_server-{self.entry_id}"
         vitals.rename(name)
         log_file = self.launch.logs / f"{name}.log"
-        words = self.launch.command(self.port)
-        own = self.launch.environment
+        command = self.launch.command(self.port)
         try:
             # The user may have removed the run folder.
             self.launch.logs.mkdir(parents=True, exist_ok=True)
-            child = await spawn(name, words, log=log_file, environment=own, guard=GUARD)
+            child = await spawn(
+                name,
+                command,
+                log=log_file,
+                environment=self.launch.environment,
+                guard=GUARD,
+            )
         except (UserError, OSError):
             if not self._served:
                 raise
@@ -199,27 +231,37 @@ class SGLangProcess(Supervisor):
     async def _healthy(self) -> None:
         """Wait until the server replies, and compose the content of its name."""
         begin = time.monotonic()
-        seconds = self.options.start_timeout_s
-        with self._bounded(f"{self.address}/health", seconds):
+        with self._bounded(f"{self.address}/health", self.options.start_timeout_s):
             await self._answer("/health")
             await self._answer("/generate", FIRST_TOKEN)
-            models = (await self._answer("/v1/models")).get("data") or [{}]
-            more = await self._get("/server_info", self.options.silence_s / 3) or {}
-            # After an abort, prompt and partial answer are sent as a new prompt, so the limit is
-            # that of prompts: it is less than the model's, because SGLang reserves some tokens.
             self._entry = {
                 "address": self.address,
                 **self.launch.metadata,
-                "context_length": more.get("max_req_input_len") or models[0].get("max_model_len"),
+                "context_length": await self._context_length(),
                 "pid": self.children[0].pid,
             }
             # The server computes this document at the first request and does not reply for a
             # second. The publisher requests it as soon as the name exists.
-            await self._get("/openapi.json", self.options.silence_s / 3)
+            await self._get("/openapi.json", self._reply_s)
             self._entry["version"] = await self._version()
             self._entry["load"] = await self._load()
-        took = round(time.monotonic() - begin, 1)
-        logger.info("server ready", address=self.address, seconds=took, server=self.children[0].pid)
+        logger.info(
+            "server ready",
+            address=self.address,
+            seconds=round(time.monotonic() - begin, 1),
+            server=self.children[0].pid,
+        )
+
+    async def _context_length(self) -> int | None:
+        """Return the tokens of the longest prompt; None if the server does not report it.
+
+        After an abort, prompt and partial answer are sent as a new prompt, so the limit is that of
+        prompts: it is less than the model's, because SGLang reserves some tokens.
+        """
+        models = await self._answer("/v1/models")
+        server_info = await self._get("/server_info", self._reply_s) or {}
+        first_model, *_ = models.get("data") or [{}]
+        return server_info.get("max_req_input_len") or first_model.get("max_model_len")
 
     def _value(self) -> dict[str, object] | None:
         """Return the content of the name; None after `ttl_s` without a reply.
@@ -230,34 +272,53 @@ class SGLangProcess(Supervisor):
         return self._entry.copy() if is_responsive else None
 
     async def _version(self) -> str | int | None:
-        what = f"an answer of {self.address}/model_info"
-        with self._bounded(what, self.options.silence_s, replies_soon=True):
+        reply = self._bounded(
+            f"an answer of {self.address}/model_info",
+            self.options.silence_s,
+            replies_soon=True,
+        )
+        with reply:
             info = await self._answer("/model_info")
         self._replied = time.monotonic()
         return info.get("weight_version")
 
     async def _load(self, seconds: float = LOAD_S) -> dict[str, int] | None:
-        return total_load(await self._get("/v1/loads?include=core", seconds) or {})
+        loads = await self._get("/v1/loads?include=core", seconds)
+        return total_load(loads or {})
+
+    async def _has_requests(self, seconds: float) -> bool:
+        """Return whether requests run or wait; False if the server does not reply in time."""
+        load = await self._load(seconds)
+        return load is not None and load["running"] + load["waiting"] > 0
+
+    @property
+    def _reply_s(self) -> float:
+        """Time limit of a request that is repeated, in seconds."""
+        return self.options.silence_s / 3
 
     async def _answer(self, path: str, body: object = None) -> dict[str, Any]:
         """Repeat a request until the server replies."""
-        seconds = self.options.silence_s / 3
-        while (found := await self._get(path, seconds, body)) is None:  # noqa: ASYNC110
+        while True:
+            answer = await self._get(path, self._reply_s, body)
+            if answer is not None:
+                return answer
             await asyncio.sleep(POLL_S)
-        return found
 
     async def _get(self, path: str, seconds: float, body: object = None) -> dict[str, Any] | None:
         """Return the JSON reply to a GET, or to a POST if there is a body; None without a reply."""
         url = self.address + path
-        method = "POST" if body else "GET"
-        send = self._session.request
-        headers = self._registry.headers()
-        silent = aiohttp.ClientError, DeadlineError, OSError, msgspec.MsgspecError
         # A timeout of aiohttp could suppress an outer deadline that expires simultaneously.
-        with suppress(*silent), self._bounded(f"an answer of {url}", seconds):
-            async with send(method, url, json=body, headers=headers) as answer:
-                answer.raise_for_status()
-                return msgspec.json.decode(await answer.read() or b"{}", type=dict)
+        with suppress(*SILENT), self._bounded(f"an answer of {url}", seconds):
+            request = self._session.request(
+                "POST" if body else "GET",
+                url,
+                json=body,
+                headers=self._registry.headers(),
+            )
+            async with request as response:
+                response.raise_for_status()
+                raw = await response.read()
+                return msgspec.json.decode(raw or b"{}", type=dict)
 
     async def _drain(self, child: Child) -> None:
         """Wait for running requests up to `drain_timeout_s`, then send SIGTERM and wait again.
@@ -267,7 +328,7 @@ class SGLangProcess(Supervisor):
         """
         drain_s = self.options.drain_timeout_s
         with suppress(DeadlineError), self._bounded("its last requests", drain_s):
-            while (load := await self._load(drain_s)) and load["running"] + load["waiting"]:  # noqa: ASYNC110
+            while await self._has_requests(drain_s):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         child.send(signal.SIGTERM)
         with suppress(DeadlineError), self._bounded("its end", TERMINATE_S):

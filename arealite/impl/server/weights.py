@@ -43,14 +43,18 @@ class ServedWeights:
             Refusal: The folder has no such tensor, or one of another shape or kind of number.
         """
         header = self.names.headers.get(name)
-        wrong = f"Failed to update weights: '{name}'"
         if header is None:
-            raise Refusal(f"{wrong} is no tensor of the model.")
+            raise Refusal(f"Failed to update weights: '{name}' is no tensor of the model.")
         if shape != header.shape:
-            raise Refusal(f"{wrong} has shape {shape}, the model {header.shape}.")
+            raise Refusal(
+                f"Failed to update weights: '{name}' has shape {shape}, the model {header.shape}."
+            )
         target = self.tensors[self.names.target(name)]
-        if target.is_floating_point() != (dtype in FLOATS):
-            raise Refusal(f"{wrong} has dtype {dtype}, the model {target.dtype}.")
+        is_float = dtype in FLOATS
+        if target.is_floating_point() != is_float:
+            raise Refusal(
+                f"Failed to update weights: '{name}' has dtype {dtype}, the model {target.dtype}."
+            )
         return target
 
 
@@ -63,16 +67,25 @@ def stage_weights(weights: ServedWeights, path: str) -> Job:
     Raises:
         Refusal: The folder or a tensor does not fit; the model is untouched.
     """
-    unused = weights.names.unused
-    named = [pair for file in _files(path) for pair in _read(file) if pair[0] not in unused]
+    named: list[Named] = []
+    for file in _files(path):
+        for name, tensor in _read(file):
+            if name not in weights.names.unused:
+                named.append((name, tensor))
     load = stage_tensors(weights, named, {})
-    if missing := weights.names.missing({name for name, _ in named}):
+    names = {name for name, _ in named}
+    missing = weights.names.missing(names)
+    if missing:
         raise Refusal(f"Failed to update weights: {path} lacks {', '.join(missing[:5])}.")
     return load
 
 
 def stage_tensors(
-    weights: ServedWeights, named: list[Named], parts: Parts, *, is_last: bool = False
+    weights: ServedWeights,
+    named: list[Named],
+    parts: Parts,
+    *,
+    is_last: bool = False,
 ) -> Job:
     """Check tensors, which may be a part of the model; return a function that copies them.
 
@@ -86,10 +99,13 @@ def stage_tensors(
         Refusal: A tensor does not fit, or a group remains incomplete; the model is untouched.
     """
     for name, tensor in named:
-        _check_finite(name, tensor, weights.target(name, list(tensor.shape), tensor.dtype))
-    given = {name for name, _ in named}.union(*parts.values())
-    if is_last and (missing := weights.names.missing(given, whole=False)):
-        raise Refusal(f"Failed to update weights: not received: {', '.join(missing[:5])}.")
+        target = weights.target(name, list(tensor.shape), tensor.dtype)
+        _check_finite(name, tensor, target)
+    if is_last:
+        received_names = {name for name, _ in named}.union(*parts.values())
+        missing = weights.names.missing(received_names, whole=False)
+        if missing:
+            raise Refusal(f"Failed to update weights: not received: {', '.join(missing[:5])}.")
 
     def load() -> None:
         with torch.no_grad():
@@ -105,14 +121,20 @@ def check_layout(weights: ServedWeights, layout: Layout) -> None:
     Raises:
         Refusal: A tensor would not fit.
     """
-    names = layout.names
-    if not len(set(names)) == len(names) == len(layout.dtypes) == len(layout.shapes):
-        why = "names, dtypes and shapes differ in length, or a name is repeated"
-        raise Refusal(f"Failed to receive weights: {why}.")
-    for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
-        if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
-            raise Refusal(f"Failed to receive weights: '{name}' has no dtype of torch: {dtype!r}.")
-        weights.target(name, shape, kind)
+    num_names = len(layout.names)
+    has_repeated_names = len(set(layout.names)) != num_names
+    if has_repeated_names or not num_names == len(layout.dtypes) == len(layout.shapes):
+        raise Refusal(
+            "Failed to receive weights: "
+            "names, dtypes and shapes differ in length, or a name is repeated."
+        )
+    for name, dtype_name, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise Refusal(
+                f"Failed to receive weights: '{name}' has no dtype of torch: {dtype_name!r}."
+            )
+        weights.target(name, shape, dtype)
 
 
 def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
@@ -120,19 +142,23 @@ def _check_finite(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None
     if not target.is_floating_point() or not tensor.numel():
         return
     low, high = torch.aminmax(tensor)  # both are NaN if any number is; half the time of a copy
-    if not max(-low, high) <= torch.finfo(target.dtype).max:
+    largest = max(-low, high)
+    is_finite = largest <= torch.finfo(target.dtype).max  # False for NaN
+    if not is_finite:
         raise Refusal(f"Failed to update weights: '{name}' is not finite in {target.dtype}.")
 
 
 def _files(path: str) -> list[Path]:
     """Return the safetensors files of a folder; refuse other kinds of files unopened."""
     try:
-        files = sorted(Path(path, n) for n in os.listdir(path) if n.endswith(".safetensors"))
+        file_names = os.listdir(path)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error  # without the path, which may be long
-        raise Refusal(f"Failed to get weights iterator: {path[:200]!r}: {why}") from error
-    if odd := [file for file in files if not file.is_file()]:  # to open a FIFO would block
-        raise Refusal(f"Failed to get weights iterator: {odd[0]} is not a regular file.")
+        reason = getattr(error, "strerror", None) or error  # without the path, which may be long
+        raise Refusal(f"Failed to get weights iterator: {path[:200]!r}: {reason}") from error
+    files = sorted(Path(path, name) for name in file_names if name.endswith(".safetensors"))
+    for file in files:
+        if not file.is_file():  # to open a FIFO would block
+            raise Refusal(f"Failed to get weights iterator: {file} is not a regular file.")
     if not files:
         raise Refusal(f"Failed to get weights iterator: no safetensors in {path}.")
     return files
@@ -163,14 +189,20 @@ def load_model(path: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
 
     logging.disable_progress_bar()
     try:
-        options: Any = {"attn_implementation": attention_of(AutoConfig.from_pretrained(folder))}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], **options)
+        attention = attention_of(AutoConfig.from_pretrained(folder))
+        options: Any = {"attn_implementation": attention}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[dtype],
+            **options,
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # each model fails in its own way
-        why = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"model.path={path}: cannot be loaded: {why:.300}") from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"model.path={path}: cannot be loaded: {reason:.300}") from error
     TensorNames(loaded, folder)  # transformers fills missing tensors with random numbers
-    model = loaded.to(pick_device(device)).eval().requires_grad_(False)
+    model = loaded.to(pick_device(device))
+    model = model.eval().requires_grad_(False)
     linear.use_fast_linear(model)
     return model, tokenizer
 
