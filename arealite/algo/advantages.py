@@ -14,7 +14,11 @@ from arealite.api.algorithm import ShapingConfig
 
 
 def group_advantages(
-    rewards: Sequence[float | None], groups: Sequence[Hashable], *, kind: str, eps: float
+    rewards: Sequence[float | None],
+    groups: Sequence[Hashable],
+    *,
+    kind: str,
+    eps: float,
 ) -> list[float]:
     """Return the advantage of each episode relative to its group.
 
@@ -33,21 +37,41 @@ def group_advantages(
         rewards.
     """
     advantages = [0.0] * len(rewards)
-    for group in _members(groups):
-        scored = {i: reward for i in group if (reward := rewards[i]) is not None}
-        scores = [*scored.values()]
-        if len({*scores}) < 2:
+    for members in _members(groups):
+        scores = dict[int, float]()
+        for index in members:
+            score = rewards[index]
+            if score is not None:
+                scores[index] = score
+        if len({*scores.values()}) < 2:
             continue
-        mean = math.fsum(scores) / len(scores)
-        others = len(scores) - 1
-        scale = 1.0
-        if kind == "grpo":
-            scale = math.sqrt(math.fsum((r - mean) ** 2 for r in scores) / others) + eps
-        elif kind == "rloo":  # R − (n·mean − R) / (n − 1) = (R − mean) · n / (n − 1)
-            scale = others / len(scores)
-        for i, reward in scored.items():
-            advantages[i] = (reward - mean) / scale
+        mean = math.fsum(scores.values()) / len(scores)
+        scale = _scale(
+            [*scores.values()],
+            mean,
+            kind=kind,
+            eps=eps,
+        )
+        for index, score in scores.items():
+            advantages[index] = (score - mean) / scale
     return advantages
+
+
+def _scale(
+    scores: list[float],
+    mean: float,
+    *,
+    kind: str,
+    eps: float,
+) -> float:
+    """Return the number by which deviations from the mean of a group are divided."""
+    num_others = len(scores) - 1
+    if kind == "grpo":
+        squares = math.fsum((score - mean) ** 2 for score in scores)
+        return math.sqrt(squares / num_others) + eps
+    if kind == "rloo":  # R − (n·mean − R) / (n − 1) = (R − mean) · n / (n − 1)
+        return num_others / len(scores)
+    return 1.0
 
 
 def group_counts(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> dict[str, float]:
@@ -55,18 +79,28 @@ def group_counts(rewards: Sequence[float | None], groups: Sequence[Hashable]) ->
 
     The latter include groups in which fewer than two episodes have a score.
     """
-    found = [[rewards[i] for i in members] for members in _members(groups)]
+    num_groups = 0
+    num_single = 0
+    num_equal = 0
+    for members in _members(groups):
+        num_groups += 1
+        scores = {rewards[index] for index in members} - {None}
+        if len(members) == 1:
+            num_single += 1
+        elif len(scores) < 2:
+            num_equal += 1
     return {
-        "groups": float(len(found)),
-        "groups_of_one": float(sum(len(g) == 1 for g in found)),
-        "groups_zero_variance": float(sum(len(g) > 1 and len({*g} - {None}) < 2 for g in found)),
+        "groups": float(num_groups),
+        "groups_of_one": float(num_single),
+        "groups_zero_variance": float(num_equal),
     }
 
 
 def _members(groups: Sequence[Hashable]) -> list[list[int]]:
+    """Return the indices of the episodes of each group."""
     members: dict[Hashable, list[int]] = {}
-    for i, key in enumerate(groups):
-        members.setdefault(key, []).append(i)
+    for index, key in enumerate(groups):
+        members.setdefault(key, []).append(index)
     return list(members.values())
 
 
@@ -79,7 +113,13 @@ def shape_rewards(rewards_N: np.ndarray, config: ShapingConfig) -> np.ndarray:
     return shaped_N
 
 
-def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) -> float:
+def overlong_penalty(
+    length: int,
+    *,
+    limit: int,
+    buffer: int,
+    penalty: float,
+) -> float:
     """Return the penalty for a long answer, in [0, penalty] (DAPO, arXiv 2503.14476 eq. 13).
 
     It is 0 up to limit − buffer tokens and grows linearly to `penalty` at the limit.
@@ -90,22 +130,31 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, penalty: float) ->
         buffer: Number of tokens before the limit over which the penalty grows; 0: no penalty.
         penalty: The largest penalty.
     """
+    if buffer <= 0:
+        return 0.0
     excess = length - (limit - buffer)
-    return penalty * min(max(excess / buffer, 0.0), 1.0) if buffer > 0 else 0.0
+    share = min(max(excess / buffer, 0.0), 1.0)
+    return penalty * share
 
 
 def discounted_returns(rewards_N: np.ndarray, *, gamma: float) -> np.ndarray:
     """Return G_t = r_t + gamma · G_{t+1} of each token, float64 [N]."""
-    later = 0.0
-    returns = list[float]()
+    next_return = 0.0
+    reversed_returns = list[float]()
     for reward in rewards_N[::-1].tolist():
-        later = reward + gamma * later
-        returns.append(later)
-    return np.array(returns[::-1], np.float64)
+        next_return = reward + gamma * next_return
+        reversed_returns.append(next_return)
+    returns = reversed_returns[::-1]
+    return np.array(returns, np.float64)
 
 
 def gae(
-    rewards_N: np.ndarray, values_N: np.ndarray, *, bootstrap: float, gamma: float, lam: float
+    rewards_N: np.ndarray,
+    values_N: np.ndarray,
+    *,
+    bootstrap: float,
+    gamma: float,
+    lam: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (advantages, returns) by generalized advantage estimation, float64 [N] each.
 
@@ -120,7 +169,8 @@ def gae(
         lam: Lambda of GAE.
     """
     values_N = values_N.astype(np.float64)
-    deltas_N = rewards_N + gamma * np.append(values_N[1:], bootstrap) - values_N
+    next_values_N = np.append(values_N[1:], bootstrap)
+    deltas_N = rewards_N + gamma * next_values_N - values_N
     advantages_N = discounted_returns(deltas_N, gamma=gamma * lam)
     return advantages_N, advantages_N + values_N
 
@@ -140,8 +190,13 @@ def m2_threshold(squares: np.ndarray, threshold: float) -> float:
     """
     ordered = np.sort(squares.astype(np.float64))
     # The mean of the n smallest squares grows with n.
-    is_below = np.cumsum(ordered) <= threshold * np.arange(1, len(ordered) + 1)
+    counts = np.arange(1, len(ordered) + 1)
+    is_below = np.cumsum(ordered) <= threshold * counts
     if is_below.all():
         return math.inf
-    below = ordered[ordered < ordered[int(is_below.sum())]]
-    return float(below[-1]) if len(below) else -math.inf
+    num_below = int(is_below.sum())
+    smallest_removed = ordered[num_below]
+    kept = ordered[ordered < smallest_removed]
+    if len(kept) == 0:
+        return -math.inf
+    return float(kept[-1])

@@ -26,11 +26,14 @@ QUEUE = 0.1
 regardless of the capacity that they report."""
 RECOVERY = 1.05
 """Factor per period by which a measured capacity grows again."""
-HIGH_SURPLUS, LOW_SURPLUS = 0.5, 0.1
-"""Shares of the groups that the staleness bound allows after a batch. A surplus above the first is
-too large, one below the second is too small."""
-DECREASE, INCREASE = 0.9, 1.15
-"""Factors of the damping after a batch with a large and a small surplus."""
+HIGH_SURPLUS = 0.5
+"""A surplus is too large above this share of the groups that the staleness bound allows."""
+LOW_SURPLUS = 0.1
+"""A surplus is too small up to this share of the groups that the staleness bound allows."""
+DECREASE = 0.9
+"""Factor of the damping after a batch with a large surplus."""
+INCREASE = 1.15
+"""Factor of the damping after a batch with a small surplus."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,13 @@ class Autoscaler:
         self._limit = math.inf
         """Requests that the servers run at a time: the reported or a smaller measured capacity."""
 
-    def decide(self, readings: Sequence[Reading], *, least: int, most: int) -> int:
+    def decide(
+        self,
+        readings: Sequence[Reading],
+        *,
+        least: int,
+        most: int,
+    ) -> int:
         """Return the number of concurrent episodes for the next period.
 
         Args:
@@ -69,8 +78,13 @@ class Autoscaler:
             least: Smallest result.
             most: Largest result.
         """
-        # Requests that wait while none runs are paused by a weight update: skip these readings.
-        if valid := [r for r in readings if r.in_flight and (r.running or not r.waiting)]:
+        valid = list[Reading]()
+        for reading in readings:
+            # Requests that wait while none runs are paused by a weight update.
+            is_paused = reading.waiting > 0 and reading.running == 0
+            if reading.in_flight and not is_paused:
+                valid.append(reading)
+        if valid:
             self._update(valid)
             self._busy = min(max(self._busy, least), most)
         # A lower damping has no effect, because `least` bounds the result; it only recovers later.
@@ -95,17 +109,23 @@ class Autoscaler:
             self.damping = min(1.0, self.damping * INCREASE)
 
     def _update(self, readings: Sequence[Reading]) -> None:
-        running = fmean(r.running for r in readings)
-        waiting = fmean(r.waiting for r in readings)
+        """Update the capacity, the share that generates and the busy number of episodes."""
+        running = fmean(reading.running for reading in readings)
+        waiting = fmean(reading.waiting for reading in readings)
+        in_flight = fmean(reading.in_flight for reading in readings)
         capacity = math.inf
-        if all(r.capacity for r in readings):
-            capacity = fmean(r.capacity for r in readings)
-        if min(r.waiting for r in readings) > QUEUE * running:
+        if all(reading.capacity for reading in readings):
+            capacity = fmean(reading.capacity for reading in readings)
+        shortest_queue = min(reading.waiting for reading in readings)
+        if shortest_queue > QUEUE * running:
             self._limit = running
         else:
             self._limit = min(self._limit * RECOVERY, capacity)
-        share = (running + waiting) / fmean(r.in_flight for r in readings)
-        self._share = share if self._share is None else self._share
+        share = (running + waiting) / in_flight
+        if self._share is None:
+            self._share = share
         self._share += SMOOTHING * (share - self._share)
-        ratio = self._utilisation * self._limit / max(self._share * self._busy, 1e-9)
+        wanted_requests = self._utilisation * self._limit
+        expected_requests = max(self._share * self._busy, 1e-9)
+        ratio = wanted_requests / expected_requests
         self._busy *= min(max(ratio, 1 / STEP), STEP)

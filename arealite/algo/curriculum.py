@@ -15,8 +15,9 @@ def success_rate(shares: Iterable[float]) -> float:
     Returns:
         The rate, above 0 and below 1; 1/2 without groups.
     """
-    known = list(shares)
-    return (sum(known) + 1.0) / (len(known) + 2.0)
+    successes = list(shares)
+    num_trials = len(successes)
+    return (sum(successes) + 1.0) / (num_trials + 2.0)
 
 
 def learnability(rate: float, *, floor: float) -> float:

@@ -22,13 +22,18 @@ BLOCK = 4096
 """Rows of a product that is added to a sum, so that the product needs little memory."""
 
 
-def linear(hidden: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def linear(
+    hidden: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+) -> Tensor:
     """Return hidden · weightᵀ + bias [..., N] of hidden states [..., K]."""
     if hidden.ndim < 2 or not _is_for_onednn(hidden, weight_NK):
         return nn.functional.linear(hidden, weight_NK, bias_N)
     rows_MK = hidden.flatten(0, -2).contiguous()
     apply: Callable[..., Tensor] = _Linear.apply  # pyright: ignore
-    return apply(rows_MK, weight_NK, bias_N).view(*hidden.shape[:-1], -1)
+    output_MN = apply(rows_MK, weight_NK, bias_N)
+    return output_MN.view(*hidden.shape[:-1], -1)
 
 
 def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
@@ -38,7 +43,11 @@ def product(left_MK: Tensor, right_NK: Tensor) -> Tensor:
     return left_MK @ right_NK.T
 
 
-def add_product(total_MN: Tensor, left_MK: Tensor, right_NK: Tensor) -> None:
+def add_product(
+    total_MN: Tensor,
+    left_MK: Tensor,
+    right_NK: Tensor,
+) -> None:
     """Add left · rightᵀ to a float32 sum, in place."""
     if left_MK.dtype == torch.float32 and not _is_for_onednn(left_MK, right_NK):
         total_MN.addmm_(left_MK, right_NK.T)
@@ -50,8 +59,11 @@ def add_product(total_MN: Tensor, left_MK: Tensor, right_NK: Tensor) -> None:
 
 def use_fast_linear(model: nn.Module) -> None:
     """Make the linear layers of a model compute by `linear`."""
-    for layer in model.modules() if USES_ONEDNN else ():
-        if type(layer) is nn.Linear and "forward" not in vars(layer):
+    if not USES_ONEDNN:
+        return
+    for layer in model.modules():
+        has_own_forward = "forward" in vars(layer)
+        if type(layer) is nn.Linear and not has_own_forward:
             layer.forward = partial(_forward, layer)
 
 
@@ -60,11 +72,17 @@ def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
+    if not USES_ONEDNN or left.device.type != "cpu":
+        return False
     is_float32 = left.dtype == right.dtype == torch.float32
-    return USES_ONEDNN and is_float32 and left.device.type == "cpu" and left.numel() > 0
+    return is_float32 and left.numel() > 0
 
 
-def _product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def _product(
+    left_MK: Tensor,
+    right_NK: Tensor,
+    bias_N: Tensor | None = None,
+) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], "")
 
 
@@ -73,7 +91,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         rows_MK, weight_NK, bias_N = inputs
         wants_rows, wants_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(rows_MK if wants_weight else None, weight_NK if wants_rows else None)
+        ctx.save_for_backward(
+            rows_MK if wants_weight else None,
+            weight_NK if wants_rows else None,
+        )
         return _product(rows_MK, weight_NK, bias_N)
 
     @staticmethod
@@ -81,8 +102,7 @@ class _Linear(torch.autograd.Function):
         rows_MK, weight_NK = ctx.saved_tensors
         grad_MN = grads[0].contiguous()  # oneDNN misreads strides of 0
         wants_rows, wants_weight, wants_bias = ctx.needs_input_grad
-        return (
-            _product(grad_MN, weight_NK.T) if wants_rows else None,
-            _product(grad_MN.T, rows_MK.T) if wants_weight else None,
-            grad_MN.sum(0) if wants_bias else None,
-        )
+        grad_rows = _product(grad_MN, weight_NK.T) if wants_rows else None
+        grad_weight = _product(grad_MN.T, rows_MK.T) if wants_weight else None
+        grad_bias = grad_MN.sum(0) if wants_bias else None
+        return grad_rows, grad_weight, grad_bias

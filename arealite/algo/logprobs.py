@@ -26,7 +26,9 @@ class LogitChange(NamedTuple):
         """Apply the change to `logits` in place, and return them."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
-        return logits.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else logits
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
 
 
 class Head(NamedTuple):
@@ -38,11 +40,17 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, V] before the temperature."""
-        return self.change.apply(linear(hidden, self.weight_VH, self.bias_V).float())
+        logits_NV = linear(hidden, self.weight_VH, self.bias_V).float()
+        return self.change.apply(logits_NV)
 
 
 def token_logprobs(
-    hidden_NH: Tensor, head: Head, targets_N: Tensor, *, temperature_N: Tensor, chunk: int
+    hidden_NH: Tensor,
+    head: Head,
+    targets_N: Tensor,
+    *,
+    temperature_N: Tensor,
+    chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Return differentiable logprobs and entropies under softmax(logits / temperature).
 
@@ -81,52 +89,90 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy[part] = logp.exp().mul_(logp).sum(-1).neg_()
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, entropy)
         ctx.options = change, chunk
-        # The slope of a softcap needs the logits themselves.
-        ctx.last_logp = logp if any(ctx.needs_input_grad) and not change.softcap else None
+        ctx.last_logp = None
+        if any(ctx.needs_input_grad) and not change.softcap:
+            # The slope of a softcap needs the logits themselves.
+            ctx.last_logp = logp
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With z the logits, ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p (log p + entropy).
         hidden, weight, bias, targets, temperature, entropy = ctx.saved_tensors
         change, chunk = ctx.options
         head = Head(weight, bias, change)
         grad_logp, grad_entropy = grads
+        _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden)
-        sums = [
-            torch.zeros_like(tensor, dtype=torch.float32) if wanted else None
-            for tensor, wanted in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
-        ]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for start in reversed(range(0, len(targets), chunk)):
             part = slice(start, start + chunk)
-            slope = None
             logp = ctx.last_logp
             ctx.last_logp = None
+            slope = None
             if logp is None:
-                logits = head.logits(hidden[part])
-                # ∂ cap · tanh(x / cap) / ∂x = 1 − tanh²
-                slope = 1 - logits.div(change.softcap).square_() if change.softcap else None
-                logp = _log_softmax(logits, temperature[part])
-            # In place: the peak is two logit chunks (with a softcap three), besides the gradient
-            # of the head.
-            if grad_entropy is None:
-                assert grad_logp is not None
-                grad_z = logp.exp_().mul_(-grad_logp[part, None])
-            else:
-                grad_z = logp.exp()
-                rise = logp.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                rise = rise if grad_logp is None else rise.add_(grad_logp[part, None])
-                grad_z.mul_(rise.neg_())
-            if grad_logp is not None:
-                grad_z.scatter_add_(1, targets[part, None], grad_logp[part, None])
+                logp, slope = _logp_and_slope(head, hidden[part], temperature[part])
+            grad_z = _grad_z(
+                logp,
+                targets[part, None],
+                entropy[part, None],
+                grad_logp=None if grad_logp is None else grad_logp[part, None],
+                grad_entropy=None if grad_entropy is None else grad_entropy[part, None],
+            )
             grad_z = grad_z.div_(temperature[part, None] / change.scale)
-            grad_z = (grad_z if slope is None else grad_z.mul_(slope)).to(hidden.dtype)
+            if slope is not None:
+                grad_z = grad_z.mul_(slope)
+            grad_z = grad_z.to(hidden.dtype)
             grad_hidden[part] = product(grad_z, weight.T)
-            grad_weight, grad_bias = sums
             if grad_weight is not None:
                 add_product(grad_weight, grad_z.T, hidden[part].T)
             if grad_bias is not None:
                 grad_bias += grad_z.sum(0, dtype=torch.float32)
-        found = [None if total is None else total.to(weight.dtype) for total in sums]
-        return grad_hidden, *found, None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _logp_and_slope(
+    head: Head,
+    hidden: Tensor,
+    temperature: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probabilities of a chunk, and the slope of its softcap; None: no softcap."""
+    logits = head.logits(hidden)
+    softcap = head.change.softcap
+    slope = None
+    if softcap:
+        # ∂ cap · tanh(x / cap) / ∂x = 1 − tanh²
+        slope = 1 - logits.div(softcap).square_()
+    return _log_softmax(logits, temperature), slope
+
+
+def _grad_z(
+    logp: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    *,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Return the gradient of z, the logits of a chunk after the temperature; overwrite `logp`.
+
+    ∂logp_t/∂z = 1_t − p and ∂entropy/∂z = −p (log p + entropy). In place: the peak is two logit
+    chunks (with a softcap three), besides the gradient of the head.
+    """
+    if grad_entropy is None:
+        assert grad_logp is not None
+        grad_z = logp.exp_().mul_(-grad_logp)
+    else:
+        grad_z = logp.exp()
+        factor = logp.add_(entropy).mul_(grad_entropy)
+        if grad_logp is not None:
+            factor.add_(grad_logp)
+        grad_z.mul_(factor.neg_())
+    if grad_logp is not None:
+        grad_z.scatter_add_(1, targets, grad_logp)
+    return grad_z

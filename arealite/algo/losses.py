@@ -37,22 +37,26 @@ def make_policy_loss(config: LossConfig, kl: KLConfig | None = None) -> LossFn:
     def loss_fn(batch: LossInput) -> tuple[torch.Tensor, Stats]:
         fields = batch.fields
         logprobs_N = batch.outputs["logprobs"]
+        entropy_N = batch.outputs["entropy"]
+        advantages_N = fields["advantages"]
+        weight_N = fields["loss_weight"]
         old_N = fields["prox_logprobs" if config.decoupled else "behav_logprobs"]
         log_ratio_N = _log_ratio(logprobs_N - old_N, batch.rows_N, config.ratio)
         ratio_N = log_ratio_N.exp()
-        terms_N = _objective(config, ratio_N, logprobs_N, fields["advantages"])
-        stats = _ratio_stats(config, ratio_N.detach(), log_ratio_N.detach(), fields["advantages"])
-        weight_N = kept_N = fields["loss_weight"]
+        terms_N = _objective(config, ratio_N, logprobs_N, advantages_N)
+        stats = _ratio_stats(config, ratio_N.detach(), log_ratio_N.detach(), advantages_N)
+        kept_N = weight_N
         if config.decoupled:
             w_N, mask_N = _behav_weight(config, fields, batch.rows_N, stats)
             terms_N = w_N * terms_N
             kept_N = weight_N if mask_N is None else weight_N * mask_N
-        if (keep_N := fields.get("keep")) is not None:
+        keep_N = fields.get("keep")
+        if keep_N is not None:
             stats["m2_masked_frac"] = 1.0 - keep_N
             kept_N = kept_N * keep_N
-        stats["entropy"] = batch.outputs["entropy"].detach()
+        stats["entropy"] = entropy_N.detach()
         if config.entropy_coef:
-            terms_N = terms_N - config.entropy_coef * batch.outputs["entropy"]
+            terms_N = terms_N - config.entropy_coef * entropy_N
         if kl is not None and kl_coef:
             kl_N = kl_estimate(logprobs_N - fields["ref_logprobs"], kl.estimator)
             stats["kl_ref"] = kl_N.detach()
@@ -81,10 +85,15 @@ def kl_estimate(log_ratio_N: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
     return (-x_N).exp() - 1.0 + x_N
 
 
-def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> torch.Tensor:
+def _log_ratio(
+    log_ratio_N: torch.Tensor,
+    rows_N: torch.Tensor,
+    level: str,
+) -> torch.Tensor:
     """Return each token's clamped log-ratio; at level `sequence` the mean of its row's."""
     if level == "sequence":
-        index_N = (rows_N.diff(prepend=rows_N[:1]) != 0).cumsum(0)  # rows numbered without gaps
+        is_new_row_N = rows_N.diff(prepend=rows_N[:1]) != 0
+        index_N = is_new_row_N.cumsum(0)  # rows numbered without gaps
         zeros_N = torch.zeros_like(log_ratio_N)
         means_N = zeros_N.scatter_reduce(0, index_N, log_ratio_N, "mean", include_self=False)
         log_ratio_N = means_N[index_N]
@@ -92,7 +101,10 @@ def _log_ratio(log_ratio_N: torch.Tensor, rows_N: torch.Tensor, level: str) -> t
 
 
 def _objective(
-    config: LossConfig, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
+    config: LossConfig,
+    ratio_N: torch.Tensor,
+    logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
 ) -> torch.Tensor:
     """Return the term of each token to minimize, from its ratio u and its advantage A.
 
@@ -105,7 +117,8 @@ def _objective(
     if config.objective == "sapo":
         tau_N = torch.full_like(advantages_N, config.sapo_tau_neg)
         tau_N = tau_N.masked_fill(advantages_N > 0, config.sapo_tau)
-        return -(4.0 / tau_N) * torch.sigmoid(tau_N * (ratio_N - 1.0)) * advantages_N
+        gate_N = torch.sigmoid(tau_N * (ratio_N - 1.0))
+        return -(4.0 / tau_N) * gate_N * advantages_N
     clipped_N = ratio_N.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
     if config.objective == "cispo":
         return -clipped_N.detach() * advantages_N * logprobs_N
@@ -117,7 +130,10 @@ def _objective(
 
 
 def _behav_weight(
-    config: LossConfig, fields: dict[str, torch.Tensor], rows_N: torch.Tensor, stats: Stats
+    config: LossConfig,
+    fields: dict[str, torch.Tensor],
+    rows_N: torch.Tensor,
+    stats: Stats,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the behaviour weights w and the mask of kept tokens (None: all); add to `stats`.
 
@@ -131,36 +147,53 @@ def _behav_weight(
     cap = config.behav_weight_cap
     masks = config.behav_weight == "mask"
     if cap is not None and masks:
-        mask_N = ((raw_N <= cap) & (raw_N >= 1.0 / cap)).to(raw_N.dtype)
+        is_kept_N = (raw_N <= cap) & (raw_N >= 1.0 / cap)
+        mask_N = is_kept_N.to(raw_N.dtype)
         w_N = raw_N * mask_N
     elif cap is not None:
         w_N = raw_N.clamp(max=cap)
-    stats["behav_masked_frac" if masks else "behav_capped_frac"] = w_N != raw_N
-    stats |= {"behav_weight": w_N, "behav_weight_sq": w_N.square()}
+    changed_stat = "behav_masked_frac" if masks else "behav_capped_frac"
+    stats[changed_stat] = w_N != raw_N
+    stats["behav_weight"] = w_N
+    stats["behav_weight_sq"] = w_N.square()
     stats["prox_behav_abs_diff"] = diff_N.abs()
     return w_N, mask_N
 
 
 def _ratio_stats(
-    config: LossConfig, ratio_N: torch.Tensor, log_ratio_N: torch.Tensor, advantages_N: torch.Tensor
+    config: LossConfig,
+    ratio_N: torch.Tensor,
+    log_ratio_N: torch.Tensor,
+    advantages_N: torch.Tensor,
 ) -> Stats:
     """Return stats of the ratio; `clip_frac_*` count tokens whose gradient a clip changes."""
-    stats = {"ratio": ratio_N, "approx_kl": ratio_N - 1.0 - log_ratio_N}
+    stats = {
+        "ratio": ratio_N,
+        "approx_kl": ratio_N - 1.0 - log_ratio_N,
+    }
     if config.objective in ("ppo", "cispo"):
         low_N = ratio_N < 1.0 - config.eps_low
         high_N = ratio_N > 1.0 + config.eps_high
         if config.objective == "ppo":
             low_N = low_N & (advantages_N < 0)
             high_N = high_N & (advantages_N > 0)
-        stats |= {"clip_frac_low": low_N, "clip_frac_high": high_N}
+        stats["clip_frac_low"] = low_N
+        stats["clip_frac_high"] = high_N
     return stats
 
 
-def weighted_sums(stats: Stats, weight_N: torch.Tensor, loss: torch.Tensor) -> Stats:
+def weighted_sums(
+    stats: Stats,
+    weight_N: torch.Tensor,
+    loss: torch.Tensor,
+) -> Stats:
     """Sum each stat with the tokens' weights; add `loss` and `weight`."""
-    stacked_KN = torch.stack([value_N.to(weight_N.dtype) for value_N in stats.values()])
-    sums = dict(zip(stats, (stacked_KN @ weight_N).unbind(), strict=True))
-    return sums | {"loss": loss.detach(), "weight": weight_N.sum()}
+    stacked_KN = torch.stack([stat_N.to(weight_N.dtype) for stat_N in stats.values()])
+    sums_K = stacked_KN @ weight_N
+    sums = dict(zip(stats, sums_K.unbind(), strict=True))
+    sums["loss"] = loss.detach()
+    sums["weight"] = weight_N.sum()
+    return sums
 
 
 def effective_sample_share(stats: Mapping[str, float]) -> float | None:
@@ -172,8 +205,10 @@ def effective_sample_share(stats: Mapping[str, float]) -> float | None:
     Returns:
         The share; None without behaviour weights, or if all of them are 0.
     """
-    square = stats.get("weight", 0.0) * stats.get("behav_weight_sq", 0.0)
-    return stats["behav_weight"] ** 2 / square if square > 0 else None
+    weighted_squares = stats.get("weight", 0.0) * stats.get("behav_weight_sq", 0.0)
+    if weighted_squares > 0:
+        return stats["behav_weight"] ** 2 / weighted_squares
+    return None
 
 
 def make_value_loss(config: CriticConfig) -> LossFn:
@@ -197,11 +232,14 @@ def make_value_loss(config: CriticConfig) -> LossFn:
             "error": error_N,
             "error_sq": error_N.square(),
         }
-        if (bound := config.value_clip) is not None:
+        bound = config.value_clip
+        if bound is not None:
             moved_N = values_N - old_N
-            bounded_N = (old_N + moved_N.clamp(-bound, bound) - returns_N).square()
-            beyond_N = moved_N.detach().abs() > bound  # else both differ by rounding
-            stats["value_clip_frac"] = beyond_N & (bounded_N.detach() > squares_N.detach())
+            clipped_N = old_N + moved_N.clamp(-bound, bound)
+            bounded_N = (clipped_N - returns_N).square()
+            is_beyond_N = moved_N.detach().abs() > bound  # else both differ by rounding
+            is_larger_N = bounded_N.detach() > squares_N.detach()
+            stats["value_clip_frac"] = is_beyond_N & is_larger_N
             squares_N = torch.maximum(squares_N, bounded_N)
         loss = 0.5 * (weight_N * squares_N).sum()
         return loss, weighted_sums(stats, weight_N, loss)
@@ -219,7 +257,11 @@ def explained_variance(stats: Mapping[str, float]) -> float | None:
         return None
 
     def variance(name: str) -> float:
-        return stats[f"{name}_sq"] / total - (stats[name] / total) ** 2
+        mean = stats[name] / total
+        mean_square = stats[f"{name}_sq"] / total
+        return mean_square - mean**2
 
-    spread = variance("returns")
-    return 1.0 - variance("error") / spread if spread > 1e-12 else None
+    variance_of_returns = variance("returns")
+    if variance_of_returns > 1e-12:
+        return 1.0 - variance("error") / variance_of_returns
+    return None

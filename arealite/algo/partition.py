@@ -11,7 +11,12 @@ from arealite.api.trainer_messages import Batch, BatchRequest
 from arealite.api.trajectory import TrajectoryHeader
 
 
-def deal_groups(group_ids: Sequence[str], *, updates: int, seed: int | None) -> list[int]:
+def deal_groups(
+    group_ids: Sequence[str],
+    *,
+    updates: int,
+    seed: int | None,
+) -> list[int]:
     """Return the minibatch of each trajectory.
 
     Groups stay whole, and the minibatches' numbers of groups differ by at most one.
@@ -30,8 +35,10 @@ def deal_groups(group_ids: Sequence[str], *, updates: int, seed: int | None) -> 
         raise ValueError(f"{len(groups)} groups cannot fill {updates} updates")
     if seed is not None:
         random.Random(seed).shuffle(groups)
-    place = {group: index * updates // len(groups) for index, group in enumerate(groups)}
-    return [place[group] for group in group_ids]
+    minibatch_of_group = dict[str, int]()
+    for index, group in enumerate(groups):
+        minibatch_of_group[group] = index * updates // len(groups)
+    return [minibatch_of_group[group] for group in group_ids]
 
 
 def balance(tokens: Sequence[int], *, ranks: int) -> list[int]:
@@ -41,12 +48,13 @@ def balance(tokens: Sequence[int], *, ranks: int) -> list[int]:
     1969). Every rank gets a row if there are enough rows.
     """
     loads = [(0, rank) for rank in range(ranks)]
-    result = [0] * len(tokens)
-    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+    rank_of_row = [0] * len(tokens)
+    for row in sorted(range(len(tokens)), key=lambda index: (-tokens[index], index)):
         load, rank = heapq.heappop(loads)
-        result[index] = rank
-        heapq.heappush(loads, (load + max(1, tokens[index]), rank))
-    return result
+        rank_of_row[row] = rank
+        load += max(1, tokens[row])
+        heapq.heappush(loads, (load, rank))
+    return rank_of_row
 
 
 def balance_groups(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[int]:
@@ -57,47 +65,62 @@ def balance_groups(headers: Sequence[TrajectoryHeader], *, ranks: int) -> list[i
     division whose most loaded rank computes the fewest tokens; of equal ones, that with the largest
     parts. A rank may get no trajectory.
     """
-    prompts = dict[tuple[str, bytes | str], list[int]]()
-    for index, header in enumerate(headers):
-        key = header.group_id, header.prompt or header.trajectory_id
-        prompts.setdefault(key, []).append(index)
-    size = max(map(len, prompts.values()), default=1)
-    best = float("inf")
-    result = list[int]()
-    while size:
-        parts = [one[i : i + size] for one in prompts.values() for i in range(0, len(one), size)]
-        costs = [_computed([headers[i] for i in part]) for part in parts]
+    sets = _sets_of_equal_prompts(headers)
+    part_size = max(map(len, sets), default=1)
+    lowest_load = float("inf")
+    best_division = list[int]()
+    while part_size:
+        parts = list[list[int]]()
+        for indices in sets:
+            begins = range(0, len(indices), part_size)
+            parts += [indices[begin : begin + part_size] for begin in begins]
+        costs = [_computed([headers[index] for index in part]) for part in parts]
+        rank_of_part = balance(costs, ranks=ranks)
         loads = [0] * ranks
-        found = [0] * len(headers)
-        for part, cost, rank in zip(parts, costs, balance(costs, ranks=ranks), strict=True):
+        rank_of = [0] * len(headers)
+        for part, cost, rank in zip(parts, costs, rank_of_part, strict=True):
             loads[rank] += cost
             for index in part:
-                found[index] = rank
-        if max(loads) < best:
-            best = max(loads)
-            result = found
-        size //= 2
-    return result
+                rank_of[index] = rank
+        if max(loads) < lowest_load:
+            lowest_load = max(loads)
+            best_division = rank_of
+        part_size //= 2
+    return best_division
+
+
+def _sets_of_equal_prompts(headers: Sequence[TrajectoryHeader]) -> list[list[int]]:
+    """Return the indices of the trajectories of each group and prompt."""
+    sets = dict[tuple[str, bytes | str], list[int]]()
+    for index, header in enumerate(headers):
+        prompt = header.prompt or header.trajectory_id
+        sets.setdefault((header.group_id, prompt), []).append(index)
+    return list(sets.values())
 
 
 def _computed(headers: Sequence[TrajectoryHeader]) -> int:
     """Return the computed tokens of trajectories with equal prompts; the prompt counts once."""
     tokens = sum(header.computed_tokens or header.num_tokens for header in headers)
-    return max(1, tokens - (len(headers) - 1) * headers[0].prompt_tokens)
+    num_repeated = len(headers) - 1
+    return max(1, tokens - num_repeated * headers[0].prompt_tokens)
 
 
 def partition(
-    headers: Sequence[TrajectoryHeader], *, updates: int, ranks: int, seed: int | None
+    headers: Sequence[TrajectoryHeader],
+    *,
+    updates: int,
+    ranks: int,
+    seed: int | None,
 ) -> tuple[list[int], list[int]]:
     """Return (minibatch, rank) of each trajectory; ranks are balanced within each minibatch."""
     group_ids = [header.group_id for header in headers]
     minibatches = deal_groups(group_ids, updates=updates, seed=seed)
     rank_of = [0] * len(headers)
     for update in range(updates):
-        rows = [index for index, at in enumerate(minibatches) if at == update]
-        for index, rank in zip(
-            rows, balance_groups([headers[i] for i in rows], ranks=ranks), strict=True
-        ):
+        indices = [index for index, minibatch in enumerate(minibatches) if minibatch == update]
+        minibatch_headers = [headers[index] for index in indices]
+        minibatch_ranks = balance_groups(minibatch_headers, ranks=ranks)
+        for index, rank in zip(indices, minibatch_ranks, strict=True):
             rank_of[index] = rank
     return minibatches, rank_of
 
@@ -119,9 +142,18 @@ def batch_for_rank(
         seed: Seed of the run.
         waits: Metrics of the datapipe.
     """
-    updates = min(updates, len({header.group_id for header in headers}))
-    seed = seed + request.step
-    size = request.world_size
-    minibatches, ranks = partition(headers, updates=updates, ranks=size, seed=seed)
-    mine = [index for index, rank in enumerate(ranks) if rank == request.rank]
-    return Batch(request.step, headers, ranks, minibatches, mine, waits)
+    num_groups = len({header.group_id for header in headers})
+    minibatches, ranks = partition(
+        headers,
+        updates=min(updates, num_groups),
+        ranks=request.world_size,
+        seed=seed + request.step,
+    )
+    return Batch(
+        step=request.step,
+        headers=headers,
+        ranks=ranks,
+        minibatches=minibatches,
+        mine=[index for index, rank in enumerate(ranks) if rank == request.rank],
+        waits=waits,
+    )

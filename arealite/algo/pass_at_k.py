@@ -32,7 +32,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def default_ks(n: int) -> list[int]:
     """Return the powers of two up to `n`, and `n`."""
-    return sorted({n, *(1 << bit for bit in range(n.bit_length()))})
+    powers_of_two = [1 << bit for bit in range(n.bit_length())]
+    return sorted({n, *powers_of_two})
 
 
 def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Estimate | None:
@@ -49,14 +50,21 @@ def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Estimate | None
     Returns:
         The estimate; None if no task has `k` samples.
     """
-    if not (values := [pass_at_k(n, c, k) for n, c in counts if n >= k]):
+    rates = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+    if not rates:
         return None
-    mean = fmean(values)
-    trials = len(values)
+    mean = fmean(rates)
+    trials = len(rates)
     z2 = Z_95**2
-    centre = (mean + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = Z_95 * sqrt(mean * (1 - mean) / trials + z2 / (4 * trials**2)) / (1 + z2 / trials)
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+    divisor = 1 + z2 / trials
+    variance = mean * (1 - mean) / trials
+    centre = (mean + z2 / (2 * trials)) / divisor
+    half_width = Z_95 * sqrt(variance + z2 / (4 * trials**2)) / divisor
+    return Estimate(
+        mean=mean,
+        low=max(0.0, centre - half_width),
+        high=min(1.0, centre + half_width),
+    )
 
 
 def mean_of_tasks(values: Sequence[float]) -> Estimate:
@@ -66,5 +74,11 @@ def mean_of_tasks(values: Sequence[float]) -> Estimate:
     (clustered standard errors, Miller 2024, arXiv:2411.00640).
     """
     mean = fmean(values)
-    half = Z_95 * stdev(values) / sqrt(len(values)) if len(values) > 1 else float("inf")
-    return Estimate(mean, mean - half, mean + half)
+    half_width = float("inf")
+    if len(values) > 1:
+        half_width = Z_95 * stdev(values) / sqrt(len(values))
+    return Estimate(
+        mean=mean,
+        low=mean - half_width,
+        high=mean + half_width,
+    )

@@ -5,6 +5,7 @@ rows, P = its pairs; the rows of pairs alternate: chosen, rejected, chosen, …
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,18 +26,21 @@ def dpo_terms(margins: Tensor, config: DPOConfig) -> Tensor:
         margins: The margins, of any shape.
         config: Options of DPO.
     """
+    terms = _unsmoothed_terms(margins, config)
+    if not config.label_smoothing:
+        return terms
+    terms_of_wrong_labels = _unsmoothed_terms(-margins, config)
+    return torch.lerp(terms, terms_of_wrong_labels, config.label_smoothing)
+
+
+def _unsmoothed_terms(margins: Tensor, config: DPOConfig) -> Tensor:
     beta = config.beta
-    smoothing = config.label_smoothing
-
-    def term(h: Tensor) -> Tensor:
-        if config.loss == "sigmoid":
-            return -logsigmoid(beta * h)
-        if config.loss == "hinge":
-            return torch.relu(1.0 - beta * h)
-        return (h - 1.0 / (2.0 * beta)).square()
-
-    straight = term(margins)
-    return straight if not smoothing else torch.lerp(straight, term(-margins), smoothing)
+    if config.loss == "sigmoid":
+        return -logsigmoid(beta * margins)
+    if config.loss == "hinge":
+        return torch.relu(1.0 - beta * margins)
+    target = 1.0 / (2.0 * beta)
+    return (margins - target).square()
 
 
 def make_dpo_loss(config: DPOConfig) -> LossFn:
@@ -49,13 +53,19 @@ def make_dpo_loss(config: DPOConfig) -> LossFn:
     """
 
     def loss_fn(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio_N = batch.outputs["logprobs"]
+        log_ratio_N = batch.outputs["logprobs"]
         if not config.reference_free:
-            ratio_N = ratio_N - batch.fields["ref_logprobs"]
-        ratio_R = _row_sums(batch, ratio_N)
+            log_ratio_N = log_ratio_N - batch.fields["ref_logprobs"]
+        log_ratio_R = _row_sums(batch, log_ratio_N)
         if config.loss == "ipo":
-            ratio_R = ratio_R / _row_sums(batch, torch.ones_like(ratio_N))
-        return _finish(batch, ratio_R, config.beta, lambda h_P: dpo_terms(h_P, config))
+            length_R = _row_sums(batch, torch.ones_like(log_ratio_N))
+            log_ratio_R = log_ratio_R / length_R
+        return _pair_loss(
+            batch,
+            log_ratio_R,
+            reward_scale=config.beta,
+            terms=partial(dpo_terms, config=config),
+        )
 
     return loss_fn
 
@@ -67,19 +77,36 @@ def bradley_terry(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     Each row has one loss token, whose value is the reward r.
     """
     rewards_R = _row_sums(batch, batch.outputs["values"])
-    return _finish(batch, rewards_R, 1.0, lambda h_P: -logsigmoid(h_P))
+    return _pair_loss(
+        batch,
+        rewards_R,
+        reward_scale=1.0,
+        terms=lambda margins_P: -logsigmoid(margins_P),
+    )
 
 
 def _row_sums(batch: LossInput, values_N: Tensor) -> Tensor:
     """Sum the values of each row's tokens, [R]."""
-    rows = int(batch.rows_N[-1]) + 1
-    return values_N.new_zeros(rows).index_add(0, batch.rows_N, values_N)
+    num_rows = int(batch.rows_N[-1]) + 1
+    zeros_R = values_N.new_zeros(num_rows)
+    return zeros_R.index_add(0, batch.rows_N, values_N)
 
 
-def _finish(
-    batch: LossInput, scores_R: Tensor, scale: float, terms: Callable[[Tensor], Tensor]
+def _pair_loss(
+    batch: LossInput,
+    scores_R: Tensor,
+    *,
+    reward_scale: float,
+    terms: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted loss of the pairs and their stats; `scale` converts scores to rewards."""
+    """Return the weighted loss of the pairs and their stats.
+
+    Args:
+        batch: The micro-batch.
+        scores_R: Score of each row.
+        reward_scale: Rewards are scores times this number.
+        terms: Computes the loss of each margin, the difference of the scores of a pair.
+    """
     weight_R = torch.zeros_like(scores_R)
     weight_R[batch.rows_N] = batch.fields["loss_weight"]
     weight_P = weight_R[::2]
@@ -88,14 +115,16 @@ def _finish(
     margins_P = chosen_P - rejected_P
     loss = (weight_P * terms(margins_P)).sum()
     with torch.no_grad():
-        values = {
+        stats_P = {
             "accuracy": (margins_P > 0).float(),
-            "margin": scale * margins_P,
-            "chosen": scale * chosen_P,
-            "rejected": scale * rejected_P,
+            "margin": reward_scale * margins_P,
+            "chosen": reward_scale * chosen_P,
+            "rejected": reward_scale * rejected_P,
         }
-        stats = {name: (weight_P * value_P).sum() for name, value_P in values.items()}
-    return loss, {"loss": loss.detach(), **stats}
+        stats = {"loss": loss.detach()}
+        for name, stat_P in stats_P.items():
+            stats[name] = (weight_P * stat_P).sum()
+    return loss, stats
 
 
 def cross_entropy(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
@@ -111,5 +140,9 @@ def cross_entropy(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.no_grad():
         answer = (terms_N * is_answer_N).sum()
         entropy = (weight_N * batch.outputs["entropy"]).sum()
-    stats = {"loss": loss.detach(), "answer": answer, "next_state": loss.detach() - answer}
-    return loss, stats | {"entropy": entropy}
+    return loss, {
+        "loss": loss.detach(),
+        "answer": answer,
+        "next_state": loss.detach() - answer,
+        "entropy": entropy,
+    }

@@ -38,6 +38,15 @@ class Forest(NamedTuple):
     last: list[int]
     """Index of the node in which each row ends."""
 
+    def path(self, row: int) -> set[int]:
+        """Return the indices of the nodes that hold the tokens of a row."""
+        path = set[int]()
+        node = self.last[row]
+        while node >= 0:
+            path.add(node)
+            node = self.nodes[node].parent
+        return path
+
 
 @dataclass
 class _Draft:
@@ -48,13 +57,22 @@ class _Draft:
     end: int
     children: "dict[bytes, _Draft]" = field(default_factory=lambda: dict[bytes, _Draft]())
     ends: list[int] = field(default_factory=lambda: list[int]())
+    """Indices of the rows that end with the node."""
     longest: int = 0
     """Length of the longest row that contains the node."""
 
+    def split(self, position: int, key: bytes) -> None:
+        """Move the tokens from `position` on, with all that follows, to a child with this key."""
+        lower_part = replace(self, begin=position)
+        self.end = position
+        self.children = {key: lower_part}
+        self.ends = []
 
-def _key(row: np.ndarray, at: int) -> bytes:
-    """Return the key of a child: the token at `at`, or the first MIN_SHARED tokens of a root."""
-    return row[at : at + (1 if at else MIN_SHARED)].tobytes()
+
+def _key(row: np.ndarray, position: int) -> bytes:
+    """Return the key of the child that begins at a position: one token, or MIN_SHARED of a root."""
+    num_tokens = 1 if position else MIN_SHARED
+    return row[position : position + num_tokens].tobytes()
 
 
 def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
@@ -66,43 +84,101 @@ def prefix_forest(rows: Sequence[np.ndarray]) -> Forest:
         rows: The tokens of each row, [T] with T > 0, all of one dtype. An item is a
             token, or a token with its recorded experts. Equal items are shared.
     """
-    roots = _Draft(0, 0, 0)
-    for number, row in enumerate(rows):
-        path = [roots]
-        at = 0
-        child = roots
-        while at == child.end and (found := path[-1].children.get(_key(row, at))) is not None:
-            child, stop = found, min(found.end, len(row))
-            differs = rows[child.row][at:stop] != row[at:stop]
-            at = at + int(differs.argmax()) if differs.any() else stop
-            path += [child] if at == child.end else []
-        own = _Draft(number, at, len(row), longest=len(row))
-        if at < child.end:  # the row differs inside this node: split the node
-            rest = replace(child, begin=at)
-            child.end, child.children, child.ends = at, {_key(rows[child.row], at): rest}, []
-            path.append(child)
-        for node in path:
-            node.longest = max(node.longest, len(row))
-        if at < len(row):
-            path[-1].children[_key(row, at)] = own
+    root = _Draft(row=0, begin=0, end=0)
+    for row in range(len(rows)):
+        _insert(root, rows, row)
+    return _depth_first(root, num_rows=len(rows))
+
+
+def _insert(
+    root: _Draft,
+    rows: Sequence[np.ndarray],
+    row: int,
+) -> None:
+    """Add a row to the trees, which are the children of `root`."""
+    tokens = rows[row]
+    length = len(tokens)
+    path = _shared_path(root, rows, row)
+    last = path[-1]
+    position = last.end
+    for node in path:
+        node.longest = max(node.longest, length)
+    if position < length:
+        leaf = _Draft(
+            row=row,
+            begin=position,
+            end=length,
+            longest=length,
+        )
+        last.children[_key(tokens, position)] = leaf
+        last = leaf
+    last.ends.append(row)
+
+
+def _shared_path(
+    root: _Draft,
+    rows: Sequence[np.ndarray],
+    row: int,
+) -> list[_Draft]:
+    """Return the nodes whose tokens a row begins with, from `root` on.
+
+    If the row leaves the trees inside a node, this node is split there.
+    """
+    tokens = rows[row]
+    path = [root]
+    position = 0
+    while True:
+        child = path[-1].children.get(_key(tokens, position))
+        if child is None:
+            return path
+        path.append(child)
+        stop = min(child.end, len(tokens))
+        child_tokens = rows[child.row]
+        differs = child_tokens[position:stop] != tokens[position:stop]
+        if differs.any():
+            position += int(differs.argmax())
         else:
-            own = path[-1]
-        own.ends.append(number)
+            position = stop
+        if position < child.end:
+            child.split(position, _key(child_tokens, position))
+            return path
+
+
+def _depth_first(root: _Draft, num_rows: int) -> Forest:
+    """Return the descendants of `root` as a forest."""
     nodes = list[Node]()
-    last = [0] * len(rows)
-    waiting = [(child, -1) for child in reversed(roots.children.values())]
-    while waiting:
-        draft, parent = waiting.pop()
-        for number in draft.ends:
-            last[number] = len(nodes)
+    last = [0] * num_rows
+    stack = [(tree, -1) for tree in reversed(root.children.values())]
+    while stack:
+        draft, parent = stack.pop()
+        index = len(nodes)
+        node = Node(
+            row=draft.row,
+            begin=draft.begin,
+            end=draft.end,
+            parent=parent,
+        )
+        nodes.append(node)
+        for row in draft.ends:
+            last[row] = index
         children = sorted(reversed(draft.children.values()), key=lambda child: child.longest)
-        waiting += [(child, len(nodes)) for child in children]
-        nodes.append(Node(draft.row, draft.begin, draft.end, parent))
-    return Forest(nodes, last)
+        stack += [(child, index) for child in children]
+    return Forest(nodes=nodes, last=last)
+
+
+@dataclass
+class _Part:
+    """Rows of one tree, and the number of tokens that are computed for them."""
+
+    num_tokens: int
+    rows: list[int]
 
 
 def tree_parts(
-    rows: Sequence[np.ndarray], budget: int, *, rows_per_example: int = 1
+    rows: Sequence[np.ndarray],
+    budget: int,
+    *,
+    rows_per_example: int = 1,
 ) -> tuple[list[list[int]], list[int]]:
     """Divide rows into parts, each of one tree, and count their computed tokens.
 
@@ -117,22 +193,26 @@ def tree_parts(
     Returns:
         (row indices of each part, computed tokens of each part), largest parts first.
     """
-    size, forest = rows_per_example, prefix_forest(rows)
-    found = list[tuple[int, list[int]]]()
+    forest = prefix_forest(rows)
+    is_divisible = rows_per_example == 1
+    order = [*range(len(rows))]
+    if is_divisible:
+        order.sort(key=lambda row: forest.last[row])
+    parts = list[_Part]()
     path = set[int]()
-    order = sorted(range(len(rows)), key=lambda row: forest.last[row] if size == 1 else row)
-    for number, row in enumerate(order):
-        before = path
-        path = set[int]()
-        node = forest.last[row]
-        while node >= 0:
-            path.add(node)
-            node = forest.nodes[node].parent
-        shared = max((forest.nodes[n].end for n in path & before), default=0)
-        more = len(rows[row]) - shared
-        if number % size or (size == 1 and shared and found[-1][0] + more <= budget):
-            found[-1] = found[-1][0] + more, [*found[-1][1], row]
+    for place, row in enumerate(order):
+        path_before = path
+        path = forest.path(row)
+        num_tokens = len(rows[row])
+        shared_ends = [forest.nodes[node].end for node in path & path_before]
+        num_shared = max(shared_ends, default=0)
+        num_added = num_tokens - num_shared
+        is_same_example = place % rows_per_example > 0
+        shares_tree = is_divisible and num_shared > 0
+        if is_same_example or (shares_tree and parts[-1].num_tokens + num_added <= budget):
+            parts[-1].num_tokens += num_added
+            parts[-1].rows.append(row)
         else:
-            found.append((len(rows[row]), [row]))
-    found.sort(key=lambda part: (-part[0], part[1]))
-    return [part for _, part in found], [tokens for tokens, _ in found]
+            parts.append(_Part(num_tokens=num_tokens, rows=[row]))
+    parts.sort(key=lambda part: (-part.num_tokens, part.rows))
+    return [part.rows for part in parts], [part.num_tokens for part in parts]

@@ -10,7 +10,10 @@ from arealite.base.errors import UserError
 
 
 def token_weights(
-    kind: Reduction, lengths: Sequence[int], *, divisor: float | None = None
+    kind: Reduction,
+    lengths: Sequence[int],
+    *,
+    divisor: float | None = None,
 ) -> list[float]:
     """Return the loss weight of the tokens of each row.
 
@@ -26,12 +29,13 @@ def token_weights(
     Raises:
         UserError: `seq_mean_token_sum` without a positive divisor.
     """
-    rows = sum(n > 0 for n in lengths)
+    num_rows = sum(length > 0 for length in lengths)
     if kind == "token_mean":
-        total = sum(lengths)
-        return [1.0 / total if n > 0 else 0.0 for n in lengths]
+        num_tokens = sum(lengths)
+        return [1.0 / num_tokens if length > 0 else 0.0 for length in lengths]
     if kind == "seq_mean_token_mean":
-        return [1.0 / (rows * n) if n > 0 else 0.0 for n in lengths]
+        return [1.0 / (num_rows * length) if length > 0 else 0.0 for length in lengths]
     if divisor is None or divisor <= 0:
         raise UserError("seq_mean_token_sum needs a divisor above 0 (max_new_tokens).")
-    return [1.0 / (rows * divisor) if n > 0 else 0.0 for n in lengths]
+    row_weight = 1.0 / (num_rows * divisor) if num_rows else 0.0
+    return [row_weight if length > 0 else 0.0 for length in lengths]

@@ -5,7 +5,13 @@ import math
 from arealite.api.engine_config import OptimizerConfig
 
 
-def learning_rate(update: int, *, lr: float, total: int, config: OptimizerConfig) -> float:
+def learning_rate(
+    update: int,
+    *,
+    lr: float,
+    total: int,
+    config: OptimizerConfig,
+) -> float:
     """Return the learning rate of an optimizer update.
 
     A linear warm-up over `warmup_steps` updates begins at lr / warmup_steps. Then the rate is
@@ -22,6 +28,11 @@ def learning_rate(update: int, *, lr: float, total: int, config: OptimizerConfig
         return lr * (update + 1) / warmup
     if config.schedule == "constant":
         return lr
-    done = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
-    share = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+    num_decays = max(1, total - 1 - warmup)
+    progress = min(1.0, (update - warmup) / num_decays)
+    if config.schedule == "linear":
+        share = 1.0 - progress
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    min_ratio = config.min_lr_ratio
+    return lr * (min_ratio + (1.0 - min_ratio) * share)

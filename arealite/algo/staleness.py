@@ -42,7 +42,13 @@ class Candidate:
     is_complete: bool
 
 
-def may_lease(outstanding: int, version: int | None, *, eta: int, num_groups: int) -> bool:
+def may_lease(
+    outstanding: int,
+    version: int | None,
+    *,
+    eta: int,
+    num_groups: int,
+) -> bool:
     """Return whether one more group may be leased.
 
     Args:
@@ -52,10 +58,18 @@ def may_lease(outstanding: int, version: int | None, *, eta: int, num_groups: in
         eta: The staleness bound η, in versions.
         num_groups: Groups in a batch.
     """
-    return version is not None and outstanding < (version + eta + 1) * num_groups
+    if version is None:
+        return False
+    return outstanding < (version + eta + 1) * num_groups
 
 
-def fits(starts: Iterable[int], step: int, *, eta: int, num_groups: int) -> bool:
+def fits(
+    starts: Iterable[int],
+    step: int,
+    *,
+    eta: int,
+    num_groups: int,
+) -> bool:
     """Return whether groups drawn oldest first from batch `step` on meet all deadlines.
 
     Earliest deadline first is optimal (Jackson 1955).
@@ -66,11 +80,20 @@ def fits(starts: Iterable[int], step: int, *, eta: int, num_groups: int) -> bool
         eta: The staleness bound η, in versions.
         num_groups: Groups in a batch.
     """
-    return all(step + n // num_groups - start <= eta for n, start in enumerate(sorted(starts)))
+    for index, start in enumerate(sorted(starts)):
+        batch = step + index // num_groups
+        if batch - start > eta:
+            return False
+    return True
 
 
 def select_batch(
-    candidates: Sequence[Candidate], step: int, *, policy: str, eta: int, num_groups: int
+    candidates: Sequence[Candidate],
+    step: int,
+    *,
+    policy: str,
+    eta: int,
+    num_groups: int,
 ) -> list[Candidate] | None:
     """Return the groups of batch `step`, oldest first; None while it may not be released.
 
@@ -81,29 +104,47 @@ def select_batch(
         eta: The staleness bound η, in versions.
         num_groups: Groups in a batch.
     """
-    complete = sorted((c for c in candidates if c.is_complete), key=lambda c: (c.start, c.seq))
+    complete = [candidate for candidate in candidates if candidate.is_complete]
+    complete.sort(key=_age_order)
     if len(complete) < num_groups:
         return None
     chosen = complete[:num_groups]
     if policy == "wait":
-        rest = [c.start for c in candidates if not c.is_complete]
-        rest += [c.start for c in complete[num_groups:]]
-        if not fits(rest, step + 1, eta=eta, num_groups=num_groups):
+        leased = [candidate for candidate in candidates if not candidate.is_complete]
+        starts = [candidate.start for candidate in leased + complete[num_groups:]]
+        if not fits(
+            starts,
+            step + 1,
+            eta=eta,
+            num_groups=num_groups,
+        ):
             return None
     return chosen
 
 
 def blocking_groups(
-    candidates: Sequence[Candidate], step: int, *, eta: int, num_groups: int
+    candidates: Sequence[Candidate],
+    step: int,
+    *,
+    eta: int,
+    num_groups: int,
 ) -> list[Candidate]:
     """Return the unfinished groups that hold back batch `step`, oldest first.
 
     One of them must finish and be in the batch. [] if the policy `wait` does not delay the batch.
     """
-    ordered = sorted(candidates, key=lambda c: (not c.is_complete, c.start, c.seq))
-    complete = sum(c.is_complete for c in ordered)
-    rest = sorted(ordered[min(num_groups, complete) :], key=lambda c: (c.start, c.seq))
-    for place, late in enumerate(rest):
-        if step + 1 + place // num_groups - late.start > eta:
-            return [c for c in rest if not c.is_complete and c.start <= late.start]
+    complete = [candidate for candidate in candidates if candidate.is_complete]
+    complete.sort(key=_age_order)
+    leased = [candidate for candidate in candidates if not candidate.is_complete]
+    left_out = sorted(complete[num_groups:] + leased, key=_age_order)
+    for index, late in enumerate(left_out):
+        batch = step + 1 + index // num_groups
+        if batch - late.start > eta:
+            older = [candidate for candidate in left_out if candidate.start <= late.start]
+            return [candidate for candidate in older if not candidate.is_complete]
     return []
+
+
+def _age_order(candidate: Candidate) -> tuple[int, int]:
+    """Return the key that sorts groups oldest first."""
+    return candidate.start, candidate.seq

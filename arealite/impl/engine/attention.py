@@ -8,7 +8,7 @@ import copy
 import inspect
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from arealite.impl.engine.tree_attention import PrefixTree, TreeAttention
 
 log = get(__name__)
 NAME = "arealite_packed"
-LOW = torch.bfloat16, torch.float16
-FIX = "use engine.fsdp.layout=padded."
+LOW_PRECISION = torch.bfloat16, torch.float16
 KERNEL_WIDTHS = range(8, 257, 8)
 """Widths of heads that flash attention supports."""
 HAS_FLASH_ATTN = find_spec("flash_attn") is not None
@@ -34,7 +33,27 @@ KNOWN = inspect.signature(varlen_attn).parameters
 """Parameters of varlen_attn; torch 2.11 has no enable_gqa."""
 
 
-def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> str:
+class ScoreOptions(NamedTuple):
+    """How attention scores are computed from the products of queries and keys."""
+
+    scale: float
+    softcap: float | None
+    """Scores are capped by softcap · tanh; None: no cap."""
+    sinks: Tensor | None
+    """A further score of each head, without a value; None: no sinks."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether scores are only scaled."""
+        return self.softcap is None and self.sinks is None
+
+
+def choose(
+    layout: str,
+    model: PreTrainedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str:
     """Return `packed` or `padded` for `layout`, and set the attention of `model` accordingly.
 
     `auto` packs on a CPU and in 16 bits on CUDA, where packing is fast, if the model supports it.
@@ -43,17 +62,13 @@ def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: tor
         UserError: `layout` is packed, but tokens of the model depend on each other outside
             attention, or its attention does not receive the bounds of rows.
     """
-    config = model.config.get_text_config()
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    can = model.is_backend_compatible() and not getattr(model, "_is_stateful", False)
-    can = can and layers <= {"full_attention", "sliding_attention"}
-    wants_packed = can and (device.type == "cpu" or dtype in LOW)
-    if layout == "padded" or (layout == "auto" and not wants_packed):
+    if layout == "padded":
+        return "padded"
+    is_fast = device.type == "cpu" or dtype in LOW_PRECISION
+    if layout == "auto" and not is_fast:
         return "padded"
     try:
-        if not can:
-            raise UserError(f"{type(model).__name__} cannot be packed: {FIX}")
-        _try_packed(model)
+        _check_packable(model)
     except UserError:
         if layout == "packed":
             raise
@@ -62,17 +77,34 @@ def choose(layout: str, model: PreTrainedModel, device: torch.device, dtype: tor
     return "packed"
 
 
+def _check_packable(model: PreTrainedModel) -> None:
+    """Raise UserError if tokens depend on each other outside attention, or attention fails."""
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_only_attention = layer_types <= {"full_attention", "sliding_attention"}
+    is_stateful = getattr(model, "_is_stateful", False)
+    if not model.is_backend_compatible() or is_stateful or not has_only_attention:
+        raise _refusal(type(model).__name__)
+    _try_packed(model)
+
+
 def _try_packed(model: PreTrainedModel) -> None:
     """Run the decoder of a copy on the meta device, so that `attend` checks its arguments."""
     trial: Any = copy.deepcopy(model)
     trial.to("meta").set_attn_implementation(NAME)
     batch = collate([], torch.device("meta"), "packed")
+    decoder = decoder_of(trial)
+    model_name = type(model).__name__
     try:
-        decoder_of(trial)(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
+        decoder(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
     except TypeError as error:
-        raise UserError(f"{type(model).__name__} cannot be packed ({error}): {FIX}") from error
+        raise _refusal(model_name, f" ({error})") from error
     except (RuntimeError, ValueError) as error:  # a layer cannot run on the meta device
-        log.debug("packing checked in part", model=type(model).__name__, reason=str(error))
+        log.debug("packing checked in part", model=model_name, reason=str(error))
+
+
+def _refusal(module_name: str, reason: str = "") -> UserError:
+    return UserError(f"{module_name} cannot be packed{reason}: use engine.fsdp.layout=padded.")
 
 
 def attend(
@@ -89,54 +121,154 @@ def attend(
     path and to itself. Without `prefix_tree`, this function is transformers' SDPA, for an embedded
     server that shares the model.
     """
-    tree = options.get("prefix_tree")
-    name = type(module).__name__
-    has_window = getattr(getattr(module, "config", None), "sliding_window", None)
-    ignores_window = tree is not None and has_window and "sliding_window" not in options
-    if (tree is None) == (attention_mask is None) or ignores_window:
-        # else a token would attend to another row, or beyond the window
-        raise UserError(f"{name} cannot be packed: {FIX}")
-    if options.get("position_bias") is not None:
-        raise UserError(f"{name} cannot be packed (position_bias): {FIX}")
-    softcap = options.get("softcap")
-    sinks = options.get("s_aux")
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    changes: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    _check_arguments(module, attention_mask, options)
+    tree: PrefixTree | None = options.get("prefix_tree")
+    scores = ScoreOptions(
+        scale=options.get("scaling") or query.shape[-1] ** -0.5,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
     if tree is None:
-        if softcap is None and sinks is None:
+        if scores.are_plain:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        attended = _row(query, key, value, attention_mask, **changes)
+        attended = _row(query, key, value, attention_mask, **scores._asdict())
         return attended.transpose(1, 2).contiguous(), None
     if query.is_meta:
-        return query.new_empty((*query.shape[:-1], value.shape[-1])).transpose(1, 2), None
+        attended = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        return attended.transpose(1, 2), None
     window = options.get("sliding_window") or 0
+    return _attend_packed(
+        query,
+        key,
+        value,
+        tree,
+        scores=scores,
+        window=window,
+    ), None
+
+
+def _check_arguments(
+    module: torch.nn.Module,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """Raise UserError if a token would attend to another row, or beyond the window."""
+    module_name = type(module).__name__
+    has_tree = options.get("prefix_tree") is not None
+    has_mask = attention_mask is not None
+    if has_tree == has_mask:
+        raise _refusal(module_name)
+    has_window = getattr(getattr(module, "config", None), "sliding_window", None)
+    if has_tree and has_window and "sliding_window" not in options:
+        raise _refusal(module_name)
+    if options.get("position_bias") is not None:
+        raise _refusal(module_name, " (position_bias)")
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: PrefixTree,
+    *,
+    scores: ScoreOptions,
+    window: int,
+) -> Tensor:
+    """Return [1, N, heads, D], from the fastest kernel that supports the options.
+
+    Args:
+        query: [1, heads, N, D], as `key` and `value`, which may have fewer heads.
+        key: The keys.
+        value: The values.
+        tree: The prefix trees of the N tokens.
+        scores: How scores are computed.
+        window: Number of tokens to which a token attends, with itself; 0: all.
+    """
+    if _has_flash_kernel(query, scores):
+        qkv = _flattened(query, key, value)
+        capped = {"softcap": scores.softcap} if scores.softcap else {}
+        return _flash(
+            qkv,
+            tree,
+            scale=scores.scale,
+            window=window,
+            **capped,
+        )[None]
     width = query.shape[-1]
-    is_plain = sinks is None and softcap is None and value.shape[-1] <= width
-    has_kernel = sinks is None and (softcap is None or HAS_FLASH_ATTN)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    flat = [row if row.stride(-1) == 1 else row.contiguous() for row in rows]
-    if query.is_cuda and query.dtype in LOW and has_kernel and width in KERNEL_WIDTHS:
-        capped = {"softcap": softcap} if softcap else {}
-        return _flash(flat, tree, scale=scale, window=window, **capped)[None], None
+    value_width = value.shape[-1]
     longest = max(map(len, tree.paths))
-    if is_plain and query.device.type == "cpu" and not 0 < window < longest:
-        flat[2] = pad(flat[2], (0, width - value.shape[-1]))  # the kernel needs one width
-        return TreeAttention.apply(*flat, tree, scale)[None, ..., : value.shape[-1]], None
-    parts = list[Tensor]()
+    window_hides_tokens = 0 < window < longest
+    is_simple = scores.are_plain and not window_hides_tokens and value_width <= width
+    if is_simple and query.device.type == "cpu":
+        flat_query, flat_key, flat_value = _flattened(query, key, value)
+        flat_value = pad(flat_value, (0, width - value_width))  # the kernel needs one width
+        attended = TreeAttention.apply(flat_query, flat_key, flat_value, tree, scores.scale)
+        return attended[None, ..., :value_width]
+    return _attend_by_node(
+        query,
+        key,
+        value,
+        tree,
+        scores=scores,
+        window=window,
+    )
+
+
+def _has_flash_kernel(query: Tensor, scores: ScoreOptions) -> bool:
+    if not query.is_cuda or query.dtype not in LOW_PRECISION:
+        return False
+    if query.shape[-1] not in KERNEL_WIDTHS or scores.sinks is not None:
+        return False
+    return scores.softcap is None or HAS_FLASH_ATTN
+
+
+def _flattened(*tensors: Tensor) -> list[Tensor]:
+    """Return each tensor [1, heads, N, D] as [N, heads, D], with a contiguous last dimension."""
+    flat_tensors = list[Tensor]()
+    for tensor in tensors:
+        flat = tensor[0].transpose(0, 1)
+        flat_tensors.append(flat if flat.stride(-1) == 1 else flat.contiguous())
+    return flat_tensors
+
+
+def _attend_by_node(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: PrefixTree,
+    *,
+    scores: ScoreOptions,
+    window: int,
+) -> Tensor:
+    """Attend with one call and one mask for each node; see _attend_packed."""
+    outputs = list[Tensor]()
     for path, (begin, end) in zip(tree.paths, pairwise(tree.bounds), strict=True):
-        total = len(path)
-        places = tree.put(path)
-        mask = query.new_ones(end - begin, total, dtype=torch.bool)
-        mask = mask.tril(total - end + begin).triu(total - end + begin + 1 - (window or total))
-        q = query[:, :, begin:end]
-        k = key[:, :, places]
-        v = value[:, :, places]
-        parts.append(_row(q, k, v, mask, **changes))
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+        num_keys = len(path)
+        num_queries = end - begin
+        # The queries end the path. A window hides the keys that are too far to the left.
+        last_visible = num_keys - num_queries
+        first_visible = last_visible + 1 - (window or num_keys)
+        mask = query.new_ones(num_queries, num_keys, dtype=torch.bool)
+        mask = mask.tril(last_visible).triu(first_visible)
+        path_positions = tree.put(path)
+        attended = _row(
+            query[:, :, begin:end],
+            key[:, :, path_positions],
+            value[:, :, path_positions],
+            mask,
+            **scores._asdict(),
+        )
+        outputs.append(attended)
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
 def _flash(
-    qkv: list[Tensor], tree: PrefixTree, *, scale: float, window: int, **capped: float
+    qkv: list[Tensor],
+    tree: PrefixTree,
+    *,
+    scale: float,
+    window: int,
+    **capped: float,
 ) -> Tensor:
     """Attend over [N, heads, D] with flash_attn if it is installed, else with torch.
 
@@ -145,28 +277,45 @@ def _flash(
     the last query and the last key of a row.
     """
     query, key, value = qkv
-    width = value.shape[-1]
-    value = pad(value, (0, query.shape[-1] - width))  # the kernels need one width
+    value_width = value.shape[-1]
+    value = pad(value, (0, query.shape[-1] - value_width))  # the kernels need one width
     if tree.keys is not None:
         key = key[tree.keys]
         value = value[tree.keys]
     query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-    bounds = tree.flash_bounds
     # A window of w tokens sees itself and w − 1 to the left; −1 sees all.
-    sides = (window - 1 if window else -1, 0)
+    left = window - 1 if window else -1
     if HAS_FLASH_ATTN:
         from flash_attn import flash_attn_varlen_func  # pyright: ignore
 
-        options = {"softmax_scale": scale, "causal": True, "window_size": sides}
-        return flash_attn_varlen_func(query, key, value, *bounds, **options, **capped)[..., :width]
-    options: dict[str, Any] = {"scale": scale, "window_size": sides}
+        attended: Any = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *tree.flash_bounds,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(left, 0),
+            **capped,
+        )
+        return attended[..., :value_width]
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     if "enable_gqa" in KNOWN:
         options["enable_gqa"] = True
     else:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    attended: Any = varlen_attn(query, key, value, *bounds, **options)
-    return attended[..., :width]
+        key, value = _repeat_heads(query, key, value)
+    attended = varlen_attn(query, key, value, *tree.flash_bounds, **options)
+    return attended[..., :value_width]
+
+
+def _repeat_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values with as many heads, dimension 1, as the queries."""
+    repeats = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
 
 
 def _row(
@@ -185,20 +334,27 @@ def _row(
     """
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=True,
         )
-    groups = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    key, value = _repeat_heads(query, key, value)
     scores = (query @ key.mT * scale).float()
-    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
-    if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        )
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
     if sinks is not None:
         sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
-    return scores.softmax(-1).to(value.dtype)[..., : key.shape[2]] @ value
+    weights = scores.softmax(-1).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value
 
 
 AttentionInterface.register(NAME, attend)

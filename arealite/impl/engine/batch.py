@@ -1,11 +1,13 @@
 """Turns ragged training rows into one micro-batch of tensors, and results into rows.
 
 The token at t is predicted by the hidden state at t − 1. Shape letters: B = rows (1 where they are
-packed), T = tokens of a row, W = input width, N = loss tokens, row after row.
+packed), T = tokens of a row, W = input width, N = loss tokens, row after row. S = tokens of all
+rows, I = inputs of all rows, R = bytes of a token's recorded experts.
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from arealite.algo.prefix_tree import prefix_forest
 from arealite.api.engine import Sequence
 from arealite.base.errors import UserError
 from arealite.impl.engine.tree_attention import PrefixTree
+
+NO_RECORD = 255
+"""Every byte of the routing record of a token that has none."""
 
 
 @dataclass(frozen=True)
@@ -42,82 +47,195 @@ class MicroBatch:
     row has a record."""
 
 
-def collate(rows: Seq[Sequence], device: torch.device, layout: str = "padded") -> MicroBatch:
+class _FlatRows(NamedTuple):
+    """The tokens of all rows, one row after the other."""
+
+    tokens_S: np.ndarray
+    """int64"""
+    loss_mask_S: np.ndarray
+    row_S: np.ndarray
+    """int64: the row of each token."""
+    column_S: np.ndarray
+    """int64: the position of each token in its row."""
+    is_input_S: np.ndarray
+    """bool: the last token of a row is no input, except in a row of one token, so that no row is
+    empty."""
+    num_inputs: np.ndarray
+    """int64: the number of inputs of each row."""
+
+    @classmethod
+    def of(cls, rows: Seq[Sequence]) -> "_FlatRows":
+        lengths = np.array([len(row.tokens) for row in rows])
+        begins = np.cumsum(lengths) - lengths
+        num_inputs = np.maximum(1, lengths - 1)
+        tokens_S = np.concatenate([row.tokens for row in rows])
+        row_S = np.repeat(np.arange(len(rows)), lengths)
+        column_S = np.arange(len(tokens_S)) - begins[row_S]
+        return cls(
+            tokens_S=tokens_S.astype(np.int64),
+            loss_mask_S=_loss_mask(rows),
+            row_S=row_S,
+            column_S=column_S,
+            is_input_S=column_S < num_inputs[row_S],
+            num_inputs=num_inputs,
+        )
+
+    def predictors(self) -> np.ndarray:
+        """Return the index among the I inputs of the token before each loss token, int64 [N]."""
+        first_inputs = np.cumsum(self.num_inputs) - self.num_inputs
+        row_N = self.row_S[self.loss_mask_S]
+        column_N = self.column_S[self.loss_mask_S]
+        return first_inputs[row_N] + column_N - 1
+
+
+class _Placement(NamedTuple):
+    """The positions of the inputs in a micro-batch."""
+
+    shape: tuple[int, int]
+    """[B, W]"""
+    place_I: np.ndarray
+    """int64: the position of each input among the flattened [B · W] tokens."""
+    attention: dict[str, object]
+    """As in MicroBatch."""
+
+    def spread(self, inputs: np.ndarray, fill: int) -> np.ndarray:
+        """Return the values [I, …] of the inputs as [B, W, …], `fill` elsewhere."""
+        num_rows, width = self.shape
+        sizes = inputs.shape[1:]
+        flat = np.full((num_rows * width, *sizes), fill, inputs.dtype)
+        flat[self.place_I] = inputs
+        return flat.reshape(*self.shape, *sizes)
+
+
+def collate(
+    rows: Seq[Sequence],
+    device: torch.device,
+    layout: str = "padded",
+) -> MicroBatch:
     """Build the micro-batch of `rows`; without rows, one of a single token without loss.
 
     Raises:
         UserError: a row has temperature 0, at which tokens have no logprobs.
     """
-    rows = rows or [Sequence(np.zeros(2, np.int32), np.zeros(2, bool), 1.0)]
+    if not rows:
+        no_loss = np.zeros(2, bool)
+        two_tokens = np.zeros(2, np.int32)
+        rows = [Sequence(tokens=two_tokens, loss_mask=no_loss, temperature=1.0)]
     if any(row.temperature <= 0 for row in rows):
         raise UserError("sampling.temperature must be above 0 for tokens that are trained on.")
-    lengths = np.array([len(row.tokens) for row in rows])
-    tokens = np.concatenate([row.tokens for row in rows]).astype(np.int64)
-    mask = np.concatenate([row.loss_mask for row in rows]).astype(bool)
-    routing = _routing(rows)
-    row_of = np.repeat(np.arange(len(rows)), lengths)
-    column = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    # A row of one token has an input, too, so that no row is empty.
-    widths = np.maximum(1, lengths - 1)
-    is_input = column < widths[row_of]
-    attention: dict[str, object] = {}
-    if layout == "packed":
-        forest = prefix_forest(input_items(rows))
-        tree = PrefixTree.of(forest, device)
-        shape, place = (1, tree.bounds[-1]), np.concatenate([tree.paths[n] for n in forest.last])
-        positions = np.zeros(shape, np.int64)
-        positions[0, place] = column[is_input]
-        attention = {"position_ids": tree.put(positions), "prefix_tree": tree}
-    else:
-        shape = (len(rows), int(widths.max()))
-        place = (row_of * shape[1] + column)[is_input]
+    flat = _FlatRows.of(rows)
+    placement = _packed(rows, flat, device) if layout == "packed" else _padded(flat)
+    place_I = placement.place_I
+    mask_S = flat.loss_mask_S
+    row_N = flat.row_S[mask_S]
+    temperatures = np.array([row.temperature for row in rows], np.float32)
 
     def put(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    def spread(values: np.ndarray, fill: int) -> torch.Tensor:
-        laid = np.full((shape[0] * shape[1], *values.shape[1:]), fill, values.dtype)
-        laid[place] = values[is_input]
-        return put(laid.reshape(*shape, *values.shape[1:]))
-
-    before = (np.cumsum(widths) - widths)[row_of[mask]] + column[mask] - 1
+    fields = dict[str, torch.Tensor]()
+    for name in rows[0].fields:
+        field_S = np.concatenate([row.fields[name] for row in rows])
+        fields[name] = put(field_S[mask_S].astype(np.float32))
+    input_ids_BW = placement.spread(flat.tokens_S[flat.is_input_S], 0)
+    routing_BWR = None
+    routing_SR = _routing(rows)
+    if routing_SR is not None:
+        routing_BWR = put(placement.spread(routing_SR[flat.is_input_S], NO_RECORD))
+    row_ends = np.cumsum(flat.num_inputs)[:-1]
     return MicroBatch(
-        input_ids_BW=spread(tokens, 0),
-        attention=attention,
-        inputs=[put(each) for each in np.split(place, np.cumsum(widths)[:-1])],
-        index_N=put(place[before]),
-        targets_N=put(tokens[mask]),
-        temperature_N=put(np.array([row.temperature for row in rows], np.float32)[row_of[mask]]),
-        rows_N=put(row_of[mask]),
-        fields={
-            name: put(np.concatenate([row.fields[name] for row in rows])[mask].astype(np.float32))
-            for name in rows[0].fields
-        },
-        routing_BWR=None if routing is None else spread(routing, 255),
+        input_ids_BW=put(input_ids_BW),
+        attention=placement.attention,
+        inputs=[put(place) for place in np.split(place_I, row_ends)],
+        index_N=put(place_I[flat.predictors()]),
+        targets_N=put(flat.tokens_S[mask_S]),
+        temperature_N=put(temperatures[row_N]),
+        rows_N=put(row_N),
+        fields=fields,
+        routing_BWR=routing_BWR,
+    )
+
+
+def _packed(
+    rows: Seq[Sequence],
+    flat: _FlatRows,
+    device: torch.device,
+) -> _Placement:
+    """Place the inputs in prefix trees, end to end."""
+    forest = prefix_forest(input_items(rows))
+    tree = PrefixTree.of(forest, device)
+    shape = (1, tree.bounds[-1])
+    place_I = np.concatenate([tree.paths[node] for node in forest.last])
+    position_ids_BW = np.zeros(shape, np.int64)
+    position_ids_BW[0, place_I] = flat.column_S[flat.is_input_S]
+    return _Placement(
+        shape=shape,
+        place_I=place_I,
+        attention={"position_ids": tree.put(position_ids_BW), "prefix_tree": tree},
+    )
+
+
+def _padded(flat: _FlatRows) -> _Placement:
+    """Place each row on its own, at the left."""
+    num_rows = len(flat.num_inputs)
+    width = int(flat.num_inputs.max())
+    place_S = flat.row_S * width + flat.column_S
+    return _Placement(
+        shape=(num_rows, width),
+        place_I=place_S[flat.is_input_S],
+        attention={},
     )
 
 
 def input_items(rows: Seq[Sequence]) -> list[np.ndarray]:
     """Return the inputs of each row as items to compare: tokens, with their recorded experts."""
-    keys = [row.tokens for row in rows]
-    if (routing := _routing(rows)) is not None:
-        ids = np.concatenate(keys).astype(np.int32)[:, None].view(np.uint8)
-        items = np.concatenate([ids, routing], 1).view(f"V{4 + routing.shape[1]}")[:, 0]
-        keys = np.split(items, np.cumsum([len(key) for key in keys])[:-1])
-    return [key[: max(1, len(key) - 1)] for key in keys]
+    row_items = [row.tokens for row in rows]
+    routing_SR = _routing(rows)
+    if routing_SR is not None:
+        tokens_S = np.concatenate(row_items).astype(np.int32)
+        token_bytes = tokens_S[:, None].view(np.uint8)
+        item_bytes = np.concatenate([token_bytes, routing_SR], 1)
+        item_dtype = f"V{item_bytes.shape[1]}"
+        items_S = item_bytes.view(item_dtype)[:, 0]
+        row_items = np.split(items_S, _row_ends(rows))
+    inputs = list[np.ndarray]()
+    for items in row_items:
+        num_inputs = max(1, len(items) - 1)
+        inputs.append(items[:num_inputs])
+    return inputs
 
 
 def _routing(rows: Seq[Sequence]) -> np.ndarray | None:
-    """Return the recorded experts of all tokens, row after row; None if no row has a record."""
-    size = next((row.routing.shape[1] for row in rows if row.routing is not None), 0)
-    none = [np.full((len(row.tokens), size), 255, np.uint8) for row in rows]
-    found = [n if row.routing is None else row.routing for row, n in zip(rows, none, strict=True)]
-    return np.concatenate(found) if size else None
+    """Return the recorded experts of all tokens, uint8 [S, R]; None if no row has a record."""
+    records = [row.routing for row in rows if row.routing is not None]
+    token_bytes = records[0].shape[1] if records else 0
+    if token_bytes == 0:
+        return None
+    routing = list[np.ndarray]()
+    for row in rows:
+        if row.routing is None:
+            shape = (len(row.tokens), token_bytes)
+            routing.append(np.full(shape, NO_RECORD, np.uint8))
+        else:
+            routing.append(row.routing)
+    return np.concatenate(routing)
+
+
+def _loss_mask(rows: Seq[Sequence]) -> np.ndarray:
+    """Return whether each token of the rows is a loss token, bool [S]."""
+    masks = [row.loss_mask for row in rows]
+    return np.concatenate(masks).astype(bool)
+
+
+def _row_ends(rows: Seq[Sequence]) -> np.ndarray:
+    """Return the index after the last token of each row but the last one."""
+    lengths = [len(row.tokens) for row in rows]
+    return np.cumsum(lengths)[:-1]
 
 
 def scatter(values_N: torch.Tensor, rows: Seq[Sequence]) -> list[np.ndarray]:
     """Return the values of the loss tokens by row, float32 [T] each, 0 elsewhere."""
-    mask = np.concatenate([row.loss_mask for row in rows]).astype(bool)
-    flat = np.zeros(len(mask), np.float32)
-    flat[mask] = values_N.float().cpu().numpy()
-    return np.split(flat, np.cumsum([len(row.tokens) for row in rows])[:-1])
+    mask_S = _loss_mask(rows)
+    values_S = np.zeros(len(mask_S), np.float32)
+    values_S[mask_S] = values_N.float().cpu().numpy()
+    return np.split(values_S, _row_ends(rows))

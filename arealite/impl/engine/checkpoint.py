@@ -39,9 +39,10 @@ def commit(path: Path, facts: dict[str, object]) -> None:
     A checkpoint already at `path` is replaced; `list_good` restores it after a crash in between.
     """
     temp = temporary(path)
-    (temp / MANIFEST).unlink(missing_ok=True)
-    files = {str(f.relative_to(temp)): f.stat().st_size for f in temp.rglob("*") if f.is_file()}
-    (temp / MANIFEST).write_text(json.dumps({"files": files, **facts}, indent=2, sort_keys=True))
+    manifest_file = temp / MANIFEST
+    manifest_file.unlink(missing_ok=True)
+    contents = {"files": _file_sizes(temp), **facts}
+    manifest_file.write_text(json.dumps(contents, indent=2, sort_keys=True))
     for written in [*temp.rglob("*"), temp]:
         _sync(written)
     replaced = path.parent / f".{path.name}.old"
@@ -53,31 +54,50 @@ def commit(path: Path, facts: dict[str, object]) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file in a folder by its relative path."""
+    sizes = dict[str, int]()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            relative_path = str(path.relative_to(folder))
+            sizes[relative_path] = path.stat().st_size
+    return sizes
+
+
 def versions() -> dict[str, str]:
     """Return the package versions that a manifest records."""
-    found = {name: version(name) for name in ("torch", "transformers")}
-    return found | {"arealite": arealite.__version__}
+    return {
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "arealite": arealite.__version__,
+    }
 
 
 def manifest(path: Path) -> dict[str, Any] | None:
     """Return the manifest of a whole checkpoint; None if a file is missing or has another size."""
     try:
-        found = json.loads((path / MANIFEST).read_text())
-        sizes = found["files"].items()
-        whole = all((path / name).stat().st_size == size for name, size in sizes)
+        contents = json.loads((path / MANIFEST).read_text())
+        for name, num_bytes in contents["files"].items():
+            if (path / name).stat().st_size != num_bytes:
+                return None
     except (OSError, ValueError, KeyError):
         return None
-    return found if whole else None
+    return contents
 
 
 def list_good(root: Path) -> list[Path]:
     """List the whole checkpoints below `root`, oldest step first."""
-    for old in root.glob(".*.old"):
-        path = root / old.name[1 : -len(".old")]
-        if not path.exists() and manifest(old):
+    for replaced in root.glob(".*.old"):
+        name = replaced.name.removeprefix(".").removesuffix(".old")
+        path = root / name
+        if not path.exists() and manifest(replaced):
             with suppress(FileNotFoundError):  # another rank was faster
-                os.rename(old, path)
-    steps = {path: found.get("step", 0) for path in root.glob("[!.]*") if (found := manifest(path))}
+                os.rename(replaced, path)
+    steps = dict[Path, int]()
+    for path in root.glob("[!.]*"):
+        contents = manifest(path)
+        if contents:
+            steps[path] = contents.get("step", 0)
     return sorted(steps, key=lambda path: (steps[path], path.name))
 
 
@@ -88,8 +108,9 @@ def latest(root: Path) -> Path | None:
 
 def prune(root: Path, keep: int) -> None:
     """Delete all but the `keep` newest whole checkpoints, and leftovers of interrupted saves."""
+    outdated = list_good(root)[: -max(1, keep)]
     leftovers = [*root.glob(".*.tmp"), *root.glob(".*.old")]
-    for path in [*list_good(root)[: -max(1, keep)], *leftovers]:
+    for path in [*outdated, *leftovers]:
         shutil.rmtree(path, ignore_errors=True)
         log.info("checkpoint pruned", path=str(path))
 
@@ -100,11 +121,14 @@ def require(path: Path) -> dict[str, object]:
     Raises:
         UserError: it is missing or broken; the message lists the good ones beside it.
     """
-    if (found := manifest(path)) is None:
-        good = ", ".join(p.name for p in list_good(path.parent)) or "none"
-        state = "is broken (a file is missing or cut short)" if path.exists() else "does not exist"
-        raise UserError(f"Checkpoint '{path}' {state}. Good ones in '{path.parent}': {good}.")
-    return found
+    contents = manifest(path)
+    if contents is not None:
+        return contents
+    state = "does not exist"
+    if path.exists():
+        state = "is broken (a file is missing or cut short)"
+    good = ", ".join(good_path.name for good_path in list_good(path.parent)) or "none"
+    raise UserError(f"Checkpoint '{path}' {state}. Good ones in '{path.parent}': {good}.")
 
 
 def _sync(path: Path) -> None:

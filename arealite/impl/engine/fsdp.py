@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,10 @@ from arealite.impl.weights.names import TensorNames
 
 log = get(__name__)
 CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+Stats = dict[str, float]
+EXTRA_FILE = "extra.json"
+"""File of a checkpoint for the state of engine and trainer that is not in tensors."""
 
 
 class FSDPEngine(TrainEngine):
@@ -53,56 +58,83 @@ class FSDPEngine(TrainEngine):
         head: Head = "lm",
         adapter: str | None = None,
     ) -> None:
-        if config.dtype not in loading.DTYPES:
-            known = ", ".join(loading.DTYPES)
-            raise UserError(f"Unknown dtype '{config.dtype}'. Known: {known}.")
+        self.dtype = loading.compute_dtype(config.dtype)
         self.config = config
-        cuda = "nccl" in dist.get_backend()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else CPU
-        self.dtype = loading.DTYPES[config.dtype]
+        self.device = _local_device()
         self.source = Path(model_path).expanduser()
-        torch.manual_seed(seed + dist.get_rank())
         self.head: Head = head
+        torch.manual_seed(seed + dist.get_rank())
         self.module = loading.empty_model(self.source, head)
         """The Hugging Face model whose parameters are trained in place."""
         self.names = TensorNames(self.module, self.source)
         self.unused_tensors = self.names.unused
         self.module.requires_grad_(training is not None)
-        folder = Path(adapter).expanduser() if adapter else None
-        has_adapter = training is not None and (config.lora.rank > 0 or folder is not None)
-        self.adapter = lora.inject(self.module, config.lora, head, folder) if has_adapter else None
-        if has_adapter and dist.get_rank() == 0:
-            lora.report(self.module, [] if folder else config.lora.targets)
+        adapter_folder = Path(adapter).expanduser() if adapter else None
+        self.adapter = None
+        if training is not None and (config.lora.rank > 0 or adapter_folder):
+            self.adapter = self._inject_adapter(adapter_folder)
         is_uniform = loading.set_dtypes(self.module, self.dtype)
+        self._build_root(trains_policy=training is not None and head == "lm")
+        is_sharded = self._shard()
+        self.whole_module = self.module if is_uniform and not is_sharded else None
         offload = config.cpu_offload
-        is_sharded = dist.get_world_size() > 1 or offload
-        if head == "value":
+        loading.load_weights(
+            self.module,
+            self.names,
+            self.device,
+            offload=offload,
+            seed=seed,
+        )
+        if self.adapter is not None and adapter_folder:
+            lora.load_adapter(self.module, adapter_folder)
+        self._optimizer = None
+        if training is not None:
+            scales_loss = self.dtype == torch.float16
+            self._optimizer = Optimizer(self.module, training, scales_loss=scales_loss)
+        self._adapters = Tensors()
+        """Values of the adapters in `forward`; {}: those of the parameters."""
+
+    def _inject_adapter(self, folder: Path | None) -> Any:
+        """Put adapters into the model, with the config of `folder` if it is set; return it."""
+        lora_config = self.config.lora
+        peft_config = lora.inject(self.module, lora_config, self.head, folder)
+        if dist.get_rank() == 0:
+            lora.report(self.module, [] if folder else lora_config.targets)
+        return peft_config
+
+    def _build_root(self, *, trains_policy: bool) -> None:
+        """Put the head around the model, and change its layers as the config requires."""
+        config = self.config
+        if self.head == "value":
             self._model = models.ValueModel(self.module)
         else:
             self._model = models.LogprobModel(self.module, logits_chunk=config.logits_chunk)
         self.layout = attention.choose(config.layout, self.module, self.device, self.dtype)
         self._context = ContextGroup(config.context_parallel, self.module, self.device)
-        trains = training is not None and head == "lm"
-        self.routing = Routing.of(self.module) if trains else None
-        self._balance = Balance.of(self.module) if trains else None
+        self.routing = Routing.of(self.module) if trains_policy else None
+        self._balance = Balance.of(self.module) if trains_policy else None
         if config.gradient_checkpointing:
             models.recompute(self.module)
-        mesh = models.make_mesh(self.device, config.shard_size)
+
+    def _shard(self) -> bool:
+        """Shard the model over several ranks, or to offload it; return whether it is sharded."""
+        offload = self.config.cpu_offload
+        mesh = models.make_mesh(self.device, self.config.shard_size)
+        is_sharded = dist.get_world_size() > 1 or offload
         if is_sharded:
-            models.shard(self._model, mesh, dtype=self.dtype, offload=offload)
-        self.whole_module = self.module if is_uniform and not is_sharded else None
-        loading.load_weights(self.module, self.names, self.device, offload=offload, seed=seed)
-        if folder and has_adapter:
-            lora.load_adapter(self.module, folder)
-        scales = self.dtype == torch.float16
-        self._optimizer = Optimizer(self.module, training, scales_loss=scales) if training else None
-        self._adapters = dict[str, torch.Tensor]()
-        """Values of the adapters in `forward`; {}: those of the parameters."""
+            models.shard(
+                self._model,
+                mesh,
+                dtype=self.dtype,
+                offload=offload,
+            )
+        return is_sharded
 
     def without_adapter(self) -> "FSDPEngine":
         """Return a frozen engine on the same parameters, with the adapters as they are now."""
         engine = copy.copy(self)
-        engine._optimizer = engine.routing = None
+        engine._optimizer = None
+        engine.routing = None
         engine._adapters = lora.values(self.module)
         return engine
 
@@ -119,21 +151,23 @@ class FSDPEngine(TrainEngine):
 
     def forward(self, rows: list[Sequence]) -> dict[str, list[np.ndarray]]:
         """Return the head's outputs; see TrainEngine."""
-        results: dict[str, list[np.ndarray]] = {}
-        rows, own = self._context.gather_rows(rows)
+        outputs_by_row: dict[str, list[np.ndarray]] = {}
+        group_rows, local_rows = self._context.gather_rows(rows)
         replaced = lora.replaced(self.module, self._adapters)
         with replaced, torch.no_grad(), models.low_precision(self._model, self.dtype):
-            for indices in self._plan(rows):
-                part = [rows[i] for i in indices]
-                for name, values_N in self._compute(self._collate(part)).items():
-                    result = results.setdefault(name, [np.empty(0)] * len(rows))
-                    scattered = scatter(values_N, part) if part else []
-                    for i, row in zip(indices, scattered, strict=True):
-                        result[i] = row
+            for indices in self._plan(group_rows):
+                part = [group_rows[index] for index in indices]
+                outputs = self._compute(self._collate(part))
+                for name, values_N in outputs.items():
+                    no_values = [np.empty(0)] * len(group_rows)
+                    row_values = outputs_by_row.setdefault(name, no_values)
+                    part_values = scatter(values_N, part) if part else []
+                    for index, values_T in zip(indices, part_values, strict=True):
+                        row_values[index] = values_T
         # Without a backward pass gathered parameters stay in memory; `load` would not update them.
         models.reshard(self._model)
         self._routing_stats()
-        return {name: result[own] for name, result in results.items()}
+        return {name: row_values[local_rows] for name, row_values in outputs_by_row.items()}
 
     def train_batch(
         self,
@@ -142,75 +176,113 @@ class FSDPEngine(TrainEngine):
         *,
         rows_per_example: int = 1,
         record_outputs: Mapping[str, str] | None = None,
-    ) -> dict[str, float]:
+    ) -> Stats:
         """Apply one update; see TrainEngine. Adds microbatches, tokens and computed_tokens."""
-        rows, _ = self._context.gather_rows(rows)
-        optimizer = self.optimizer
-        plan = self._plan(rows, rows_per_example)
+        group_rows, _ = self._context.gather_rows(rows)
+        loss_scale = self.optimizer.scale.value
+        plan = self._plan(group_rows, rows_per_example)
+        num_inputs = self._num_inputs(group_rows)
         roots = models.fsdp_modules(self._model)[:1]
-        own = sum(max(1, len(row.tokens) - 1) for row in rows) / self._context.size
-        inputs = _sum_over_ranks({"inputs": own})["inputs"] if self._balance else 0.0
         totals = dict[str, torch.Tensor | float]()
-        computed = 0
+        computed_tokens = 0
         with models.low_precision(self._model, self.dtype):
             for number, indices in enumerate(plan):
-                last = number == len(plan) - 1
-                for root in roots:
-                    root.set_requires_all_reduce(last)
-                    root.set_is_last_backward(last)
-                part = [rows[i] for i in indices]
+                models.set_last_backward(roots, is_last=number == len(plan) - 1)
+                part = [group_rows[index] for index in indices]
                 batch = self._collate(part)
-                if not part:  # other ranks have rows, and their collectives need this rank
-                    torch.cat([*self._model(batch).values()]).sum().backward()
+                if not part:
+                    self._backward_without_rows(batch)
                     continue
-                computed += batch.input_ids_BW.numel() * self._context.size
-                scale = optimizer.scale.value
-                loss = loss_fn
-                if self._balance is not None:
-                    loss = self._balance.added_to(loss_fn, batch.inputs, inputs)
-                stats, recorded = backward(self._compute, batch, loss, record_outputs, scale=scale)
-                for name, value in stats.items():
-                    totals[name] = totals.get(name, 0.0) + value
-                for field, values_N in recorded.items():
-                    for row, values_T in zip(part, scatter(values_N, part), strict=True):
-                        row.fields[field] = values_T
-        counted = {name: float(value) for name, value in totals.items()} | {
+                computed_tokens += batch.input_ids_BW.numel() * self._context.size
+                stats, recorded = backward(
+                    self._compute,
+                    batch,
+                    self._with_balance(loss_fn, batch, num_inputs),
+                    record_outputs,
+                    scale=loss_scale,
+                )
+                _add_to(totals, stats)
+                _record(part, recorded)
+        counts = {
             "microbatches": float(len(plan)),
-            "tokens": float(sum(len(row.tokens) for row in rows)),
-            "computed_tokens": float(computed),
+            "tokens": float(_num_tokens(group_rows)),
+            "computed_tokens": float(computed_tokens),
         }
-        # All ranks of a context group have the same numbers: one of them counts.
-        counted = ({} if self._context.rank else counted) | self._routing_stats()
+        return self._update(totals, counts)
+
+    def _num_inputs(self, rows: list[Sequence]) -> float:
+        """Return the inputs of all rows on all ranks, if there is a load-balancing loss."""
+        if self._balance is None:
+            return 0.0
+        group_inputs = 0
+        for row in rows:
+            group_inputs += max(1, len(row.tokens) - 1)
+        inputs_per_rank = group_inputs / self._context.size
+        return _sum_over_ranks({"inputs": inputs_per_rank})["inputs"]
+
+    def _with_balance(
+        self,
+        loss_fn: LossFn,
+        batch: MicroBatch,
+        num_inputs: float,
+    ) -> LossFn:
+        if self._balance is None:
+            return loss_fn
+        return self._balance.added_to(loss_fn, batch.inputs, num_inputs)
+
+    def _backward_without_rows(self, batch: MicroBatch) -> None:
+        """Compute gradients of 0: other ranks have rows, and their collectives need this rank."""
+        outputs = self._model(batch)
+        zeros = torch.cat([*outputs.values()])
+        zeros.sum().backward()
+
+    def _update(
+        self,
+        totals: dict[str, torch.Tensor | float],
+        counts: Stats,
+    ) -> Stats:
+        """Apply the gradients; return the stats of all ranks with those of the optimizer."""
+        stats = {name: float(total) for name, total in totals.items()}
+        stats |= counts
+        if self._context.rank > 0:
+            # All ranks of a context group have the same numbers: one of them counts.
+            stats = {}
+        stats |= self._routing_stats()
+        optimizer = self.optimizer
         outcome = optimizer.step()
         if outcome["skipped_update"]:
-            scale = optimizer.scale.value if optimizer.scale.enabled else None
-            log.warning("update skipped", reason="gradient norm not finite", loss_scale=scale)
-        return _sum_over_ranks(counted) | outcome
+            log.warning(
+                "update skipped",
+                reason="gradient norm not finite",
+                loss_scale=optimizer.scale.value if optimizer.scale.enabled else None,
+            )
+        return _sum_over_ranks(stats) | outcome
 
     def save(self, folder: Path, extra: dict[str, object]) -> None:
         """Write this rank's shards; see TrainEngine."""
         save_state(self._live_state(), checkpoint_id=folder / "state")
-        if dist.get_rank() == 0:
-            scale = [self.optimizer.scale.value, self.optimizer.scale.clean]
-            inside = {"updates": self.optimizer.updates, "loss_scale": scale, "extra": extra}
-            (folder / "extra.json").write_text(json.dumps(inside))
+        if dist.get_rank() != 0:
+            return
+        optimizer = self.optimizer
+        contents = {
+            "updates": optimizer.updates,
+            "loss_scale": [optimizer.scale.value, optimizer.scale.clean],
+            "extra": extra,
+        }
+        (folder / EXTRA_FILE).write_text(json.dumps(contents))
 
     def load(self, folder: Path) -> dict[str, object]:
         """Read this rank's shards; see TrainEngine."""
         models.reshard(self._model)
         state = self._live_state()
-        stored = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
-        names = (f"{part}.{name}" for part, tensors in state.items() for name in tensors)
-        if absent := next((name for name in names if name not in stored), None):
-            what = "use the model, engine.fsdp.lora and optimizer.type that it was written with"
-            fix = f"{what}, or start a new run with resume=never."
-            raise UserError(f"Checkpoint '{folder}' has no '{absent}': {fix}")
+        _check_tensors(state, folder)
         load_state(state, checkpoint_id=folder / "state")
-        inside = json.loads((folder / "extra.json").read_text())
-        self.optimizer.updates = inside["updates"]
-        if (scale := self.optimizer.scale).enabled:
-            scale.value, scale.clean = inside.get("loss_scale", [scale.value, 0])
-        return inside["extra"]
+        contents = json.loads((folder / EXTRA_FILE).read_text())
+        self.optimizer.updates = contents["updates"]
+        scale = self.optimizer.scale
+        if scale.enabled:
+            scale.value, scale.clean = contents.get("loss_scale", [scale.value, 0])
+        return contents["extra"]
 
     def export(self, path: Path) -> None:
         """Write the model in the compute dtype, adapters merged, and `adapter/` for peft."""
@@ -218,18 +290,24 @@ class FSDPEngine(TrainEngine):
         weights = self.stream_weights()
         if temp:
             copy_small_files(self.source, temp)
-            write_config(temp, self.module, dtype=self.config.dtype, head=self.head)
+            write_config(
+                temp,
+                self.module,
+                dtype=self.config.dtype,
+                head=self.head,
+            )
             # The folder's other tensors, for example those for images, stay as they are.
-            others = self.names.unused if self.head == "lm" else ()
-            kept = ((name, self.names.read(name)) for name in others)
-            write_weights(temp, chain(weights, kept))
+            unused_names = self.names.unused if self.head == "lm" else ()
+            unused_weights = ((name, self.names.read(name)) for name in unused_names)
+            write_weights(temp, chain(weights, unused_weights))
         else:
             deque(weights, maxlen=0)
         if self.adapter is not None:
-            folder = temp / "adapter" if temp else None
-            lora.write(self.module, self.full, self.adapter, folder, base=self.source)
+            adapter_folder = temp / "adapter" if temp else None
+            lora.write(self.module, self.full, self.adapter, adapter_folder, base=self.source)
         if temp:
-            checkpoint.commit(path, {"world_size": dist.get_world_size(), **checkpoint.versions()})
+            facts = {"world_size": dist.get_world_size(), **checkpoint.versions()}
+            checkpoint.commit(path, facts)
             log.info("model exported", path=str(path))
         dist.barrier()
 
@@ -240,36 +318,45 @@ class FSDPEngine(TrainEngine):
             deque(weights, maxlen=0)
             return
         for name, full in self.names.to_folder(weights):
-            yield name, full if on_device else full.to("cpu", copy=True)
+            if on_device:
+                yield name, full
+            else:
+                yield name, full.to("cpu", copy=True)
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the float32 masters, as this world size shards them."""
-        return fingerprint(dict(lora.state_tensors(self.module)), self.device)
+        masters = dict(lora.state_tensors(self.module))
+        return fingerprint(masters, self.device)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a whole parameter on the engine's device, gathered from all ranks."""
         tensor = tensor.to(self.device)
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+        return tensor
 
     def _collate(self, rows: list[Sequence]) -> MicroBatch:
         """Return the micro-batch of `rows`; set the experts of its forward and backward pass."""
-        batch = self._context.split(collate(rows, self.device, self.layout))
+        group_batch = collate(rows, self.device, self.layout)
+        batch = self._context.split(group_batch)
         if self.routing is not None:
             self.routing.replay(batch.routing_BWR, replaces=self.replays_routing)
         return batch
 
-    def _routing_stats(self) -> dict[str, float]:
+    def _routing_stats(self) -> Stats:
         """End the replay of a batch; return the counts of recorded choices on this rank."""
-        return {} if self.routing is None else self.routing.stats()
+        if self.routing is None:
+            return {}
+        return self.routing.stats()
 
-    def _live_state(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _live_state(self) -> dict[str, Tensors]:
         """Return the tensors that training changes, to save them or to load into them."""
-        model = {
-            name: tensor.detach()
-            for name, tensor in lora.state_tensors(self.module)
-            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-        }
-        return {"model": model, "optimizer": self.optimizer.state()}
+        trained = Tensors()
+        for name, tensor in lora.state_tensors(self.module):
+            is_buffer = not isinstance(tensor, nn.Parameter)
+            if tensor.requires_grad or is_buffer:
+                trained[name] = tensor.detach()
+        return {"model": trained, "optimizer": self.optimizer.state()}
 
     def _plan(self, rows: list[Sequence], rows_per_example: int = 1) -> Plan:
         """Return the row indices of each micro-batch; the rows of an example stay together.
@@ -278,31 +365,37 @@ class FSDPEngine(TrainEngine):
         shorter plan ends with empty micro-batches.
         """
         budget = self.config.max_tokens_per_microbatch * self._context.size
-        plan = LAYOUTS[self.layout](input_items(rows), budget, rows_per_example=rows_per_example)
-        longest = max((len(row.tokens) for row in rows), default=0)
-        most = torch.tensor([max(1, len(plan)), longest], device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        needed, longest = most.tolist()
-        limit = exact_length(self.module.config.get_text_config().to_dict())
+        make_plan = LAYOUTS[self.layout]
+        plan = make_plan(input_items(rows), budget, rows_per_example=rows_per_example)
+        local_sizes = [max(1, len(plan)), max(map(_length, rows), default=0)]
+        sizes = torch.tensor(local_sizes, device=self.device)
+        dist.all_reduce(sizes, dist.ReduceOp.MAX)
+        num_microbatches, longest = sizes.tolist()
+        config = self.module.config.get_text_config()
+        limit = exact_length(config.to_dict())
         if limit and longest > limit:
-            what = f"Positions of '{self.source}' beyond {limit} depend on the rows beside it"
-            fix = f"use llm_server.context_length={limit}, or shorter rows."
-            raise UserError(f"A row has {longest} tokens. {what}: {fix}")
-        return plan + [[]] * (needed - len(plan))
+            raise UserError(
+                f"A row has {longest} tokens. "
+                f"Positions of '{self.source}' beyond {limit} depend on the rows beside it: "
+                f"use llm_server.context_length={limit}, or shorter rows."
+            )
+        num_missing = num_microbatches - len(plan)
+        return plan + [[]] * num_missing
 
-    def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    def _compute(self, batch: MicroBatch) -> Tensors:
         """Return the outputs of all loss tokens of a micro-batch, on every rank of its group."""
-        return self._context.gather(self._model(batch), batch)
+        outputs = self._model(batch)
+        return self._context.gather(outputs, batch)
 
 
 def backward(
-    model: Callable[[MicroBatch], dict[str, torch.Tensor]],
+    model: Callable[[MicroBatch], Tensors],
     batch: MicroBatch,
     loss_fn: LossFn,
     record: Mapping[str, str] | None = None,
     *,
     scale: float = 1.0,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[Tensors, Tensors]:
     """Run one micro-batch forward and backward; gradients are added to those of the parameters.
 
     Args:
@@ -314,17 +407,69 @@ def backward(
         (stats of the loss, the recorded outputs by field, float32 [N] each).
     """
     outputs = model(batch)
-    recorded = {field: outputs[name].detach() for name, field in (record or {}).items()}
-    loss, stats = loss_fn(LossInput(outputs, batch.rows_N, batch.fields | recorded))
+    recorded = Tensors()
+    for output_name, field in (record or {}).items():
+        recorded[field] = outputs[output_name].detach()
+    loss_input = LossInput(
+        outputs=outputs,
+        rows_N=batch.rows_N,
+        fields=batch.fields | recorded,
+    )
+    loss, stats = loss_fn(loss_input)
     (loss * scale).backward()
     return stats, recorded
 
 
-def _sum_over_ranks(stats: dict[str, float]) -> dict[str, float]:
+def _length(row: Sequence) -> int:
+    return len(row.tokens)
+
+
+def _num_tokens(rows: list[Sequence]) -> int:
+    return sum(map(_length, rows))
+
+
+def _add_to(totals: dict[str, torch.Tensor | float], stats: Tensors) -> None:
+    """Add the stats of a micro-batch to those of the micro-batches before."""
+    for name, stat in stats.items():
+        totals[name] = totals.get(name, 0.0) + stat
+
+
+def _record(rows: list[Sequence], recorded: Tensors) -> None:
+    """Add outputs of the rows' loss tokens, [N] each, to the fields of the rows."""
+    for field, values_N in recorded.items():
+        row_values = scatter(values_N, rows)
+        for row, values_T in zip(rows, row_values, strict=True):
+            row.fields[field] = values_T
+
+
+def _check_tensors(state: dict[str, Tensors], folder: Path) -> None:
+    """Raise UserError if a checkpoint lacks a tensor of `state`."""
+    stored_names = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
+    for part, tensors in state.items():
+        for name in tensors:
+            if f"{part}.{name}" not in stored_names:
+                raise UserError(
+                    f"Checkpoint '{folder}' has no '{part}.{name}': "
+                    "use the model, engine.fsdp.lora and optimizer.type that it was written with, "
+                    "or start a new run with resume=never."
+                )
+
+
+def _local_device() -> torch.device:
+    """Return this rank's CUDA device with nccl, else the CPU."""
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return CPU
+
+
+def _sum_over_ranks(stats: Stats) -> Stats:
     """Add the stats of all ranks; a rank without rows has fewer names."""
     if dist.get_world_size() == 1:
         return stats
-    gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, stats)
-    names = dict.fromkeys(name for part in gathered for name in part)
-    return {name: sum(part.get(name, 0.0) for part in gathered) for name in names}
+    stats_of_ranks: list[Stats] = [{}] * dist.get_world_size()
+    dist.all_gather_object(stats_of_ranks, stats)
+    names = dict.fromkeys(chain(*stats_of_ranks))
+    totals = Stats()
+    for name in names:
+        totals[name] = sum(rank_stats.get(name, 0.0) for rank_stats in stats_of_ranks)
+    return totals

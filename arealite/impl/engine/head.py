@@ -6,7 +6,7 @@ list of families or config fields is needed, and an unknown change is refused.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from arealite.algo.logprobs import LogitChange
 from arealite.base.errors import UserError, one_line
 
-PROBES, WIDEST = 4, 100.0
-"""Positions of a probe, and the standard deviation of its largest logits."""
+PROBES = 4
+"""Positions of a probe."""
+WIDEST = 100.0
+"""Standard deviation of the largest logits of a probe."""
+SMALL_LOGIT = 2.0**-20
+"""First logit of the first position: it shows the slope at 0."""
+LARGE_LOGIT = 2.0**40
+"""Last logit of the last position: it shows the cap."""
 
 
 class _Decoded(BaseModelOutputWithPast):
@@ -27,10 +33,35 @@ class _Decoded(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
+class _Probe(NamedTuple):
+    """Outputs of the stubs; V is the vocabulary and H the hidden size."""
+
+    hidden: Tensor
+    """float64 [1, PROBES, H]: the output of the decoder."""
+    product: Tensor
+    """float64 [1, PROBES, V]: the output of the head."""
+
+    @classmethod
+    def draw(cls, vocabulary: int, width: int) -> "_Probe":
+        generator = torch.Generator().manual_seed(0)
+        ramp = torch.logspace(-3, 0, PROBES, dtype=torch.float64)[:, None] * WIDEST
+
+        def normal(size: int) -> Tensor:
+            return torch.randn(1, PROBES, size, generator=generator, dtype=torch.float64)
+
+        hidden = normal(width)
+        product = normal(vocabulary) * ramp
+        product[0, 0, 0] = SMALL_LOGIT
+        product[0, -1, -1] = LARGE_LOGIT
+        return cls(hidden, product)
+
+
 def decoder_of(module: Any) -> Any:
     """Return the part of a causal language model that ends before its head."""
-    found = module.get_decoder()
-    return getattr(module, "model", found) if found is module else found
+    decoder = module.get_decoder()
+    if decoder is module:
+        return getattr(module, "model", decoder)
+    return decoder
 
 
 def logit_change(module: Any) -> LogitChange:
@@ -51,39 +82,54 @@ def logit_change(module: Any) -> LogitChange:
     base = next((part for part in module.children() if decoder in part.modules()), None)
     if base is None:
         raise UserError(f"{name} has no decoder of its own: not supported.")
-    generator = torch.Generator().manual_seed(0)
     vocabulary, width = head.weight.shape
-    hidden = torch.randn(1, PROBES, width, generator=generator, dtype=torch.float64)
-    ramp = torch.logspace(-3, 0, PROBES, dtype=torch.float64)[:, None] * WIDEST
-    raw = torch.randn(1, PROBES, vocabulary, generator=generator, dtype=torch.float64) * ramp
-    raw[0, 0, 0] = 2.0**-20
-    raw[0, -1, -1] = 2.0**40  # they show the slope at 0, and the cap
-    given = list[Tensor]()
+    probe = _Probe.draw(vocabulary, width)
+    try:
+        head_input, logits = _run(module, {base, decoder}, head, probe)
+        input_scale = _snapped(head_input.flatten()[0] / probe.hidden.flatten()[0])
+    except Exception as error:  # code of any model, with stubs
+        raise UserError(
+            f"The output head of {name} cannot be checked: {one_line(error):.200}"
+        ) from error
+    is_scaled = input_scale != 0.0 and _close(head_input, input_scale * probe.hidden)
+    # The product is scaled with its input, but a bias is not.
+    if not is_scaled or (input_scale != 1.0 and head.bias is not None):
+        raise UserError(f"{name} changes the decoder's output before its head: not supported.")
+    change = _change_between(probe.product, logits)
+    if change.scale == 0.0 or not _close(logits, change.apply(probe.product.clone())):
+        raise UserError(f"{name} changes its logits in a way that is not supported.")
+    return change._replace(scale=change.scale * input_scale)
+
+
+def _run(
+    module: Any,
+    decoders: set[Any],
+    head: Any,
+    probe: _Probe,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward of a model with stubs; return the input of its head, and its logits."""
+    head_inputs = list[Tensor]()
 
     def product(states: Tensor) -> Tensor:
-        given.append(states)
-        return raw.clone()
+        head_inputs.append(states)
+        return probe.product.clone()
 
-    decoded = _Decoded(last_hidden_state=hidden)
+    decoded = _Decoded(last_hidden_state=probe.hidden)
     with ExitStack() as stack, torch.no_grad():
-        for part in {base, decoder}:
-            stack.enter_context(_forward(part, lambda *_, **__: decoded))
+        for decoder in decoders:
+            stack.enter_context(_forward(decoder, lambda *_, **__: decoded))
         stack.enter_context(_forward(head, product))
-        try:
-            got = module(input_ids=torch.zeros(1, PROBES, dtype=torch.long), use_cache=False).logits
-            before = _snapped(given[0].flatten()[0] / hidden.flatten()[0])
-        except Exception as error:  # code of any model, with stubs
-            what = f"The output head of {name} cannot be checked: {one_line(error):.200}"
-            raise UserError(what) from error
-    is_same = before and _close(given[0], before * hidden)
-    if not is_same or (before != 1.0 and head.bias is not None):
-        raise UserError(f"{name} changes the decoder's output before its head: not supported.")
-    scale = _snapped(got[0, 0, 0] / raw[0, 0, 0])
-    bound = float(got[0, -1, -1])
-    softcap = bound if abs(bound) < abs(0.5 * scale * float(raw[0, -1, -1])) else 0.0
-    if not scale or not _close(got, LogitChange(scale, softcap).apply(raw.clone())):
-        raise UserError(f"{name} changes its logits in a way that is not supported.")
-    return LogitChange(scale * before, softcap)
+        input_ids = torch.zeros(1, PROBES, dtype=torch.long)
+        output = module(input_ids=input_ids, use_cache=False)
+    return head_inputs[0], output.logits
+
+
+def _change_between(product: Tensor, logits: Tensor) -> LogitChange:
+    """Return the scale that the smallest logit shows, and the cap that the largest one shows."""
+    scale = _snapped(logits[0, 0, 0] / product[0, 0, 0])
+    largest = float(logits[0, -1, -1])
+    is_capped = abs(largest) < abs(0.5 * scale * LARGE_LOGIT)
+    return LogitChange(scale=scale, softcap=largest if is_capped else 0.0)
 
 
 def _snapped(ratio: Tensor) -> float:
@@ -92,18 +138,19 @@ def _snapped(ratio: Tensor) -> float:
 
 
 def _close(tensor: Tensor, expected: Tensor) -> bool:
-    same = tensor.shape == expected.shape
-    return same and torch.allclose(tensor.double(), expected, rtol=1e-5, atol=1e-9)
+    if tensor.shape != expected.shape:
+        return False
+    return torch.allclose(tensor.double(), expected, rtol=1e-5, atol=1e-9)
 
 
 @contextmanager
 def _forward(module: Any, forward: Any) -> Iterator[None]:
     """Replace the forward of one module within the context."""
-    before = vars(module).get("forward")
+    replaced = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
-        if before is not None:
-            module.forward = before
+        if replaced is not None:
+            module.forward = replaced

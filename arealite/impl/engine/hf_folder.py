@@ -26,7 +26,13 @@ def copy_small_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def write_config(folder: Path, module: object, *, dtype: str, head: Head) -> None:
+def write_config(
+    folder: Path,
+    module: object,
+    *,
+    dtype: str,
+    head: Head,
+) -> None:
     """Describe `module` and its weights in the copied config.json of `folder`."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -34,27 +40,40 @@ def write_config(folder: Path, module: object, *, dtype: str, head: Head) -> Non
     config["dtype"] = dtype
     if head == "value":
         config["architectures"] = [type(module).__name__]
-        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        config["id2label"] = {"0": "value"}
+        config["label2id"] = {"value": 0}
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def write_weights(folder: Path, weights: Iterable[Named], max_bytes: int | None = None) -> None:
+def write_weights(
+    folder: Path,
+    weights: Iterable[Named],
+    max_bytes: int | None = None,
+) -> None:
     """Write model.safetensors, or numbered files with their index.
 
     A file has at most `max_bytes` of tensors (None: FILE_BYTES), or one larger tensor.
     """
-    total = 0
+    total_bytes = 0
     weight_map = dict[str, str]()
-    max_bytes = FILE_BYTES if max_bytes is None else max_bytes
+    if max_bytes is None:
+        max_bytes = FILE_BYTES
     for number, part in enumerate(split(weights, max_bytes), 1):
-        file = f"model-{number:05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
-        follow_umask([folder / file])
-        weight_map |= dict.fromkeys(part, file)
-        total += sum(tensor.nbytes for tensor in part.values())
+        name = f"model-{number:05d}.safetensors"
+        file = folder / name
+        save_file(part, file, metadata={"format": "pt"})
+        follow_umask([file])
+        weight_map |= dict.fromkeys(part, name)
+        total_bytes += sum(tensor.nbytes for tensor in part.values())
         del part  # else it would live until the next one is complete
-    if len(files := set(weight_map.values())) == 1:
-        (folder / files.pop()).rename(folder / "model.safetensors")
-    else:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    names = set(weight_map.values())
+    if len(names) == 1:
+        only_file = folder / names.pop()
+        only_file.rename(folder / "model.safetensors")
+        return
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": weight_map,
+    }
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps(index, indent=2))

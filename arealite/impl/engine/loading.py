@@ -21,7 +21,23 @@ from arealite.base.errors import UserError, one_line
 from arealite.impl.engine.lora import ADAPTER, file_name, fill, first_value, state_tensors
 from arealite.impl.weights.names import SCORE, TensorNames
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """Return one of DTYPES by its name.
+
+    Raises:
+        UserError: There is no such dtype.
+    """
+    if name not in DTYPES:
+        known_names = ", ".join(DTYPES)
+        raise UserError(f"Unknown dtype '{name}'. Known: {known_names}.")
+    return DTYPES[name]
 
 
 def empty_model(path: Path, head: Head = "lm") -> Model:
@@ -32,16 +48,24 @@ def empty_model(path: Path, head: Head = "lm") -> Model:
     Raises:
         UserError: transformers cannot build the model, or has no such head.
     """
-    kind = AutoModelForSequenceClassification if head == "value" else AutoModelForCausalLM
+    auto_class: Any = AutoModelForCausalLM
+    if head == "value":
+        auto_class = AutoModelForSequenceClassification
     try:  # a head for tokens ignores num_labels
         config = AutoConfig.from_pretrained(path, local_files_only=True, num_labels=1)
         with _parameters_on_meta():
-            options: Any = {"dtype": torch.float32, "attn_implementation": attention_of(config)}
-            return kind.from_config(config, **options).eval()
+            model = auto_class.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=attention_of(config),
+            )
+        return model.eval()
     except Exception as error:  # each model fails in its own way
-        why = f"{type(error).__name__}: {one_line(error)}"
-        what = f"'{path}': transformers cannot build a {head} model from config.json ({why:.250})"
-        raise UserError(f"{what}. Correct config.json, or use another model.") from error
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(
+            f"'{path}': transformers cannot build a {head} model from config.json "
+            f"({reason:.250}). Correct config.json, or use another model."
+        ) from error
 
 
 def attention_of(config: Any) -> str | None:
@@ -49,7 +73,8 @@ def attention_of(config: Any) -> str | None:
 
     transformers before 5.23 chooses SDPA, which ignores the cap without an error.
     """
-    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
+    softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if softcap else None
 
 
 def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
@@ -59,10 +84,13 @@ def set_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
         Whether all parameters now have that dtype. Adapters do not count: they accept inputs of any
         dtype and compute in their own.
     """
+    is_uniform = True
     for name, param in model.named_parameters():
         if not param.requires_grad and not keeps_float32(name):
             param.data = param.data.to(dtype)
-    return all(param.dtype == dtype or ADAPTER in name for name, param in model.named_parameters())
+        if param.dtype != dtype and ADAPTER not in name:
+            is_uniform = False
+    return is_uniform
 
 
 def keeps_float32(name: str) -> bool:
@@ -71,7 +99,12 @@ def keeps_float32(name: str) -> bool:
 
 
 def load_weights(
-    model: Model, names: TensorNames, device: torch.device, *, offload: bool = False, seed: int = 0
+    model: Model,
+    names: TensorNames,
+    device: torch.device,
+    *,
+    offload: bool = False,
+    seed: int = 0,
 ) -> None:
     """Materialise `model`, and load its parameters or their shards from the folder's safetensors.
 
@@ -81,19 +114,25 @@ def load_weights(
     Raises:
         UserError: config.json ties tensors whose values differ in the folder.
     """
-    home = torch.device("cpu") if offload else device
-    # Like to_empty, except that buffers keep their values.
-    model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
+    param_device = torch.device("cpu") if offload else device
+
+    def materialised(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=param_device)
+        return tensor.to(device)
+
+    model._apply(materialised)  # like to_empty, except that buffers keep their values
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         model.tie_weights()  # to_empty keeps shared parameters shared under FSDP only
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in state_tensors(model):
-            if file_name(name) not in names.loadable:
-                full = first_value(name, tensor.shape, generator)
+            name_in_files = file_name(name)
+            if name_in_files in names.loadable:
+                full = names.load(name_in_files)
             else:
-                full = names.load(file_name(name))
+                full = first_value(name, tensor.shape, generator)
             fill(tensor, full.to(device))
     linear.use_fast_linear(model)
 
@@ -105,7 +144,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            values = param.detach().to("meta")
+            param = nn.Parameter(values, requires_grad=param.requires_grad)
         register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]

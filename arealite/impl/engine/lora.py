@@ -38,7 +38,12 @@ Full = Callable[[torch.Tensor], torch.Tensor]
 """Gathers a parameter's shards, on all ranks."""
 
 
-def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = None) -> Any:
+def inject(
+    module: Any,
+    config: LoRAConfig,
+    head: Head,
+    folder: Path | None = None,
+) -> Any:
     """Freeze `module`, put adapters beside its `targets`, and return peft's config of them.
 
     The adapters are float32 and on the meta device. A value head is trained as well.
@@ -56,44 +61,85 @@ def inject(module: Any, config: LoRAConfig, head: Head, folder: Path | None = No
     """
     peft = import_optional("peft", extra_requirement("lora"))
     if folder:
-        made = peft.LoraConfig.from_pretrained(str(folder))
-        key = f"model.adapter={folder}"
-        made.inference_mode = False
-        made.init_lora_weights = True
-        fix = "Merge the adapter into a model folder"
+        peft_config = peft.LoraConfig.from_pretrained(str(folder))
+        peft_config.inference_mode = False
+        peft_config.init_lora_weights = True
+        option = f"model.adapter={folder}"
+        advice = "Merge the adapter into a model folder"
     else:
-        size = {"r": config.rank, "lora_alpha": config.alpha}
-        targets = _all_linear(module) if config.targets == [ALL] else list(config.targets)
-        task = "SEQ_CLS" if head == "value" else "CAUSAL_LM"
-        own = next(name for name, part in module.named_modules() if part is decoder_of(module))
-        base, _, own = own.rpartition(".")
-        # Layers outside the decoder read images.
-        size["exclude_modules"] = rf"{base}\.(?!{own}\.).*" if base else None
-        made = peft.LoraConfig(**size, target_modules=targets, task_type=task)
-        key = f"engine.fsdp.lora.targets {config.targets}"
-        fix = f"Name other layers, or use targets=[{ALL}]"
+        peft_config = _peft_config(module, config, head)
+        option = f"engine.fsdp.lora.targets {config.targets}"
+        advice = f"Name other layers, or use targets=[{ALL}]"
     try:
-        leaves = {_leaf(name) for name, _ in module.named_modules()}
-        odd = [] if folder or config.targets in ([ALL], LoRAConfig().targets) else config.targets
-        if absent := [name for name in odd if _leaf(name) not in leaves]:
-            raise ValueError(f"Target modules {absent} not found in the base model")
+        if not folder:
+            _check_targets(module, config.targets)
         with warnings.catch_warnings(action="ignore"):  # GPT-2 has weights [inputs, outputs]
-            peft.inject_adapter_in_model(made, module, adapter_name=NAME, low_cpu_mem_usage=True)
+            peft.inject_adapter_in_model(
+                peft_config,
+                module,
+                adapter_name=NAME,
+                low_cpu_mem_usage=True,
+            )
     except ValueError as error:
-        what = one_line(error).partition(". ")[0]
-        raise UserError(f"{key}: {what}. {fix}.") from error
+        reason = one_line(error).partition(". ")[0]
+        raise UserError(f"{option}: {reason}. {advice}.") from error
     for name, layer in _adapted(module):
-        base = layer.get_base_layer()
-        if not hasattr(base, "weight"):
-            what = f"'{name}' holds all its experts in one parameter, which cannot be adapted"
-            raise UserError(f"{key}: {what} (gate_proj, up_proj, down_proj). {fix}.")
-        is_linear = layer is not module.get_output_embeddings() and isinstance(base, LINEAR)
-        if not is_linear or _ignores(module, name):
-            what = "read without its forward" if is_linear else "no linear layer inside the decoder"
-            raise UserError(f"{key}: '{name}' is {what}, and gets no adapter. {fix}.")
+        reason = _refusal_reason(module, name, layer)
+        if reason is not None:
+            raise UserError(f"{option}: '{name}' {reason}. {advice}.")
     if head == "value":
         module.score.requires_grad_(True)
-    return made
+    return peft_config
+
+
+def _peft_config(module: Any, config: LoRAConfig, head: Head) -> Any:
+    """Return peft's config of new adapters."""
+    peft = import_optional("peft", extra_requirement("lora"))
+    targets = list(config.targets)
+    if targets == [ALL]:
+        targets = _all_linear(module)
+    decoder = decoder_of(module)
+    decoder_name = next(name for name, part in module.named_modules() if part is decoder)
+    parent, _, leaf = decoder_name.rpartition(".")
+    # Layers outside the decoder read images.
+    outside_decoder = rf"{parent}\.(?!{leaf}\.).*" if parent else None
+    return peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets,
+        exclude_modules=outside_decoder,
+        task_type="SEQ_CLS" if head == "value" else "CAUSAL_LM",
+    )
+
+
+def _check_targets(module: Any, targets: list[str]) -> None:
+    """Raise ValueError if a target has no module; some of the default targets may have none."""
+    if targets in ([ALL], LoRAConfig().targets):
+        return
+    leaves = {_leaf(name) for name, _ in module.named_modules()}
+    absent = [target for target in targets if _leaf(target) not in leaves]
+    if absent:
+        raise ValueError(f"Target modules {absent} not found in the base model")
+
+
+def _refusal_reason(
+    module: Any,
+    name: str,
+    layer: Any,
+) -> str | None:
+    """Return the reason for which a layer cannot have an adapter; None if it can."""
+    base = layer.get_base_layer()
+    if not hasattr(base, "weight"):
+        return (
+            "holds all its experts in one parameter, which cannot be adapted "
+            "(gate_proj, up_proj, down_proj)"
+        )
+    is_head = layer is module.get_output_embeddings()
+    if is_head or not isinstance(base, LINEAR):
+        return "is no linear layer inside the decoder, and gets no adapter"
+    if _ignores(module, name):
+        return "is read without its forward, and gets no adapter"
+    return None
 
 
 def _adapted(module: Any) -> list[tuple[str, Any]]:
@@ -104,54 +150,79 @@ def _adapted(module: Any) -> list[tuple[str, Any]]:
 def _linear(module: Any) -> list[tuple[str, Any]]:
     """List the names and linear layers, without the head."""
     heads = module.get_output_embeddings(), getattr(module, "score", None)
-    parts = module.named_modules()
-    return [(name, part) for name, part in parts if isinstance(part, LINEAR) and part not in heads]
+    linear_layers = list[tuple[str, Any]]()
+    for name, part in module.named_modules():
+        if isinstance(part, LINEAR) and part not in heads:
+            linear_layers.append((name, part))
+    return linear_layers
 
 
 def _stacks(module: Any) -> list[str]:
     """List the parameters that hold the matrices of several experts, [experts, rows, columns]."""
-    # The kernels of a convolution have a dimension of 1.
-    return [name for name, p in module.named_parameters() if p.ndim == 3 and min(p.shape) > 1]
+    names = list[str]()
+    for name, param in module.named_parameters():
+        # The kernels of a convolution have a dimension of 1.
+        if param.ndim == 3 and min(param.shape) > 1:
+            names.append(name)
+    return names
 
 
 def _all_linear(module: Any) -> list[str]:
     """Return the targets of the linear layers that peft can adapt."""
     names = [name for name, _ in _linear(module)]
-    without = {_leaf(name) for name in names if _ignores(module, name)}
+    targets = {_leaf(name) for name in names}
+    unsupported = {_leaf(name) for name in names if _ignores(module, name)}
     if _stacks(module):  # peft takes these names for experts in one parameter
-        without |= EXPERTS
-    return sorted({_leaf(name) for name in names} - without)
+        unsupported |= EXPERTS
+    return sorted(targets - unsupported)
 
 
 def _ignores(module: Any, name: str) -> bool:
     """Return whether a model may read the weight of a layer directly, without its adapter."""
-    owner, _, leaf = name.rpartition(".")
-    kinds = type(module.get_submodule(owner)).__name__ + type(module.get_submodule(name)).__name__
-    is_mixed = leaf in ("x_proj", "dt_proj", "out_proj") and re.search("Mamba|H1Mixer", kinds)
-    return "Router" in kinds or bool(is_mixed)
+    parent_name, _, leaf = name.rpartition(".")
+    parent = module.get_submodule(parent_name)
+    layer = module.get_submodule(name)
+    class_names = type(parent).__name__ + type(layer).__name__
+    if "Router" in class_names:
+        return True
+    if leaf not in ("x_proj", "dt_proj", "out_proj"):
+        return False
+    return re.search("Mamba|H1Mixer", class_names) is not None
 
 
 def _leaf(name: str) -> str:
     """Return the last part of a name; if it is a number, the last two, as in `experts.0`."""
-    *_, owner, leaf = ["", *name.split(".")]
-    return f"{owner}.{leaf}" if leaf.isdigit() else leaf
+    *_, parent, leaf = ["", *name.split(".")]
+    if leaf.isdigit():
+        return f"{parent}.{leaf}"
+    return leaf
 
 
 def coverage(module: Any) -> tuple[str, str]:
     """Return the layers with and without an adapter, as in `q_proj ×28, v_proj ×28`."""
-    adapted = _adapted(module)
-    inside = {part for _, layer in adapted for part in layer.modules()}
-    without = [name for name, part in _linear(module) if part not in inside] + _stacks(module)
-    return counted(_leaf(name) for name, _ in adapted), counted(map(_leaf, without))
+    with_adapter = list[str]()
+    inside_adapted = set[Any]()
+    for name, layer in _adapted(module):
+        with_adapter.append(_leaf(name))
+        inside_adapted.update(layer.modules())
+    without_adapter = list[str]()
+    for name, layer in _linear(module):
+        if layer not in inside_adapted:
+            without_adapter.append(_leaf(name))
+    without_adapter += [_leaf(name) for name in _stacks(module)]
+    return counted(with_adapter), counted(without_adapter)
 
 
 def report(module: Any, targets: list[str]) -> None:
     """Log which layers have adapters; a warning if layers without one may be unintended."""
-    on, off = coverage(module)
-    log.info("adapters", layers=on, without=off)
-    if off and targets == LoRAConfig().targets:
-        fix = f"engine.fsdp.lora.targets=[{ALL}] adapts all layers that peft can adapt"
-        log.warning("layers without adapter", layers=off, fix=fix)
+    with_adapter, without_adapter = coverage(module)
+    log.info("adapters", layers=with_adapter, without=without_adapter)
+    if without_adapter and targets == LoRAConfig().targets:
+        log.warning(
+            "layers without adapter",
+            layers=without_adapter,
+            fix=f"engine.fsdp.lora.targets=[{ALL}] adapts all layers that peft can adapt",
+        )
 
 
 def load_adapter(module: nn.Module, folder: Path) -> None:
@@ -160,23 +231,38 @@ def load_adapter(module: nn.Module, folder: Path) -> None:
     Raises:
         UserError: The folder has other tensors than `module`.
     """
-    read = {name: t for file in weight_files(folder) for name, t in load_file(file).items()}
-    trained = {_peft_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-    shapes = [{name: t.shape for name, t in each.items()} for each in (read, trained)]
-    if other := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
-        what = f"tensors that differ from its config on this model: {', '.join(other[:3])}"
-        raise UserError(f"model.adapter={folder} has {what} ({len(other)} in all). Use another.")
-    for name, param in trained.items():
-        fill(param.detach(), read[name])
+    stored = dict[str, torch.Tensor]()
+    for file in weight_files(folder):
+        stored |= load_file(file)
+    trained = dict[str, torch.Tensor]()
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            trained[_peft_name(name)] = param.detach()
+    differing = _shapes(stored).items() ^ _shapes(trained).items()
+    names = sorted({name for name, _ in differing})
+    if names:
+        raise UserError(
+            f"model.adapter={folder} has tensors that differ from its config on this model: "
+            f"{', '.join(names[:3])} ({len(names)} in all). Use another."
+        )
+    for name, tensor in trained.items():
+        fill(tensor, stored[name])
+
+
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
     """Copy a full tensor, or this rank's shard of it, into a tensor of the model."""
     if isinstance(tensor, DTensor):
         # src_data_rank=None: every rank cuts its own shard from `full`, without communication.
-        mesh = tensor.device_mesh
-        placements = tensor.placements
-        full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+        full = distribute_tensor(
+            full,
+            device_mesh=tensor.device_mesh,
+            placements=tensor.placements,
+            src_data_rank=None,
+        ).to_local()
         tensor = tensor.to_local()
     tensor.copy_(full)
 
@@ -199,7 +285,11 @@ def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def first_value(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+def first_value(
+    name: str,
+    shape: torch.Size,
+    generator: torch.Generator,
+) -> torch.Tensor:
     """Return the initial value of a parameter that no file has.
 
     Matrices A are uniform in ±1/√inputs, as in peft. The others are 0: adapters add 0 at first.
@@ -209,31 +299,54 @@ def first_value(name: str, shape: torch.Size, generator: torch.Generator) -> tor
     return torch.empty(shape).uniform_(-1, 1, generator=generator) / math.sqrt(shape[-1])
 
 
-def merged(module: nn.Module, full: Full, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def merged(
+    module: nn.Module,
+    full: Full,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name in files and the full tensor of each parameter, W + alpha/rank · B·A where it
     has an adapter: added in float32, then rounded to `dtype`. Buffers keep their own dtype."""
     for name, param in state_tensors(module):
-        owner, _, leaf = name.rpartition(BASE)
         if ADAPTER in name:
             continue
-        if not owner or leaf != "weight":
-            kept = dtype if isinstance(param, nn.Parameter) else param.dtype
-            yield file_name(name), full(param.detach().to(kept))
-            continue
-        layer: Any = module.get_submodule(owner)
-        up, down = (full(part[NAME].weight.detach()) for part in (layer.lora_B, layer.lora_A))
-        weight = full(param.detach()).float()
-        up, down = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
-        yield file_name(name), weight.addmm(up, down, alpha=layer.scaling[NAME]).to(dtype)
+        layer_name, _, leaf = name.rpartition(BASE)
+        if layer_name and leaf == "weight":
+            layer = module.get_submodule(layer_name)
+            yield file_name(name), _merged_weight(layer, param, full).to(dtype)
+        else:
+            is_buffer = not isinstance(param, nn.Parameter)
+            stored_dtype = param.dtype if is_buffer else dtype
+            yield file_name(name), full(param.detach().to(stored_dtype))
 
 
-def write(module: nn.Module, full: Full, config: Any, folder: Path | None, *, base: Path) -> None:
+def _merged_weight(
+    layer: Any,
+    param: torch.Tensor,
+    full: Full,
+) -> torch.Tensor:
+    """Return the full weight of a layer with its adapter, float32."""
+    up = full(layer.lora_B[NAME].weight.detach())
+    down = full(layer.lora_A[NAME].weight.detach())
+    weight = full(param.detach()).float()
+    scaling = layer.scaling[NAME]
+    if layer.fan_in_fan_out:  # the weight is [inputs, outputs]
+        return weight.addmm(down.T, up.T, alpha=scaling)
+    return weight.addmm(up, down, alpha=scaling)
+
+
+def write(
+    module: nn.Module,
+    full: Full,
+    config: Any,
+    folder: Path | None,
+    *,
+    base: Path,
+) -> None:
     """Write the trained parameters as an adapter of `base` for peft; folder None: only gather."""
-    tensors = {
-        _peft_name(name): full(param.detach()).cpu()
-        for name, param in module.named_parameters()
-        if param.requires_grad
-    }
+    tensors = dict[str, torch.Tensor]()
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            tensors[_peft_name(name)] = full(param.detach()).cpu()
     if folder:
         folder.mkdir()
         file = folder / "adapter_model.safetensors"
@@ -245,18 +358,22 @@ def write(module: nn.Module, full: Full, config: Any, folder: Path | None, *, ba
 
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the adapters' shards."""
-    return {n: p.detach().clone() for n, p in module.named_parameters() if ADAPTER in n}
+    copies = dict[str, torch.Tensor]()
+    for name, param in module.named_parameters():
+        if ADAPTER in name:
+            copies[name] = param.detach().clone()
+    return copies
 
 
 @contextmanager
 def replaced(module: nn.Module, others: dict[str, torch.Tensor]) -> Iterator[None]:
     """Set the adapters of `module` to `others`, from `values`, within the context; {}: no-op."""
-    now = values(module) if others else {}
-    named = dict(module.named_parameters())
-    for name, value in others.items():
-        named[name].data.copy_(value)
+    originals = values(module) if others else {}
+    params = dict(module.named_parameters())
+    for name, tensor in others.items():
+        params[name].data.copy_(tensor)
     try:
         yield
     finally:
-        for name, value in now.items():
-            named[name].data.copy_(value)
+        for name, tensor in originals.items():
+            params[name].data.copy_(tensor)

@@ -40,12 +40,18 @@ class LogprobModel(nn.Module):
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return logprobs and entropy, float32 [N]."""
         hidden_NH = _hidden(self.module, batch)
-        output = self.module.get_output_embeddings()
-        head = OutputHead(output.weight, output.bias, self.change)
-        targets_N = batch.targets_N
-        temperature_N = batch.temperature_N
+        layer = self.module.get_output_embeddings()
+        head = OutputHead(
+            weight_VH=layer.weight,
+            bias_V=layer.bias,
+            change=self.change,
+        )
         logprobs_N, entropy_N = token_logprobs(
-            hidden_NH, head, targets_N, temperature_N=temperature_N, chunk=self.chunk
+            hidden_NH,
+            head,
+            batch.targets_N,
+            temperature_N=batch.temperature_N,
+            chunk=self.chunk,
         )
         return {"logprobs": logprobs_N, "entropy": entropy_N}
 
@@ -56,19 +62,23 @@ class ValueModel(nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
-        if not isinstance(getattr(module, "score", None), nn.Linear):
+        head = getattr(module, "score", None)
+        if not isinstance(head, nn.Linear):
             raise UserError(f"{type(module).__name__} has no linear head `score`: not supported.")
 
     def forward(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return values, float32 [N]."""
-        return {"values": self.module.score(_hidden(self.module, batch).float()).sum(-1)}
+        hidden_NH = _hidden(self.module, batch).float()
+        values_N1 = self.module.score(hidden_NH)
+        return {"values": values_N1.sum(-1)}
 
 
 def _hidden(module: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     """Return the last hidden states [N, H] that predict the loss tokens."""
     # Padded rows need no mask and no position ids: padding is on the right, so under causal
     # attention no real token sees it and positions count from 0; SDPA takes its causal fast path.
-    output = decoder_of(module)(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
+    decoder = decoder_of(module)
+    output = decoder(input_ids=batch.input_ids_BW, use_cache=False, **batch.attention)
     states = output.last_hidden_state.flatten(0, 1)
     # Rows of one prompt read the same state. index_select adds their gradients in a fixed order.
     return states.index_select(0, batch.index_N)
@@ -77,11 +87,11 @@ def _hidden(module: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
 def layers_of(module: PreTrainedModel) -> nn.ModuleList:
     """Return the transformer layers of a Hugging Face model; UserError where it has none."""
     decoder = decoder_of(module)
-    parts = (getattr(decoder, "layers", None), *decoder.children())
-    layers = next((part for part in parts if isinstance(part, nn.ModuleList)), None)
-    if layers is None:
-        raise UserError(f"{type(module).__name__} has no list of layers: not supported.")
-    return layers
+    candidates = (getattr(decoder, "layers", None), *decoder.children())
+    for candidate in candidates:
+        if isinstance(candidate, nn.ModuleList):
+            return candidate
+    raise UserError(f"{type(module).__name__} has no list of layers: not supported.")
 
 
 def recompute(module: PreTrainedModel) -> None:
@@ -92,39 +102,49 @@ def recompute(module: PreTrainedModel) -> None:
 
 def make_mesh(device: torch.device, shard_size: int) -> DeviceMesh:
     """Return the mesh of all ranks, or a mesh of (copies, shards of one copy)."""
-    size = dist.get_world_size()
-    shard_size = shard_size or size
-    if size % shard_size:
-        what = f"engine.fsdp.shard_size {shard_size} does not divide the {size} trainer ranks"
-        raise UserError(f"{what}. Use a divisor of {size}, or 0 to share one copy among all.")
-    if shard_size == size:
-        return init_device_mesh(device.type, (size,))
-    names = ("copies", "shards")
-    return init_device_mesh(device.type, (size // shard_size, shard_size), mesh_dim_names=names)
+    ranks = dist.get_world_size()
+    shard_size = shard_size or ranks
+    if ranks % shard_size:
+        raise UserError(
+            f"engine.fsdp.shard_size {shard_size} does not divide the {ranks} trainer ranks. "
+            f"Use a divisor of {ranks}, or 0 to share one copy among all."
+        )
+    if shard_size == ranks:
+        return init_device_mesh(device.type, (ranks,))
+    return init_device_mesh(
+        device.type,
+        mesh_shape=(ranks // shard_size, shard_size),
+        mesh_dim_names=("copies", "shards"),
+    )
 
 
 def shard(
-    model: LogprobModel | ValueModel, mesh: DeviceMesh, *, dtype: torch.dtype, offload: bool
+    model: LogprobModel | ValueModel,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype,
+    offload: bool,
 ) -> None:
     """Shard every transformer layer, then the rest, over `mesh`; gradients become SUMS over ranks.
 
     Master parameters, gradients and reduction stay float32; `dtype` is that of the compute.
     `offload`: shards and their gradients stay in the host's memory.
     """
-    low = None if dtype == torch.float32 else dtype
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    home = fsdp.OffloadPolicy()
+    low_dtype = None if dtype == torch.float32 else dtype
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=low_dtype, reduce_dtype=torch.float32)
+    offload_policy = fsdp.OffloadPolicy()
     if offload:
-        home = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    split = partial(fsdp.fully_shard, mesh=mesh, offload_policy=home)
+        offload_policy = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    fully_shard = partial(fsdp.fully_shard, mesh=mesh, offload_policy=offload_policy)
+    reshards = mesh.size() > 1 or offload
     for layer in layers_of(model.module):
-        split(layer, mp_policy=policy, reshard_after_forward=mesh.size() > 1 or offload)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshards)
     if isinstance(model, ValueModel):
-        full = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        split(model.module.score, mp_policy=full, reshard_after_forward=False)
+        head_policy = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(model.module.score, mp_policy=head_policy, reshard_after_forward=False)
     # The root's inputs are ids and float32 temperatures: casting them would round.
-    policy = replace(policy, cast_forward_inputs=False)
-    split(model, mp_policy=policy, reshard_after_forward=False)
+    root_policy = replace(policy, cast_forward_inputs=False)
+    fully_shard(model, mp_policy=root_policy, reshard_after_forward=False)
     for module in fsdp_modules(model):
         # Loss weights are shares of the global minibatch already; gloo has no averaging reduction.
         module.set_gradient_divide_factor(1.0)
@@ -138,23 +158,14 @@ def low_precision(model: LogprobModel | ValueModel, dtype: torch.dtype) -> Itera
     The gradients of the copies are added to those of the float32 parameters, in float32. Layers get
     their inputs in `dtype`. FSDP2 does both for sharded parameters; the context is then a no-op.
     """
+    replaced = _params_to_cast(model, dtype)
     copies = dict[nn.Parameter, nn.Parameter]()
-    modules = [] if fsdp_modules(model) else model.module.named_modules()
-    replaced = [
-        (module, name, param)
-        for path, module in modules
-        for name, param in module.named_parameters(recurse=False)
-        if param.dtype != dtype and not keeps_float32(f"{path}.{name}")
-    ]
     for _, _, param in replaced:
         if param not in copies:
-            copy = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
-            if param.requires_grad:
-                copy.register_post_accumulate_grad_hook(partial(_move_gradient, param))
-            copies[param] = copy
+            copies[param] = _low_precision_copy(param, dtype)
     layers = layers_of(model.module) if replaced else ()
-    to_dtype = partial(_cast_inputs, dtype)
-    hooks = [layer.register_forward_pre_hook(to_dtype, with_kwargs=True) for layer in layers]
+    cast_inputs = partial(_cast_inputs, dtype)
+    hooks = [layer.register_forward_pre_hook(cast_inputs, with_kwargs=True) for layer in layers]
     for module, name, param in replaced:
         setattr(module, name, copies[param])
     try:
@@ -166,11 +177,41 @@ def low_precision(model: LogprobModel | ValueModel, dtype: torch.dtype) -> Itera
             setattr(module, name, param)
 
 
-def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, options: Any) -> Any:
+def _params_to_cast(
+    model: LogprobModel | ValueModel,
+    dtype: torch.dtype,
+) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """List (module, name in the module, parameter) of the parameters that `low_precision` casts."""
+    params = list[tuple[nn.Module, str, nn.Parameter]]()
+    if fsdp_modules(model):
+        return params
+    for path, module in model.module.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.dtype != dtype and not keeps_float32(f"{path}.{name}"):
+                params.append((module, name, param))
+    return params
+
+
+def _low_precision_copy(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Return a copy in `dtype` whose gradient moves to the parameter as soon as it is complete."""
+    copy = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+    if param.requires_grad:
+        copy.register_post_accumulate_grad_hook(partial(_move_gradient, param))
+    return copy
+
+
+def _cast_inputs(
+    dtype: torch.dtype,
+    layer: nn.Module,
+    args: Any,
+    options: Any,
+) -> Any:
     """Return the inputs of a layer, floating-point tensors in `dtype`."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
 
     return tree_map_only(torch.Tensor, cast, (args, options))
 
@@ -189,6 +230,16 @@ def _move_gradient(param: torch.Tensor, copy: torch.Tensor) -> None:
 def fsdp_modules(model: nn.Module) -> list[fsdp.FSDPModule]:
     """List the sharded units, root first; none where one rank holds plain parameters."""
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def set_last_backward(roots: list[fsdp.FSDPModule], *, is_last: bool) -> None:
+    """Set whether the next backward pass of the roots is the last one before an update.
+
+    Only the last one reduces the gradients over the copies of the shards.
+    """
+    for root in roots:
+        root.set_requires_all_reduce(is_last)
+        root.set_is_last_backward(is_last)
 
 
 def reshard(model: nn.Module) -> None:

@@ -50,30 +50,47 @@ class Optimizer:
 
     _torch: optim.Optimizer
 
-    def __init__(self, model: nn.Module, training: Training, *, scales_loss: bool = False) -> None:
-        self.updates = self.skipped = 0
+    def __init__(
+        self,
+        model: nn.Module,
+        training: Training,
+        *,
+        scales_loss: bool = False,
+    ) -> None:
+        self.updates = 0
+        self.skipped = 0
         self.scale = LossScale(enabled=scales_loss)
         self._training = training
-        config = training.optimizer
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._named = dict[str, nn.Parameter]()
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                self._named[name] = param
         params = self._named.values()
-        lr = training.lr
-        mesh = getattr(next(iter(params)), "device_mesh", None)
-        self._copies = mesh.size(0) if mesh is not None and mesh.ndim == 2 else 1
+        self._copies = _num_copies(next(iter(params)))
         # Weight decay is applied here: torch's SGD would add it to the momentum.
-        self._matrices = [p for p in params if p.ndim > 1]
+        self._matrices = [param for param in params if param.ndim > 1]
+        config = training.optimizer
         if config.type == "sgd":
-            self._torch = optim.SGD(params, lr, momentum=config.beta1, foreach=True)
+            self._torch = optim.SGD(
+                params,
+                training.lr,
+                momentum=config.beta1,
+                foreach=True,
+            )
             moments = ["momentum_buffer"] if config.beta1 else []
         else:
-            betas = config.beta1, config.beta2
-            self._torch = optim.AdamW(params, lr, betas, config.eps, weight_decay=0.0, fused=True)
+            self._torch = optim.AdamW(
+                params,
+                lr=training.lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                weight_decay=0.0,
+                fused=True,
+            )
             moments = ["step", "exp_avg", "exp_avg_sq"]
         for param in params:
             # Created here, not at the first step, so that every checkpoint has the same tensors.
-            step = torch.zeros((), dtype=torch.float32, device=param.device)
-            state = {key: step if key == "step" else torch.zeros_like(param) for key in moments}
-            self._torch.state[param] = state
+            self._torch.state[param] = {key: _zero_state(key, param) for key in moments}
 
     def step(self) -> dict[str, float]:
         """Clip, update and clear the gradients; return grad_norm, lr and skipped_update.
@@ -86,57 +103,108 @@ class Optimizer:
             InvariantError: `max_skipped_updates` updates in a row had non-finite gradients.
         """
         training = self._training
-        total = training.total_updates
-        config = training.optimizer
-        lr = learning_rate(self.updates, lr=training.lr, total=total, config=config)
-        gradients = [_local(p.grad) for p in self._named.values() if p.grad is not None]
+        lr = learning_rate(
+            self.updates,
+            lr=training.lr,
+            total=training.total_updates,
+            config=training.optimizer,
+        )
+        params = self._named.values()
+        gradients = [_local(param.grad) for param in params if param.grad is not None]
         scale = self.scale.value
         norm = _global_norm(gradients, copies=self._copies) / scale
-        finite = math.isfinite(norm)
-        if finite:
-            limit = config.clip_grad_norm
-            factor = (limit / norm if 0 < limit < norm else 1.0) / scale
-            for gradient in gradients if factor != 1.0 else ():
-                gradient.mul_(factor)
-            for group in self._torch.param_groups:
-                group["lr"] = lr
-            if config.weight_decay and lr:
-                # Text gives no gradient to layers that read images: they must not change.
-                for matrix in (p for p in self._matrices if p.grad is not None):
-                    _local(matrix.detach()).mul_(1.0 - lr * config.weight_decay)
-            self._torch.step()
-            self.updates += 1
-        is_overflow = self.scale.update(finite=finite)
-        self.skipped = 0 if finite or is_overflow else self.skipped + 1
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            self._clip_and_unscale(gradients, norm)
+            self._decay_weights(lr)
+            self._apply(lr)
+        is_overflow = self.scale.update(finite=is_finite)
+        self.skipped = 0 if is_finite or is_overflow else self.skipped + 1
         self._torch.zero_grad(set_to_none=True)
-        if 0 < config.max_skipped_updates <= self.skipped:
-            bad = (name for name, p in self._named.items() if not _local(p).isfinite().all())
-            found = f"not finite, as {name}" if (name := next(bad, "")) else "finite"
-            what = f"{self.skipped} updates in a row were skipped, after {self.updates} applied"
-            what += f" ones: the gradient norm is {norm}, parameters are {found}"
-            fix = f"Probably the learning rate ({lr:g}) is too high: resume from an older"
-            fix += " checkpoint with a lower one. (optimizer.max_skipped_updates)"
-            raise InvariantError(f"{what}. {fix}")
+        max_skipped = training.optimizer.max_skipped_updates
+        if 0 < max_skipped <= self.skipped:
+            raise InvariantError(self._skipped_text(norm, lr))
         stats = {"loss_scale": scale} if self.scale.enabled else {}
-        return stats | {"grad_norm": norm, "lr": lr, "skipped_update": float(not finite)}
+        return stats | {
+            "grad_norm": norm,
+            "lr": lr,
+            "skipped_update": float(not is_finite),
+        }
+
+    def _clip_and_unscale(self, gradients: list[torch.Tensor], norm: float) -> None:
+        """Divide gradients by the loss scale, and limit their global norm."""
+        limit = self._training.optimizer.clip_grad_norm
+        factor = limit / norm if 0 < limit < norm else 1.0
+        factor = factor / self.scale.value
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+    def _decay_weights(self, lr: float) -> None:
+        weight_decay = self._training.optimizer.weight_decay
+        if not weight_decay or not lr:
+            return
+        for matrix in self._matrices:
+            # Text gives no gradient to layers that read images: they must not change.
+            if matrix.grad is not None:
+                _local(matrix.detach()).mul_(1.0 - lr * weight_decay)
+
+    def _apply(self, lr: float) -> None:
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        self._torch.step()
+        self.updates += 1
+
+    def _skipped_text(self, norm: float, lr: float) -> str:
+        """Return the text of the error after too many skipped updates."""
+        param_state = "finite"
+        for name, param in self._named.items():
+            if not _local(param).isfinite().all():
+                param_state = f"not finite, as {name}"
+                break
+        return (
+            f"{self.skipped} updates in a row were skipped, after {self.updates} applied ones: "
+            f"the gradient norm is {norm}, parameters are {param_state}. "
+            f"Probably the learning rate ({lr:g}) is too high: "
+            "resume from an older checkpoint with a lower one. (optimizer.max_skipped_updates)"
+        )
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return moments and step counts by `<parameter>.<key>`; loading writes into them."""
-        return {
-            f"{name}.{key}": tensor
-            for name, param in self._named.items()
-            for key, tensor in self._torch.state[param].items()
-        }
+        tensors = dict[str, torch.Tensor]()
+        for name, param in self._named.items():
+            for key, tensor in self._torch.state[param].items():
+                tensors[f"{name}.{key}"] = tensor
+        return tensors
+
+
+def _num_copies(param: nn.Parameter) -> int:
+    """Return how many copies of a parameter's shards all ranks hold together."""
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is None or mesh.ndim != 2:
+        return 1
+    return mesh.size(0)
+
+
+def _zero_state(key: str, param: nn.Parameter) -> torch.Tensor:
+    """Return a moment of a parameter, or its number of steps, before the first step."""
+    if key == "step":
+        return torch.zeros((), dtype=torch.float32, device=param.device)
+    return torch.zeros_like(param)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def _global_norm(shards: list[torch.Tensor], *, copies: int) -> float:
     """Return the norm of the shards of all ranks, which hold `copies` copies of each."""
-    square = torch.stack([shard.float().square().sum() for shard in shards])
-    square = square.sum(dtype=torch.float64) / copies
+    squares = torch.stack([shard.float().square().sum() for shard in shards])
+    square = squares.sum(dtype=torch.float64) / copies
     if dist.get_world_size() > 1:
         dist.all_reduce(square)
-    return math.sqrt(float(square)) if torch.isfinite(square) else math.inf
+    if not torch.isfinite(square):
+        return math.inf
+    return math.sqrt(float(square))

@@ -34,7 +34,7 @@ NAME = "_arealite_routing"
 """Attribute of a model."""
 BALANCE = "load_balancing_loss_func"
 """Name of the loss function in the modeling module of each family."""
-FIX = "Use trainer.ppo.collector.routing=ignore."
+IGNORE_ROUTING = "Use trainer.ppo.collector.routing=ignore."
 
 
 class Routing:
@@ -48,7 +48,8 @@ class Routing:
         """Wrap the forward method of each decoder layer, before it is sharded or recomputed."""
         self.experts = experts
         self._replaces = True
-        self._has_record = self._is_read = False
+        self._has_record = False
+        self._is_read = False
         self._chosen: dict[int, Tensor] | None = None
         self._recorded_NDK: Tensor | None = None
         self._counts = torch.zeros(3, dtype=torch.int64)
@@ -60,7 +61,8 @@ class Routing:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Routing | None":
         """Return the model's instance, made by the first call; None for a model without experts."""
-        if (experts := experts_of(model.config.to_dict())) and NAME not in vars(model):
+        experts = experts_of(model.config.to_dict())
+        if experts and NAME not in vars(model):
             setattr(model, NAME, cls(model, experts))
         return vars(model).get(NAME)
 
@@ -72,15 +74,20 @@ class Routing:
         stays empty if no router was found.
         """
         captured: list[np.ndarray] = []
-        self._chosen = chosen = dict[int, Tensor]()
+        chosen_by_layer = dict[int, Tensor]()
+        self._chosen = chosen_by_layer
         try:
             yield captured
         finally:
             self._chosen = None
-        if chosen:
-            none = torch.zeros_like(next(iter(chosen.values())))
-            layers = [chosen.get(index, none) for index in range(self.experts.layers)]
-            captured.append(torch.stack(layers, 1).to("cpu", torch.int32).numpy())
+        if not chosen_by_layer:
+            return
+        any_layer_NK = next(iter(chosen_by_layer.values()))
+        no_experts_NK = torch.zeros_like(any_layer_NK)
+        layers = range(self.experts.layers)
+        chosen = [chosen_by_layer.get(layer, no_experts_NK) for layer in layers]
+        chosen_NDK = torch.stack(chosen, 1)
+        captured.append(chosen_NDK.to("cpu", torch.int32).numpy())
 
     def replay(self, recorded: Tensor | None, *, replaces: bool = True) -> None:
         """Set the record of the following forward pass and its backward pass.
@@ -98,9 +105,12 @@ class Routing:
         self._replaces = replaces
         if recorded is None:
             return
-        if recorded.shape[-1] != self.experts.token_bytes:
-            what = f"a record has {recorded.shape[-1]} bytes of routing for each token"
-            raise InvariantError(f"{what}, model.path needs {self.experts.token_bytes}")
+        num_bytes = recorded.shape[-1]
+        if num_bytes != self.experts.token_bytes:
+            raise InvariantError(
+                f"a record has {num_bytes} bytes of routing for each token, "
+                f"model.path needs {self.experts.token_bytes}"
+            )
         if self.experts.width == 1:
             recorded = recorded.to(torch.int16).where(recorded != 255, -1)
         else:
@@ -119,17 +129,30 @@ class Routing:
         matched, compared, invalid = self._counts.tolist()
         self._counts = torch.zeros_like(self._counts)
         if self._has_record and not self._is_read:
-            what = "Servers report the experts of this model, but its routers call no topk"
-            raise UserError(f"{what}, so the report cannot be used. {FIX}")
+            raise UserError(
+                "Servers report the experts of this model, but its routers call no topk, "
+                f"so the report cannot be used. {IGNORE_ROUTING}"
+            )
         if invalid:
-            what = f"{invalid} of {compared} recorded choices of experts are invalid"
-            raise InvariantError(f"{what}: a server's record is wrong. {FIX}")
-        return {"routing_matched": matched, "routing_compared": compared} if compared else {}
+            raise InvariantError(
+                f"{invalid} of {compared} recorded choices of experts are invalid: "
+                f"a server's record is wrong. {IGNORE_ROUTING}"
+            )
+        if not compared:
+            return {}
+        return {"routing_matched": matched, "routing_compared": compared}
 
-    def _run(self, layer: int, forward: Callable[..., T], *args: Any, **options: Any) -> T:
+    def _run(
+        self,
+        layer: int,
+        forward: Callable[..., T],
+        *args: Any,
+        **options: Any,
+    ) -> T:
         if self._chosen is None and self._recorded_NDK is None:
             return forward(*args, **options)
-        with _Topk(partial(self._choose, layer), self.experts):
+        choose = partial(self._choose, layer)
+        with _Topk(choose, self.experts):
             return forward(*args, **options)
 
     def _choose(self, layer: int, free: Tensor) -> Tensor:
@@ -138,16 +161,28 @@ class Routing:
             self._chosen[layer] = free
         if self._recorded_NDK is None:
             return free
-        recorded = self._recorded_NDK[:, layer].to(torch.int64)
-        known = recorded[:, 0] >= 0
-        ordered = recorded.sort().values
-        valid = (ordered[:, 1:] != ordered[:, :-1]).all(1) & (ordered[:, 0] >= 0)
-        valid &= ordered[:, -1] < self.experts.number
-        same = (ordered == free.sort().values).all(1)
         self._is_read = True
-        counts = torch.stack([(known & same).sum(), known.sum(), (known & ~valid).sum()])
+        recorded_NK = self._recorded_NDK[:, layer].to(torch.int64)
+        ordered_NK = recorded_NK.sort().values
+        has_record_N = recorded_NK[:, 0] >= 0
+        is_valid_N = self._are_valid(ordered_NK)
+        is_same_N = (ordered_NK == free.sort().values).all(1)
+        matched = (has_record_N & is_same_N).sum()
+        compared = has_record_N.sum()
+        invalid = (has_record_N & ~is_valid_N).sum()
+        counts = torch.stack([matched, compared, invalid])
         self._counts = self._counts.to(counts.device) + counts
-        return recorded.where((known & valid)[:, None], free) if self._replaces else free
+        if not self._replaces:
+            return free
+        is_usable_N = has_record_N & is_valid_N
+        return recorded_NK.where(is_usable_N[:, None], free)
+
+    def _are_valid(self, ordered_NK: Tensor) -> Tensor:
+        """Return whether sorted choices are different experts that exist, bool [N]."""
+        are_different_N = (ordered_NK[:, 1:] != ordered_NK[:, :-1]).all(1)
+        is_valid_N = are_different_N & (ordered_NK[:, 0] >= 0)
+        is_valid_N &= ordered_NK[:, -1] < self.experts.number
+        return is_valid_N
 
 
 class _Topk(TorchFunctionMode):
@@ -161,20 +196,29 @@ class _Topk(TorchFunctionMode):
         """(scores with the experts of other groups masked, the same scores without the mask)."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func in FILL:
-            self._filled = result, args[0]
-        if func not in TOPK or args[0].dim() != 2:  # a call with 3 dimensions chooses groups
-            return result
-        if (args[0].shape[1], result[1].shape[1]) != self._sizes:
-            return result
-        chosen = self._choose(result[1])
-        if chosen is result[1]:
-            return result
-        filled, scores = self._filled
-        scores = scores if args[0] is filled else args[0]
+            self._filled = output, args[0]
+        if func not in TOPK:
+            return output
+        scores = args[0]
+        free = output[1]
+        if scores.dim() != 2:  # a call with 3 dimensions chooses groups
+            return output
+        if (scores.shape[1], free.shape[1]) != self._sizes:
+            return output
+        chosen = self._choose(free)
+        if chosen is free:
+            return output
+        filled_scores, unfilled_scores = self._filled
+        if scores is filled_scores:
+            scores = unfilled_scores
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
@@ -196,11 +240,19 @@ class Balance:
     def of(cls, model: PreTrainedModel) -> "Balance | None":
         """Return the loss; None if the config or the code of the model has none."""
         config = model.config.get_text_config()
-        wants = getattr(config, "output_router_logits", False) and config.router_aux_loss_coef
-        has_loss = BALANCE in vars(sys.modules[type(model).__module__])
-        return cls(model, config) if wants and has_loss else None
+        if not getattr(config, "output_router_logits", False) or not config.router_aux_loss_coef:
+            return None
+        modeling_code = sys.modules[type(model).__module__]
+        if BALANCE not in vars(modeling_code):
+            return None
+        return cls(model, config)
 
-    def added_to(self, loss_fn: LossFn, inputs: list[Tensor], tokens: float) -> LossFn:
+    def added_to(
+        self,
+        loss_fn: LossFn,
+        inputs: list[Tensor],
+        tokens: float,
+    ) -> LossFn:
         """Return `loss_fn` with this loss for a micro-batch, and its stat `router_loss`.
 
         Args:
@@ -211,13 +263,21 @@ class Balance:
 
         def with_balance(batch: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
             loss, stats = loss_fn(batch)
-            total = loss.new_zeros(())
-            for places in inputs:
-                logits = tuple(each[places] for each in self._logits)
-                total = total + len(places) / tokens * self._function(logits, *self._sizes)
-            return loss + self._coefficient * total, stats | {"router_loss": total.detach()}
+            router_loss = loss.new_zeros(())
+            for row_places in inputs:
+                row_share = len(row_places) / tokens
+                row_logits = tuple(layer_logits[row_places] for layer_logits in self._logits)
+                row_loss = self._function(row_logits, *self._sizes)
+                router_loss = router_loss + row_share * row_loss
+            balanced_loss = loss + self._coefficient * router_loss
+            return balanced_loss, stats | {"router_loss": router_loss.detach()}
 
         return with_balance
 
-    def _keep(self, module: object, args: object, output: Any) -> None:
+    def _keep(
+        self,
+        module: object,
+        args: object,
+        output: Any,
+    ) -> None:
         self._logits = output.router_logits

@@ -15,8 +15,8 @@ the longest of these chains.
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, compress, groupby, pairwise
-from typing import Any
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,21 +59,31 @@ class Call:
 
         The mask gets this dtype: torch 2.13 misreads a float32 mask if the queries are float64.
         """
-        mask = None if self.attn_mask is None else self.attn_mask.to(dtype)
-        is_causal = mask is None and not self.is_branch
-        return {"dropout_p": 0.0, "is_causal": is_causal, "attn_mask": mask, "scale": scale}
+        mask = self.attn_mask
+        if mask is not None:
+            mask = mask.to(dtype)
+        return {
+            "dropout_p": 0.0,
+            "is_causal": mask is None and not self.is_branch,
+            "attn_mask": mask,
+            "scale": scale,
+        }
 
     def to_rows(self, values: Tensor, positions: Positions) -> Tensor:
         """Return [B, heads, W, …] of values [N, heads, …]."""
-        return values[positions].unflatten(0, (self.rows, -1)).transpose(1, 2)
+        values_of_rows = values[positions].unflatten(0, (self.rows, -1))
+        return values_of_rows.transpose(1, 2)
 
     def from_rows(self, values: Tensor) -> Tensor:
         """Return [tokens, heads, …] of values [B, heads, W, …], without the padding."""
-        return self.drop_padding(values.transpose(1, 2).flatten(0, 1))
+        flat = values.transpose(1, 2).flatten(0, 1)
+        return self.drop_padding(flat)
 
     def drop_padding(self, values: Any) -> Any:
         """Return values [B · W, …] without those of the padding."""
-        return values if self.is_token is None else values[self.is_token.flatten()]
+        if self.is_token is None:
+            return values
+        return values[self.is_token.flatten()]
 
 
 @dataclass
@@ -91,100 +101,194 @@ class PrefixTree:
     @classmethod
     def of(cls, forest: Forest, device: torch.device) -> "PrefixTree":
         """Place the nodes of a forest end to end, in their order."""
-        bounds = [0, *accumulate(node.end - node.begin for node in forest.nodes)]
-        tree = cls(device, bounds, [node.parent for node in forest.nodes], [])
-        for parent, (begin, end) in zip(tree.parents, pairwise(bounds), strict=True):
-            before = tree.paths[parent] if parent >= 0 else np.zeros(0, np.int64)
-            tree.paths.append(np.concatenate([before, np.arange(begin, end)]))
-        return tree
+        node_lengths = [node.end - node.begin for node in forest.nodes]
+        bounds = [0, *accumulate(node_lengths)]
+        parents = [node.parent for node in forest.nodes]
+        paths = list[np.ndarray]()
+        for parent, (begin, end) in zip(parents, pairwise(bounds), strict=True):
+            positions = np.arange(begin, end)
+            if parent >= 0:
+                positions = np.concatenate([paths[parent], positions])
+            paths.append(positions)
+        return cls(
+            device=device,
+            bounds=bounds,
+            parents=parents,
+            paths=paths,
+        )
 
     def padded(self, missing: int) -> "PrefixTree":
         """Return these trees, followed by a tree of `missing` > 0 tokens of padding."""
-        end = self.bounds[-1]
-        paths = [*self.paths, np.arange(end, end + missing)]
-        return PrefixTree(self.device, [*self.bounds, end + missing], [*self.parents, -1], paths)
+        begin = self.bounds[-1]
+        end = begin + missing
+        return PrefixTree(
+            device=self.device,
+            bounds=[*self.bounds, end],
+            parents=[*self.parents, -1],
+            paths=[*self.paths, np.arange(begin, end)],
+        )
 
-    def put(self, values: np.ndarray | list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    def put(
+        self,
+        numbers: np.ndarray | list[int],
+        dtype: torch.dtype = torch.int64,
+    ) -> Tensor:
         """Return numbers as a tensor on the device."""
-        return torch.as_tensor(values, dtype=dtype).to(self.device)
+        return torch.as_tensor(numbers, dtype=dtype).to(self.device)
 
     @cached_property
     def keys(self) -> Tensor | None:
         """Positions of the keys, int64, node after node; None: no tokens are shared."""
-        return self.put(np.concatenate(self.paths)) if max(self.parents) >= 0 else None
+        if max(self.parents) < 0:
+            return None
+        return self.put(np.concatenate(self.paths))
 
     @cached_property
     def flash_bounds(self) -> tuple[Tensor, Tensor, int, int]:
         """Bounds of each node's queries and keys, int32, and the largest numbers of both."""
-        queries = np.diff(self.bounds)
-        keys = [len(path) for path in self.paths]
-        starts = self.put(self.bounds, torch.int32), self.put([0, *accumulate(keys)], torch.int32)
-        return *starts, int(queries.max()), max(keys)
+        key_counts = [len(path) for path in self.paths]
+        key_bounds = [0, *accumulate(key_counts)]
+        return (
+            self.put(self.bounds, torch.int32),
+            self.put(key_bounds, torch.int32),
+            int(np.diff(self.bounds).max()),
+            max(key_counts),
+        )
 
     @cached_property
     def chains(self) -> list[int]:
         """For each node, the index of the first node of its chain."""
-        found = list[int]()
-        is_small = False
+        first_nodes = list[int]()
+        is_small_tree = False
         for node, parent in enumerate(self.parents):
-            if parent < 0:
-                is_small = self.stops[node] - self.bounds[node] <= SMALL_TREE
-            continues = parent >= 0 and (is_small or parent == node - 1)
-            found.append(found[-1] if continues else node)
-        return found
+            is_root = parent < 0
+            if is_root:
+                num_tokens = self.stops[node] - self.bounds[node]
+                is_small_tree = num_tokens <= SMALL_TREE
+            if not is_root and (is_small_tree or parent == node - 1):
+                first_nodes.append(first_nodes[-1])
+            else:
+                first_nodes.append(node)
+        return first_nodes
 
     @cached_property
     def stops(self) -> list[int]:
         """For each node, the position after its last descendant."""
         stops = self.bounds[1:]
-        for node in range(len(self.parents) - 1, -1, -1):
-            if (parent := self.parents[node]) >= 0:
+        for node in reversed(range(len(self.parents))):
+            parent = self.parents[node]
+            if parent >= 0:
                 stops[parent] = max(stops[parent], stops[node])
         return stops
 
     @cached_property
     def calls(self) -> list[Call]:
         """The calls of the kernel: first those of chains, each chain in one, then the branches."""
+        chain_groups = _groups_of_chains(self._chain_spans())
+        chain_calls = [self._chain_call(group) for group in chain_groups]
+        return chain_calls + self._branch_calls()
+
+    def _chain_spans(self) -> list["_Span"]:
+        """Return the tokens of each chain, in their order."""
+        bounds = list[int]()
+        for node, first_of_chain in enumerate(self.chains):
+            if node == first_of_chain:
+                bounds.append(self.bounds[node])
+        bounds.append(self.bounds[-1])
+        return [_Span(end - begin, begin) for begin, end in pairwise(bounds)]
+
+    def _branch_calls(self) -> list[Call]:
+        """Return the call of each node with children outside its chain."""
         chains = self.chains
         bounds = self.bounds
-        branched = set[int]()
-        begins = [bounds[node] for node, first in enumerate(chains) if first == node]
-        spans = [(end - begin, begin) for begin, end in pairwise([*begins, bounds[-1]])]
-        runs = [list(run) for _, run in groupby(spans, key=lambda span: span[0])]
-        is_short = [len(run) * run[0][0] < MIN_UNPADDED for run in runs]
-        found = [self._call(run) for run, few in zip(runs, is_short, strict=True) if not few]
-        short = sorted(chain(*compress(runs, is_short)), key=lambda span: -span[0])
-        while short:
-            part = [span for span in short if span[0] >= (1 - MAX_PADDING) * short[0][0]]
-            found.append(self._call(part))
-            short = short[len(part) :]
+        branch_calls = dict[int, Call]()
         for node, parent in enumerate(self.parents):
-            if parent >= 0 and chains[parent] != chains[node] and parent not in branched:
-                branched.add(parent)
-                keys = slice(bounds[chains[parent]], bounds[parent + 1])
-                queries = slice(bounds[node], self.stops[parent])
-                found.append(Call(1, queries, keys, is_branch=True))
-        return found
+            is_outside_chain = parent >= 0 and chains[parent] != chains[node]
+            if not is_outside_chain or parent in branch_calls:
+                continue
+            first_of_chain = chains[parent]
+            branch_calls[parent] = Call(
+                rows=1,
+                queries=slice(bounds[node], self.stops[parent]),
+                keys=slice(bounds[first_of_chain], bounds[parent + 1]),
+                is_branch=True,
+            )
+        return [*branch_calls.values()]
 
-    def _call(self, spans: list[tuple[int, int]]) -> Call:
-        """Return the call of chains; a span is (tokens, first position), the longest first."""
-        (lengths, begins), column = np.array(spans).T[:, :, None], np.arange(spans[0][0])
-        at = begins + np.minimum(column, lengths - 1)
-        begin = int(at[0, 0])
-        end = int(at[-1, -1]) + 1
-        is_slice = (at.reshape(-1) == np.arange(begin, begin + at.size)).all()
-        positions = slice(begin, end) if is_slice else torch.from_numpy(at.reshape(-1))
-        call = Call(len(spans), positions, positions)
-        if lengths.min() < len(column):
-            call.is_token = torch.from_numpy(column < lengths)[:, None, :, None]
-        if len(column) < MIN_UNPADDED:
-            stops = np.repeat(self.stops, np.diff(self.bounds))[at]
-            if (stops <= at[:, -1:]).any():  # a chain is a small tree with branches
-                keys = (begins + column)[:, None]
-                queries = at[:, :, None]
-                seen = torch.from_numpy((keys <= queries) & (queries < stops[:, None]))[:, None]
-                call.attn_mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+    def _chain_call(self, spans: list["_Span"]) -> Call:
+        """Return the call of chains, the longest first."""
+        length_B = np.array([span.num_tokens for span in spans])
+        begin_B = np.array([span.begin for span in spans])
+        length_B1 = length_B[:, None]
+        begin_B1 = begin_B[:, None]
+        column_W = np.arange(spans[0].num_tokens)
+        position_BW = begin_B1 + np.minimum(column_W, length_B1 - 1)
+        positions = _as_slice(position_BW.reshape(-1))
+        call = Call(rows=len(spans), queries=positions, keys=positions)
+        if length_B1.min() < len(column_W):
+            is_token_BW = torch.from_numpy(column_W < length_B1)
+            call.is_token = is_token_BW[:, None, :, None]
+        if len(column_W) < MIN_UNPADDED:
+            call.attn_mask = self._branch_mask(position_BW, begin_B1 + column_W)
         return call
+
+    def _branch_mask(self, query_BW: np.ndarray, key_BW: np.ndarray) -> Tensor | None:
+        """Return the mask of small trees, as in Call; None if no chain has branches.
+
+        Args:
+            query_BW: Positions of the queries.
+            key_BW: Positions of the keys.
+        """
+        stop_N = np.repeat(self.stops, np.diff(self.bounds))
+        stop_BW = stop_N[query_BW]
+        last_query_B1 = query_BW[:, -1:]
+        if not (stop_BW <= last_query_B1).any():
+            return None
+        key_B1W = key_BW[:, None]
+        query_BW1 = query_BW[:, :, None]
+        is_earlier_BWW = key_B1W <= query_BW1
+        is_descendant_BWW = query_BW1 < stop_BW[:, None]
+        is_seen_BWW = torch.from_numpy(is_earlier_BWW & is_descendant_BWW)
+        is_seen_B1WW = is_seen_BWW[:, None]
+        mask_B1WW = torch.zeros(is_seen_B1WW.shape)
+        return mask_B1WW.masked_fill_(~is_seen_B1WW, -torch.inf)
+
+
+class _Span(NamedTuple):
+    """The tokens of a chain."""
+
+    num_tokens: int
+    begin: int
+    """Position of the first token."""
+
+
+def _groups_of_chains(spans: list[_Span]) -> list[list[_Span]]:
+    """Divide chains into calls of the kernel; in each call, the longest chain is the first."""
+    groups = list[list[_Span]]()
+    short_chains = list[_Span]()
+    for num_tokens, run_of_spans in groupby(spans, key=lambda span: span.num_tokens):
+        run = list(run_of_spans)
+        if len(run) * num_tokens >= MIN_UNPADDED:
+            groups.append(run)
+        else:
+            short_chains += run
+    short_chains.sort(key=lambda span: -span.num_tokens)
+    while short_chains:
+        min_tokens = (1 - MAX_PADDING) * short_chains[0].num_tokens
+        group = [span for span in short_chains if span.num_tokens >= min_tokens]
+        groups.append(group)
+        short_chains = short_chains[len(group) :]
+    return groups
+
+
+def _as_slice(positions: np.ndarray) -> Positions:
+    """Return positions as a slice if they are consecutive, else as a tensor."""
+    begin = int(positions[0])
+    end = int(positions[-1]) + 1
+    consecutive = np.arange(begin, begin + positions.size)
+    if (positions == consecutive).all():
+        return slice(begin, end)
+    return torch.from_numpy(positions)
 
 
 class TreeAttention(torch.autograd.Function):
@@ -194,23 +298,20 @@ class TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Attend; the inputs are query, key, value, the PrefixTree and the scale."""
         query, key, value, tree, scale = inputs
-        wide = torch.promote_types(query.dtype, torch.float32)
-        wide_inputs = [tensor.to(wide) for tensor in inputs[:3]]
+        wide_dtype = torch.promote_types(query.dtype, torch.float32)
+        wide_inputs = [query.to(wide_dtype), key.to(wide_dtype), value.to(wide_dtype)]
         out = torch.empty_like(wide_inputs[0])
-        lse = query.new_empty(query.shape[:2], dtype=wide)
+        lse = query.new_empty(query.shape[:2], dtype=wide_dtype)
         for call in tree.calls:
-            taken = map(call.to_rows, wide_inputs, (call.queries, call.keys, call.keys))
-            part, sums = map(call.from_rows, _forward(*taken, **call.kernel_options(wide, scale)))
-            at = call.drop_padding(call.queries)
+            positions = call.queries, call.keys, call.keys
+            kernel_inputs = map(call.to_rows, wide_inputs, positions)
+            options = call.kernel_options(wide_dtype, scale)
+            part_out, part_lse = map(call.from_rows, _forward(*kernel_inputs, **options))
+            tokens = call.drop_padding(call.queries)
             if call.is_branch:
-                before = lse[at]
-                total = torch.logaddexp(lse[at], sums)
-                merged = out[at] * (before - total).exp_()[..., None]
-                weight = (sums - total).exp_()[..., None]
-                part = merged.addcmul_(part, weight)
-                sums = total
-            out[at] = part
-            lse[at] = sums
+                part_out, part_lse = _merged(out[tokens], lse[tokens], part_out, part_lse)
+            out[tokens] = part_out
+            lse[tokens] = part_lse
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.options = tree, scale
@@ -222,18 +323,43 @@ class TreeAttention(torch.autograd.Function):
 
         The gradients of a partial result need only the merged output and the merged log-sum-exp.
         """
-        (tree, scale), saved = ctx.options, ctx.saved_tensors
-        wide = saved[-1].dtype
-        values = [tensor.to(wide) for tensor in (grads[0].contiguous(), *saved)]
-        sums = [torch.empty_like(each) for each in values[1:4]]
+        tree, scale = ctx.options
+        query, key, value, out, lse = ctx.saved_tensors
+        wide_dtype = lse.dtype
+        wide_inputs = [
+            tensor.to(wide_dtype) for tensor in (grads[0].contiguous(), query, key, value, out, lse)
+        ]
+        wide_grads = [torch.empty_like(tensor) for tensor in wide_inputs[1:4]]
         for call in tree.calls:
             at_q = call.queries
             at_k = call.keys
-            grad_out, *taken = map(call.to_rows, values, (at_q, at_q, at_k, at_k, at_q, at_q))
-            grad_out = grad_out if call.is_token is None else grad_out * call.is_token
-            parts = _backward(grad_out, *taken, **call.kernel_options(wide, scale))
-            for into, part, where in zip(sums, parts, (at_q, at_k, at_k), strict=True):
-                at = call.drop_padding(where)
+            positions = at_q, at_q, at_k, at_k, at_q, at_q
+            grad_out, *kernel_inputs = map(call.to_rows, wide_inputs, positions)
+            if call.is_token is not None:
+                grad_out = grad_out * call.is_token
+            options = call.kernel_options(wide_dtype, scale)
+            part_grads = _backward(grad_out, *kernel_inputs, **options)
+            grad_positions = at_q, at_k, at_k
+            for grad, part, at in zip(wide_grads, part_grads, grad_positions, strict=True):
+                tokens = call.drop_padding(at)
                 part = call.from_rows(part)
-                into[at] = into[at].add_(part) if call.is_branch else part
-        return *(each.to(grads[0].dtype) for each in sums), None, None
+                if call.is_branch:
+                    part = grad[tokens].add_(part)
+                grad[tokens] = part
+        dtype = grads[0].dtype
+        grad_query, grad_key, grad_value = (grad.to(dtype) for grad in wide_grads)
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _merged(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the output [tokens, heads, D] and the log-sum-exp of two partial results."""
+    total_lse = torch.logaddexp(lse, part_lse)
+    weight = (lse - total_lse).exp_()[..., None]
+    part_weight = (part_lse - total_lse).exp_()[..., None]
+    merged_out = out * weight
+    return merged_out.addcmul_(part_out, part_weight), total_lse

@@ -26,8 +26,11 @@ class Layout:
     @property
     def num_bytes(self) -> int:
         """Length of the flat tensor."""
-        sizes = (getattr(torch, dtype).itemsize for dtype in self.dtypes)
-        return sum(size * prod(shape) for size, shape in zip(sizes, self.shapes, strict=True))
+        total_bytes = 0
+        for dtype_name, shape in zip(self.dtypes, self.shapes, strict=True):
+            dtype: torch.dtype = getattr(torch, dtype_name)
+            total_bytes += dtype.itemsize * prod(shape)
+        return total_bytes
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Bucket:
     @property
     def flat(self) -> torch.Tensor:
         """The tensors' bytes, copied into one uint8 [layout.num_bytes] on the same device."""
-        return torch.cat([tensor.view(-1).view(torch.uint8) for tensor in self.tensors])
+        tensor_bytes = [tensor.view(-1).view(torch.uint8) for tensor in self.tensors]
+        return torch.cat(tensor_bytes)
 
 
 def split(weights: Iterable[Named], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -50,14 +54,14 @@ def split(weights: Iterable[Named], max_bytes: int) -> Iterator[dict[str, torch.
     A larger tensor gets its own part. At most one part is held in memory at a time.
     """
     part = dict[str, torch.Tensor]()
-    size = 0
+    part_bytes = 0
     for name, tensor in weights:
-        if part and size + tensor.nbytes > max_bytes:
+        if part and part_bytes + tensor.nbytes > max_bytes:
             yield part
             part = {}
-            size = 0
+            part_bytes = 0
         part[name] = tensor.detach().contiguous()
-        size += tensor.nbytes
+        part_bytes += tensor.nbytes
     if part:
         yield part
 
@@ -66,17 +70,24 @@ def pack(weights: Iterable[Named], max_bytes: int) -> Iterator[Bucket]:
     """Yield each part of `split` with its layout."""
     for part in split(weights, max_bytes):
         tensors = list(part.values())
-        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-        yield Bucket(Layout(list(part), dtypes, [list(t.shape) for t in tensors]), tensors)
+        layout = Layout(
+            names=list(part),
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            shapes=[list(tensor.shape) for tensor in tensors],
+        )
+        yield Bucket(layout=layout, tensors=tensors)
 
 
 def unpack(layout: Layout, flat: torch.Tensor) -> Iterator[Named]:
     """Yield each tensor of a bucket, as a view where its bytes are aligned, else as a copy."""
-    start = 0
-    for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
-        kind: torch.dtype = getattr(torch, dtype)
-        end = start + kind.itemsize * prod(shape)
-        part = flat[start:end]
-        part = part.clone() if start % kind.itemsize else part
-        yield name, part.view(kind).view(shape)
-        start = end
+    begin = 0
+    columns = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+    for name, dtype_name, shape in columns:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        end = begin + dtype.itemsize * prod(shape)
+        tensor_bytes = flat[begin:end]
+        is_aligned = begin % dtype.itemsize == 0
+        if not is_aligned:
+            tensor_bytes = tensor_bytes.clone()
+        yield name, tensor_bytes.view(dtype).view(shape)
+        begin = end

@@ -17,33 +17,49 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     cast only to float32: rotary frequencies stay exact in every dtype.
     """
     layers = list(_layers(model))
-    in_layers = {id(tensor) for layer in layers for tensor in _weights(layer, dtype)}
-    outside = [tensor for tensor in _weights(model, dtype) if id(tensor) not in in_layers]
+    ids_in_layers = set[int]()
+    for layer in layers:
+        ids_in_layers.update(id(tensor) for tensor in _weights(layer, dtype))
+    weights = _weights(model, dtype)
+    outside_layers = [tensor for tensor in weights if id(tensor) not in ids_in_layers]
     with ExitStack() as stack:
-        stack.enter_context(_cast(outside, dtype))
+        stack.enter_context(_cast(outside_layers, dtype))
         for layer in layers:
             casts = stack.enter_context(ExitStack())
 
-            def begin(layer: nn.Module, _: Any, casts: ExitStack = casts) -> None:
-                casts.enter_context(_cast(_weights(layer, dtype), dtype))
+            def begin(
+                layer: nn.Module,
+                _: Any,
+                casts: ExitStack = casts,
+            ) -> None:
+                layer_weights = _weights(layer, dtype)
+                casts.enter_context(_cast(layer_weights, dtype))
 
             def end(*_: Any, casts: ExitStack = casts) -> None:
                 casts.close()
 
-            stack.callback(layer.register_forward_pre_hook(begin).remove)
-            stack.callback(layer.register_forward_hook(end).remove)
+            begin_hook = layer.register_forward_pre_hook(begin)
+            end_hook = layer.register_forward_hook(end)
+            stack.callback(begin_hook.remove)
+            stack.callback(end_hook.remove)
         yield
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of each list of modules that is in no other list."""
     for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _layers(child)
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
 
 
 def _weights(module: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-    buffers = module.buffers() if dtype == torch.float32 else ()
-    return [each for each in (*module.parameters(), *buffers) if each.is_floating_point()]
+    """Return the floating-point tensors of a module that are cast to `dtype`."""
+    tensors: list[Tensor] = [*module.parameters()]
+    if dtype == torch.float32:
+        tensors += module.buffers()
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 @contextmanager

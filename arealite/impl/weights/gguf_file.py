@@ -121,8 +121,12 @@ def _find_file(path: str) -> Path:
     return file
 
 
-def _refusal(path: Path | str, reason: str, fix: str = USE_SAFETENSORS) -> UserError:
-    return UserError(f"model.path={path} {reason}. {fix}")
+def _refusal(
+    path: Path | str,
+    reason: str,
+    advice: str = USE_SAFETENSORS,
+) -> UserError:
+    return UserError(f"model.path={path} {reason}. {advice}")
 
 
 def convert(file: Path, target: Path) -> str:
@@ -155,7 +159,10 @@ def _convert(file: Path, target: Path) -> str:
     _check_tensors(file, reader)
     auto: Any = AutoModelForCausalLM
     loaded, report = auto.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     _check_complete(file, reader, loaded, report["missing_keys"])
     types = {tensor.tensor_type.name for tensor in reader.tensors}
@@ -169,21 +176,36 @@ def _convert(file: Path, target: Path) -> str:
 
 
 def _check_tensors(file: Path, reader: Any) -> None:
-    factors = ", ".join(t.name for t in reader.tensors if t.name in ROPE_FACTORS)
+    """Raise UserError if transformers drops a tensor of the file."""
+    names = [tensor.name for tensor in reader.tensors]
+    factors = ", ".join(name for name in names if name in ROPE_FACTORS)
     if factors:
-        dropped = f"has factors for its rotary embeddings ({factors}), which transformers drops"
-        raise _refusal(file, dropped)
+        raise _refusal(
+            file,
+            f"has factors for its rotary embeddings ({factors}), which transformers drops",
+        )
 
 
-def _check_complete(file: Path, reader: Any, model: Any, missing: Any) -> None:
+def _check_complete(
+    file: Path,
+    reader: Any,
+    model: Any,
+    missing: Any,
+) -> None:
     """Raise UserError unless each number of the file is a parameter of the model."""
+    state = model.state_dict()
+    sizes = {tensor.data_ptr(): tensor.numel() for tensor in state.values()}
     in_file = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    in_model = sum({t.data_ptr(): t.numel() for t in model.state_dict().values()}.values())
-    if missing or in_file != in_model:
-        in_model -= sum(model.state_dict()[name].numel() for name in missing)
-        names = f"without {', '.join(sorted(missing)[:3])}, " if missing else ""
-        numbers = f"has {in_file} weights, of which transformers reads {in_model}"
-        raise _refusal(file, f"{numbers}, {names}so the model would be another one")
+    in_model = sum(sizes.values())
+    if not missing and in_file == in_model:
+        return
+    num_read = in_model - sum(state[name].numel() for name in missing)
+    without = f"without {', '.join(sorted(missing)[:3])}, " if missing else ""
+    raise _refusal(
+        file,
+        f"has {in_file} weights, of which transformers reads {num_read}, "
+        f"{without}so the model would be another one",
+    )
 
 
 def _without_quantization(loaded: Any) -> Any:
@@ -213,11 +235,17 @@ def _rounding(model: Any, dtype: Any) -> str:
     sum_of_squares = 0.0
     num_weights = 0
     for parameter in model.parameters():
-        weights = parameter.detach()
-        change = (weights - weights.to(dtype).float()).square().sum() / weights.square().sum()
-        sum_of_squares += float(change.nan_to_num()) * weights.numel()  # nan: all weights are 0
-        num_weights += weights.numel()
-    return f", which changes the weights by {(sum_of_squares / num_weights) ** 0.5:.2%}"
+        sum_of_squares += _squared_change(parameter.detach(), dtype) * parameter.numel()
+        num_weights += parameter.numel()
+    change = (sum_of_squares / num_weights) ** 0.5
+    return f", which changes the weights by {change:.2%}"
+
+
+def _squared_change(weights: Any, dtype: Any) -> float:
+    """Return the square of the change of weights, relative to the square of their norm."""
+    difference = weights - weights.to(dtype).float()
+    change = difference.square().sum() / weights.square().sum()
+    return float(change.nan_to_num())  # nan: all weights are 0
 
 
 def _quantisation(reader: Any) -> str:
@@ -225,8 +253,10 @@ def _quantisation(reader: Any) -> str:
     elements = Counter[str]()
     for tensor in reader.tensors:
         elements[tensor.tensor_type.name] += int(tensor.n_elements)
-    bits = 8 * sum(int(tensor.n_bytes) for tensor in reader.tensors) / elements.total()
-    return f"{elements.most_common(1)[0][0]}, {bits:.1f} bits for a weight"
+    num_bytes = sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    bits_per_weight = 8 * num_bytes / elements.total()
+    most_frequent, _ = elements.most_common(1)[0]
+    return f"{most_frequent}, {bits_per_weight:.1f} bits for a weight"
 
 
 def _generation_config(config: Any, reader: Any) -> Any:
@@ -238,13 +268,18 @@ def _generation_config(config: Any, reader: Any) -> Any:
     return config
 
 
-def _write_tokenizer(file: Path, tokenizer: Any, target: Path) -> None:
+def _write_tokenizer(
+    file: Path,
+    tokenizer: Any,
+    target: Path,
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer.save_pretrained(target, save_jinja_files=False)
     written: Any = AutoTokenizer.from_pretrained(target)
-    before, after = (each.backend_tokenizer.pre_tokenizer for each in (tokenizer, written))
-    if repr(before) != repr(after):
+    pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
+    written_pre_tokenizer = written.backend_tokenizer.pre_tokenizer
+    if repr(pre_tokenizer) != repr(written_pre_tokenizer):
         raise UserError(
             f"{type(written).__name__} of transformers splits texts in another way than "
             f"model.path={file}. {USE_TOKENIZER}"
@@ -276,8 +311,8 @@ def _make_tokenizer(file: Path, reader: Any) -> Any:
     elif "Split(" in repr(tokenizer.backend_tokenizer.pre_tokenizer):  # transformers knows it
         return tokenizer
     else:
-        unknown = f"splits texts in the way '{pre}', which is not known"
-        raise _refusal(file, unknown, USE_TOKENIZER)
+        reason = f"splits texts in the way '{pre}', which is not known"
+        raise _refusal(file, reason, USE_TOKENIZER)
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
     return tokenizer
 

@@ -17,7 +17,11 @@ Address = tuple[str, int] | socket.socket
 """Where the store of a rendezvous listens: on rank 0 the listening socket."""
 
 
-def open_store(address: Address, world_size: int, timeout: timedelta) -> TCPStore:
+def open_store(
+    address: Address,
+    world_size: int,
+    timeout: timedelta,
+) -> TCPStore:
     """Return the store of the rendezvous; rank 0 serves it on its socket, which this call consumes.
 
     Without a socket, torch would listen on every interface.
@@ -26,11 +30,24 @@ def open_store(address: Address, world_size: int, timeout: timedelta) -> TCPStor
         return TCPStore(*address, world_size, timeout=timeout)
     host, port = address.getsockname()[:2]
     descriptor = address.detach()
-    return TCPStore(host, port, world_size, True, timeout=timeout, master_listen_fd=descriptor)
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=descriptor,
+    )
 
 
 def join(
-    address: Address, name: str, *, rank: int, world_size: int, backend: str, seconds: float
+    address: Address,
+    name: str,
+    *,
+    rank: int,
+    world_size: int,
+    backend: str,
+    seconds: float,
 ) -> dist.ProcessGroup:
     """Join the group `name` whose rank 0 listens at `address`; blocks until all ranks have joined.
 
@@ -44,11 +61,15 @@ def join(
     """
     timeout = timedelta(seconds=seconds)
     store = open_store(address, world_size, timeout)
-    kind = c10d.Backend(backend)
-    keys = c10d.PrefixStore(name, store)
-    label = cast(Any, name)
-    group: Any = c10d._new_process_group_helper(
-        world_size, rank, [], kind, keys, group_name=label, timeout=timeout
-    )[0]
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    group: Any
+    group, *_ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=cast(Any, name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group

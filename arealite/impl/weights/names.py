@@ -27,7 +27,7 @@ from arealite.impl.weights.buckets import Named
 
 SCORE = "score.weight"
 """Weight of the value head, which a folder may lack."""
-FIX = "Weights and config.json are of different models: download the folder again."
+DOWNLOAD_AGAIN = "Weights and config.json are of different models: download the folder again."
 TIE = "If the head is tied, set tie_word_embeddings=true in config.json; else download it again."
 IMAGES = "Images are not supported: use a folder with the text part of the model alone."
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -83,11 +83,12 @@ class TensorNames:
         self._of_model: dict[str, Group] = {}
         self._twins: dict[str, Group] = {}
         """The second group of a tensor that has two, as of an embedding with a tied head."""
+        self._of_folder: dict[str, Group] = {}
         # A head that is tied to the embedding comes second: servers ignore it.
-        for group in sorted(self._plan(model), key=lambda each: self._first[each.key] != each.key):
+        for group in sorted(self._plan(model), key=self._is_tied_copy):
             self._add(group)
-        groups = [*self._twins.values(), *self._of_model.values()]
-        self._of_folder = {name: group for group in groups for name in group.sources}
+        for group in [*self._twins.values(), *self._of_model.values()]:
+            self._of_folder |= dict.fromkeys(group.sources, group)
         self._check_names(model)
         self.unused = frozenset(self.headers.keys() - self._of_folder.keys())
         """Tensors of the folder that the model ignores, for example for images."""
@@ -96,7 +97,7 @@ class TensorNames:
         """Describes the tensors of the folder that the model uses."""
         self.loadable = self._of_model.keys()
         """The tensors of the model that the folder has: all but a fresh value head."""
-        self._rest: Tensors = {}
+        self._converted: Tensors = {}
         """Tensors of the last converted group that `load` has yet to return."""
 
     def read(self, name: str) -> torch.Tensor:
@@ -114,9 +115,9 @@ class TensorNames:
         Raises:
             UserError: config.json ties tensors whose values differ.
         """
-        if name not in self._rest:  # a group has one read for all its tensors
-            self._rest = self._load_group(self._of_model[name])
-        tensor = self._rest.pop(name)
+        if name not in self._converted:  # a group has one read for all its tensors
+            self._converted = self._load_group(self._of_model[name])
+        tensor = self._converted.pop(name)
         twin = self._twins.get(name)
         if twin is not None and not torch.equal(tensor, self._load_group(twin)[name]):
             raise self._untied(name, twin.key)
@@ -133,12 +134,22 @@ class TensorNames:
         """
         parts: Parts = {}
         for name, tensor in weights:
-            if (group := self._of_model.get(name)) is None:
+            group = self._of_model.get(name)
+            if group is None:
                 yield name, tensor
-            elif found := _complete(parts, group.key, len(group.targets), name, tensor):
-                yield from self._revert(group, found).items()
+                continue
+            complete_group = _complete(
+                parts,
+                key=group.key,
+                size=len(group.targets),
+                name=name,
+                tensor=tensor,
+            )
+            if complete_group:
+                yield from self._revert(group, complete_group).items()
         if parts:
-            raise InvariantError(f"{next(iter(parts))} was streamed without the rest of its group")
+            key = next(iter(parts))
+            raise InvariantError(f"{key} was streamed without the rest of its group")
 
     def to_model(self, named: Iterable[Named], parts: Parts) -> Iterator[Named]:
         """Convert tensors of the folder to the names and shapes of the model.
@@ -149,73 +160,121 @@ class TensorNames:
         """
         for name, tensor in named:
             group = self._of_folder[name]
-            if found := _complete(parts, group.key, len(group.sources), name, tensor):
-                yield from self._convert(group, found.__getitem__).items()
+            complete_group = _complete(
+                parts,
+                key=group.key,
+                size=len(group.sources),
+                name=name,
+                tensor=tensor,
+            )
+            if complete_group:
+                yield from self._convert(group, complete_group.__getitem__).items()
 
     def target(self, name: str) -> str:
         """Return the name of the model's first tensor that contains a tensor of the folder."""
-        return self._first[self._of_folder[name].key]
+        group = self._of_folder[name]
+        return self._first[group.key]
 
-    def missing(self, given: set[str], *, whole: bool = True) -> list[str]:
-        """Return the names of tensors that are needed besides `given`, sorted.
+    def missing(self, present: set[str], *, whole: bool = True) -> list[str]:
+        """Return the names of tensors that are needed besides those in `present`, sorted.
 
         Args:
-            given: Names of tensors of the folder.
-            whole: True: to make the whole model; False: to complete the groups in `given`.
+            present: Names of tensors of the folder.
+            whole: True: to make the whole model; False: to complete the groups in `present`.
         """
-        groups = self._of_model if whole else {self.target(n): self._of_folder[n] for n in given}
-        absent: dict[str, None] = {}
+        groups = self._of_model
+        if not whole:
+            groups = {self.target(name): self._of_folder[name] for name in present}
+        absent = set[str]()
         for name, group in groups.items():
-            if not given.issuperset(self._twins.get(name, group).sources):
-                absent |= dict.fromkeys(group.sources.keys() - given)
+            twin = self._twins.get(name, group)
+            if not present.issuperset(twin.sources):
+                absent |= group.sources.keys() - present
         return sorted(absent)
+
+    def _is_tied_copy(self, group: Group) -> bool:
+        return self._first[group.key] != group.key
 
     def _plan(self, model: PreTrainedModel) -> list[Group]:
         """Group the tensors of the folder by the model's tensor that is made of them."""
-        rules = get_model_conversion_mapping(model)
-        joins = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-        of_pattern = {pattern: rule for rule in joins for pattern in rule.source_patterns}
+        converters = list[WeightConverter]()
+        renamings = list[Any]()
+        for rule in get_model_conversion_mapping(model):
+            if isinstance(rule, WeightConverter):
+                converters.append(rule)
+            else:
+                renamings.append(rule)
+        converter_of_pattern = dict[str, WeightConverter]()
+        for converter in converters:
+            converter_of_pattern |= dict.fromkeys(converter.source_patterns, converter)
         prefix = model.base_model_prefix
         groups = dict[tuple[str, str], Group]()
         for name in sorted(self.headers, key=dot_natural_key):
-            key, pattern = rename_source_key(name, renamings, joins, prefix, self._meta)
+            key, pattern = rename_source_key(name, renamings, converters, prefix, self._meta)
             renamed = name
-            for rule in renamings:
-                renamed, _ = rule.rename_source_key(renamed)
+            for renaming in renamings:
+                renamed, _ = renaming.rename_source_key(renamed)
             if key not in self._meta and name in self._meta:  # the name needs no renaming
                 key = name
                 pattern = None
-            if key in self._meta:
-                rule = of_pattern.get(pattern or "")
-                group = groups.setdefault((key, "" if rule else name), Group(key, rule))
-                group.sources[name] = renamed.removeprefix(self._prefix), pattern or ""
+            if key not in self._meta:
+                continue
+            pattern = pattern or ""
+            converter = converter_of_pattern.get(pattern)
+            # Tensors that are joined share a group. Any other tensor has its own.
+            group_id = (key, "" if converter else name)
+            group = groups.setdefault(group_id, Group(key=key, rule=converter))
+            group.sources[name] = (renamed.removeprefix(self._prefix), pattern)
         return [*groups.values()]
 
     def _add(self, group: Group) -> None:
         """Add a group; check on the meta device that it can be converted to the model, and back."""
-        given = {n: torch.empty(self.headers[n].shape, device="meta") for n in group.sources}
-        listed = ", ".join([*given][:2]) + (f", … ({len(given)} in all)" if len(given) > 2 else "")
-        what = f"'{self.folder}': {listed}"
-        dtypes = {self.headers[name].dtype for name in given}
-        if self._meta[group.key].is_floating_point() and (odd := dtypes - {*FLOATS}):
-            what = f"{what}: dtype {odd.pop()} is quantized, which cannot be trained"
-            raise UserError(f"{what}. Use a folder with weights in bfloat16 or float32.")
+        label = self._label(group)
+        self._check_dtypes(group, label)
+        sources = Tensors()
+        for name in group.sources:
+            sources[name] = torch.empty(self.headers[name].shape, device="meta")
         try:
-            made = self._convert(group, given.__getitem__)
-            group.targets = tuple(made)
-            again = self._revert(group, made)
+            targets = self._convert(group, sources.__getitem__)
+            group.targets = tuple(targets)
+            reverted = self._revert(group, targets)
         except (RuntimeError, ValueError, KeyError, IndexError) as error:
-            why = f"{one_line(error):.200}"
-            raise UserError(f"{what} cannot be converted ({why}). {FIX}") from error
-        for name, tensor in made.items():
-            if tensor.shape != (shape := self._meta[name].shape):
-                has = f"{what} has shape {list(tensor.shape)}"
-                raise UserError(f"{has}, the model of its config.json {list(shape)}. {FIX}")
+            reason = f"{one_line(error):.200}"
+            raise UserError(f"{label} cannot be converted ({reason}). {DOWNLOAD_AGAIN}") from error
+        for name, tensor in targets.items():
+            model_shape = self._meta[name].shape
+            if tensor.shape != model_shape:
+                raise UserError(
+                    f"{label} has shape {list(tensor.shape)}, "
+                    f"the model of its config.json {list(model_shape)}. {DOWNLOAD_AGAIN}"
+                )
             if self._of_model.setdefault(name, group) is not group:
                 self._twins[name] = group
-        if any(again[name].shape != tensor.shape for name, tensor in given.items()):
-            raise UserError(f"{what} cannot be converted back to their shapes. {FIX}")
+        for name, tensor in sources.items():
+            if reverted[name].shape != tensor.shape:
+                raise UserError(
+                    f"{label} cannot be converted back to their shapes. {DOWNLOAD_AGAIN}"
+                )
+
+    def _label(self, group: Group) -> str:
+        """Return the folder and some of the group's tensors, for an error."""
+        names = [*group.sources]
+        listed_names = ", ".join(names[:2])
+        if len(names) > 2:
+            listed_names += f", … ({len(names)} in all)"
+        return f"'{self.folder}': {listed_names}"
+
+    def _check_dtypes(self, group: Group, label: str) -> None:
+        """Raise UserError if weights of a group are quantized."""
+        if not self._meta[group.key].is_floating_point():
+            return
+        dtypes = {self.headers[name].dtype for name in group.sources}
+        quantized_dtypes = dtypes - {*FLOATS}
+        if quantized_dtypes:
+            raise UserError(
+                f"{label}: dtype {quantized_dtypes.pop()} is quantized, which cannot be trained. "
+                "Use a folder with weights in bfloat16 or float32."
+            )
 
     def _load_group(self, group: Group) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors in the folder.
@@ -224,8 +283,15 @@ class TensorNames:
         open: pages of an open file count as this process's memory.
         """
         with ExitStack() as stack:
-            opened = cache(lambda file: stack.enter_context(safe_open(file, framework="pt")))
-            return self._convert(group, lambda name: opened(self._files[name]).get_tensor(name))
+
+            @cache
+            def open_once(file: Path) -> Any:
+                return stack.enter_context(safe_open(file, framework="pt"))
+
+            def read(name: str) -> torch.Tensor:
+                return open_once(self._files[name]).get_tensor(name)
+
+            return self._convert(group, read)
 
     def _convert(self, group: Group, read: Read) -> Tensors:
         """Return the tensors of the model that are made of the group's tensors."""
@@ -235,7 +301,8 @@ class TensorNames:
         rule = deepcopy(group.rule)
         for name, (_, pattern) in group.sources.items():
             rule.add_tensor(group.key, name, pattern, read(name))
-        return {self._first[name]: tensor for name, tensor in self._apply(rule, group.key).items()}
+        converted = self._apply(rule, group.key)
+        return {self._first[name]: tensor for name, tensor in converted.items()}
 
     def _revert(self, group: Group, tensors: Tensors) -> Tensors:
         """Return the tensors of the folder that the tensors of the model are made of."""
@@ -246,45 +313,82 @@ class TensorNames:
         for name in group.targets:
             key, pattern = rule.rename_source_key(name)
             rule.add_tensor(key, name, pattern, tensors[name])
-        made = {n.removeprefix(self._prefix): t for n, t in self._apply(rule, key).items()}
-        return {name: made[renamed] for name, (renamed, _) in group.sources.items()}
+        renamed_tensors = Tensors()
+        for name, tensor in self._apply(rule, key).items():
+            renamed_tensors[name.removeprefix(self._prefix)] = tensor
+        return {name: renamed_tensors[renamed] for name, (renamed, _) in group.sources.items()}
 
     def _apply(self, rule: Any, key: str) -> Tensors:
+        """Return the tensors that a rule makes of the tensors that were added to it."""
         shapes = SimpleNamespace(get_parameter=self._meta.__getitem__)
-        made = rule.convert(key, model=shapes, config=self._config).items()
-        return {name: each[0] if isinstance(each, list) else each for name, each in made}
+        converted = rule.convert(key, model=shapes, config=self._config)
+        tensors = Tensors()
+        for name, tensor in converted.items():
+            tensors[name] = tensor[0] if isinstance(tensor, list) else tensor
+        return tensors
 
     def _check_ties(self, model: PreTrainedModel) -> None:
         """Raise UserError if tensors that config.json ties are different in the model."""
-        for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+        for name, other in ties.items():
             if self._first[name] != self._first[other]:
                 raise self._untied(other, name)
 
     def _untied(self, name: str, other: str) -> UserError:
-        what = f"'{self.folder}': config.json ties {name} and {other}"
-        fix = "Set tie_word_embeddings to false in config.json"
-        return UserError(f"{what}, whose values differ in the files. {fix}, or remove one of them.")
+        return UserError(
+            f"'{self.folder}': config.json ties {name} and {other}, "
+            "whose values differ in the files. "
+            "Set tie_word_embeddings to false in config.json, or remove one of them."
+        )
 
     def _check_names(self, model: PreTrainedModel) -> None:
         """Raise UserError unless the folder holds exactly the tensors of the model."""
-        unused = [*(model._keys_to_ignore_on_load_unexpected or []), r"\.inv_freq$"]
-        if SCORE in self._meta:
-            unused.append(r"^lm_head\.")
-        for number in range(getattr(self._config, "num_nextn_predict_layers", None) or 0):
-            unused.append(rf"\.layers\.{self._config.num_hidden_layers + number}\.")
-        left = self.headers.keys() - self._of_folder.keys()
-        left = {name for name in left if not any(re.search(rule, name) for rule in unused)}
         missing = {*self._first.values()} - self._of_model.keys() - {SCORE}
-        for names, what in (missing, "lacks"), (left, "has tensors that the model lacks:"):
-            if names:
-                listed = ", ".join(sorted(names)[:3])
-                fix = IMAGES if re.search("vision|visual", " ".join(names)) else FIX
-                fix = TIE if names == {"lm_head.weight"} else fix
-                raise UserError(f"'{self.folder}' {what} {listed} ({len(names)} in all). {fix}")
+        if missing:
+            raise self._mismatch("lacks", missing)
+        ignored = self._ignored_patterns(model)
+        unexpected = set[str]()
+        for name in self.headers.keys() - self._of_folder.keys():
+            if not any(re.search(pattern, name) for pattern in ignored):
+                unexpected.add(name)
+        if unexpected:
+            raise self._mismatch("has tensors that the model lacks:", unexpected)
+
+    def _ignored_patterns(self, model: PreTrainedModel) -> list[str]:
+        """Return expressions that match the tensors of a folder that the model ignores."""
+        patterns = [*(model._keys_to_ignore_on_load_unexpected or []), r"\.inv_freq$"]
+        if SCORE in self._meta:
+            patterns.append(r"^lm_head\.")
+        num_predictors = getattr(self._config, "num_nextn_predict_layers", None) or 0
+        for number in range(num_predictors):
+            layer = self._config.num_hidden_layers + number
+            patterns.append(rf"\.layers\.{layer}\.")
+        return patterns
+
+    def _mismatch(self, relation: str, names: set[str]) -> UserError:
+        """Return the error for names of tensors that only the folder or only the model has."""
+        listed_names = ", ".join(sorted(names)[:3])
+        advice = DOWNLOAD_AGAIN
+        if names == {"lm_head.weight"}:
+            advice = TIE
+        elif re.search("vision|visual", " ".join(names)):
+            advice = IMAGES
+        return UserError(
+            f"'{self.folder}' {relation} {listed_names} ({len(names)} in all). {advice}"
+        )
 
 
-def _complete(parts: Parts, key: str, size: int, name: str, tensor: torch.Tensor) -> Tensors | None:
+def _complete(
+    parts: Parts,
+    *,
+    key: str,
+    size: int,
+    name: str,
+    tensor: torch.Tensor,
+) -> Tensors | None:
     """Add a tensor to its group; remove and return the group if it has `size` tensors now."""
-    found = parts.setdefault(key, {})
-    found[name] = tensor
-    return parts.pop(key) if len(found) == size else None
+    group = parts.setdefault(key, {})
+    group[name] = tensor
+    if len(group) != size:
+        return None
+    return parts.pop(key)

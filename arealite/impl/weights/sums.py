@@ -1,6 +1,6 @@
 """Tests tensors: checksums show how two copies of a model differ; all numbers must be finite."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -19,13 +19,29 @@ def sums(named: Iterable[Named], model: nn.Module | None) -> Sums:
 
     The frequencies of rotary embeddings are such buffers.
     """
-    found = Sums()
-    stored, buffers = (model.state_dict(), model.named_buffers()) if model is not None else ({}, ())
-    for name, tensor in chain(named, (each for each in buffers if each[0] not in stored)):
-        rows = tensor.detach().reshape(len(tensor) if tensor.ndim > 1 else 1, -1).float()
-        left, right = (torch.arange(n, device=rows.device).mul(0.7).cos() for n in rows.shape)
-        found[name] = tensor.ndim, float(rows.norm()), float(left @ (rows @ right))
-    return found
+    checksums = Sums()
+    unstored_buffers = _unstored_buffers(model) if model is not None else ()
+    for name, tensor in chain(named, unstored_buffers):
+        num_rows = len(tensor) if tensor.ndim > 1 else 1
+        matrix = tensor.detach().reshape(num_rows, -1).float()
+        left = _fixed_vector(matrix.shape[0], matrix.device)
+        right = _fixed_vector(matrix.shape[1], matrix.device)
+        norm = float(matrix.norm())
+        projection = float(left @ (matrix @ right))
+        checksums[name] = tensor.ndim, norm, projection
+    return checksums
+
+
+def _unstored_buffers(model: nn.Module) -> Iterator[Named]:
+    """Yield the buffers of a model that are in no file."""
+    stored = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name not in stored:
+            yield name, buffer
+
+
+def _fixed_vector(size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(size, device=device).mul(0.7).cos()
 
 
 def check_finite(model: nn.Module, path: str) -> None:
@@ -36,5 +52,5 @@ def check_finite(model: nn.Module, path: str) -> None:
     """
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
-            where = "model.adapter" if ".lora_" in name else f"model.path={path}"
-            raise UserError(f"{where}: '{name}' has NaN or infinity. Download the folder again.")
+            option = "model.adapter" if ".lora_" in name else f"model.path={path}"
+            raise UserError(f"{option}: '{name}' has NaN or infinity. Download the folder again.")
