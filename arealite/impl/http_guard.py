@@ -18,6 +18,8 @@ logger = log.get(__name__)
 
 OPEN = frozenset(("/health",))
 """Paths that need no token."""
+MAX_LOGGED_PEERS = 100
+"""Peers whose first refused request is logged."""
 
 
 def guard(token: str, *hosts: str, is_page: bool = False) -> Middleware:
@@ -33,41 +35,66 @@ def guard(token: str, *hosts: str, is_page: bool = False) -> Middleware:
             as `Host` is always accepted.
         is_page: Whether a browser shows the answers: the token is in the query, as `token`.
     """
-    names, logged = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}, set[str]()
+    host_names = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}
+    logged_peers = set[str]()
 
-    def refuse(request: web.Request, status: int, why: str) -> web.Response:
+    def refuse(request: web.Request, status: int, reason: str) -> web.Response:
         peer = str(request.remote)
-        if peer not in logged and len(logged) < 100:
-            logged.add(peer)
-            logger.warning("request refused", peer=peer, path=request.path, why=why)
-        return web.json_response({"error": {"message": why, "code": status}}, status=status)
+        if peer not in logged_peers and len(logged_peers) < MAX_LOGGED_PEERS:
+            logged_peers.add(peer)
+            logger.warning("request refused", peer=peer, path=request.path, why=reason)
+        error = {"message": reason, "code": status}
+        return web.json_response({"error": error}, status=status)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if why := refusal_of_page(request, names):
-            return refuse(request, 403, why)
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        sent = request.query.get("token", "") if is_page else sent
-        is_known = hmac.compare_digest(sent.encode(errors="surrogateescape"), token.encode())
-        if token and not is_known and request.path not in OPEN:
-            why = f"the {'' if is_page else 'bearer '}token is missing, or is not this server's"
-            return refuse(request, 403 if is_page else 401, why)
+        page_refusal = refusal_of_page(request, host_names)
+        if page_refusal:
+            return refuse(request, 403, page_refusal)
+        if not token or request.path in OPEN:
+            return await handler(request)
+        if is_page:
+            has_token = _is_equal(request.query.get("token", ""), token)
+            status = 403
+            token_name = "token"
+        else:
+            has_token = _is_equal(_bearer_token(request), token)
+            status = 401
+            token_name = "bearer token"
+        if not has_token:
+            reason = f"the {token_name} is missing, or is not this server's"
+            return refuse(request, status, reason)
         return await handler(request)
 
     return check
 
 
-def refusal_of_page(request: web.Request, names: set[str]) -> str:
-    """Return why a request may be of a web page, or ""; `names` are the host's own names."""
+def _bearer_token(request: web.Request) -> str:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _is_equal(sent_token: str, token: str) -> bool:
+    """Compare two tokens in a time that does not depend on their common prefix."""
+    sent_bytes = sent_token.encode(errors="surrogateescape")
+    return hmac.compare_digest(sent_bytes, token.encode())
+
+
+def refusal_of_page(request: web.Request, host_names: set[str]) -> str:
+    """Return the reason why a request may be of a web page, or "".
+
+    Args:
+        request: The request.
+        host_names: The names of this host. An IP address as `Host` is always accepted.
+    """
     if "Origin" in request.headers:
         return "requests of web pages are refused"
-    if not _is_own(request.headers.get("Host", ""), names):
+    if not _is_this_host(request.headers.get("Host", ""), host_names):
         return "the Host header is not a name of this server"
     return ""
 
 
-def _is_own(host: str, names: set[str]) -> bool:
+def _is_this_host(host: str, host_names: set[str]) -> bool:
     with suppress(ValueError):
         name = urlsplit(f"//{host}").hostname or ""
-        return name in names or bool(ipaddress.ip_address(name))
+        return name in host_names or bool(ipaddress.ip_address(name))
     return False

@@ -14,9 +14,10 @@ from aiohttp.typedefs import Handler
 IDLE_S = 60.0
 """A connection is closed after this long without a complete request, counted from its beginning or
 from the last answer. The answer itself may take any time."""
-MAX_IDLE, CROWDED_S = 512, 5.0
-"""With more than MAX_IDLE idle connections, idle ones are closed after CROWDED_S. Rollout workers
-close their unused connections earlier."""
+MAX_IDLE = 512
+"""With more idle connections, they are closed after CROWDED_S."""
+CROWDED_S = 5.0
+"""Rollout workers close their unused connections earlier."""
 SWEEP_S = 1.0
 """Seconds between two checks of all connections."""
 MAX_BODY = 2**16
@@ -35,7 +36,9 @@ class LimitedRunner(web.AppRunner):
             options: Further options of aiohttp's runner.
         """
         # aiohttp would decompress bodies before any check, in the event loop.
-        options |= {"access_log": None, "auto_decompress": False, "handler_cancellation": True}
+        options["auto_decompress"] = False
+        options["access_log"] = None
+        options["handler_cancellation"] = True
         super().__init__(app, **options)
         app.middlewares.append(self._serve)
         self._bodies = bodies
@@ -65,12 +68,17 @@ class LimitedRunner(web.AppRunner):
         if self.server is None:  # after `cleanup`
             return
         loop = asyncio.get_running_loop()
-        before = self._idle_since
         now = loop.time()
-        self._idle_since = {each: before.get(each, now) for each in self.server.connections}
-        idle = {each: since for each, since in self._idle_since.items() if since <= now}
-        limit_s = CROWDED_S if len(idle) > MAX_IDLE else IDLE_S
-        for connection, since in idle.items():
-            if now - since >= limit_s and connection.transport is not None:
+        idle_s_of_connection = dict[Any, float]()
+        idle_since = dict[object, float]()
+        for connection in self.server.connections:
+            since = self._idle_since.get(connection, now)
+            idle_since[connection] = since
+            if since <= now:
+                idle_s_of_connection[connection] = now - since
+        self._idle_since = idle_since
+        limit_s = CROWDED_S if len(idle_s_of_connection) > MAX_IDLE else IDLE_S
+        for connection, idle_s in idle_s_of_connection.items():
+            if idle_s >= limit_s and connection.transport is not None:
                 connection.transport.abort()
         loop.call_later(SWEEP_S, self._sweep)

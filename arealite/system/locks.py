@@ -40,17 +40,21 @@ def make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
         The folder, and the file descriptor of its lock.
     """
     remove_unlocked(parent.glob(f"{prefix}*"))
-    new = Path(tempfile.mkdtemp(dir=parent, prefix=f".{prefix}"))
-    lock = lock_folder(new)  # before it has the name that `remove_unlocked` looks for
-    return new.rename(parent / f"{prefix}{os.getpid()}-{new.name[-8:]}"), lock
+    temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{prefix}"))
+    lock = lock_folder(temporary)  # before it has the name that `remove_unlocked` looks for
+    random_suffix = temporary.name[-8:]
+    folder = temporary.rename(parent / f"{prefix}{os.getpid()}-{random_suffix}")
+    return folder, lock
 
 
 def lock_holder(file: Path) -> int:
     """Return the id of this host's process that has locked `file`; 0 if there is none."""
     with suppress(OSError, ValueError):
         pid = int(file.read_text())
-        opened = [os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        return pid if os.path.realpath(file) in opened else 0
+        descriptors = Path(f"/proc/{pid}/fd").iterdir()
+        open_files = [os.path.realpath(descriptor) for descriptor in descriptors]
+        if os.path.realpath(file) in open_files:
+            return pid
     return 0
 
 

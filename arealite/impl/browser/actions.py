@@ -14,8 +14,15 @@ from arealite.base.data import read_toml
 RULES: dict[str, str] = read_toml(__file__, "actions.toml")
 
 LINE = re.compile(r"^\W*(click|type|select|press|scroll|goto|stop)\b[ \t]*(.*?)`*\s*$", re.I | re.M)
-WITH_ID = re.compile(r"\[?(\d+)\]?(?:\s+(.*))?$", re.S)
-SCROLL = re.compile(r"\[?(up|down)\]?(?:\s+\[?(\d+)\]?)?$", re.I)
+"""Matches a line with an action. Groups: verb, arguments."""
+WITH_ID = re.compile(r"\[?(?P<id>\d+)\]?(?:\s+(?P<argument>.*))?$", re.S)
+SCROLL = re.compile(r"\[?(?P<direction>up|down)\]?(?:\s+\[?(?P<id>\d+)\]?)?$", re.I)
+FORMS_WITH_ID = {
+    "click": "click [3]",
+    "type": "type [3] [text]",
+    "select": "select [3] [option]",
+}
+"""Examples of the actions on an element, by verb."""
 MAX_TEXT = 2000
 
 
@@ -29,45 +36,58 @@ class Command(msgspec.Struct, frozen=True):
     verb: str
     element: int | None = None
     """Id of the element; None for an action without one."""
-    text: str = ""
+    argument: str = ""
     """Depending on the verb: text to type, option, key, direction, address or answer."""
 
 
-def parse(text: str) -> Command:
+def parse(answer: str) -> Command:
     """Parse the last action in an agent's text.
 
     Raises:
         BadAction: There is no action, or it lacks an argument; the text shows the right form.
     """
-    if not (found := LINE.findall(text)):
+    actions = LINE.findall(answer)
+    if not actions:
         raise BadAction("that is no action; write one, as in: click [3]")
-    verb = found[-1][0].lower()
-    rest = found[-1][1].strip()
-    if len(rest) > MAX_TEXT:
+    verb, arguments = actions[-1]
+    verb = verb.lower()
+    arguments = arguments.strip()
+    if len(arguments) > MAX_TEXT:
         raise BadAction(f"an action has at most {MAX_TEXT} characters")
-    if verb in ("click", "type", "select"):
-        return _with_id(verb, rest)
+    if verb in FORMS_WITH_ID:
+        return _with_id(verb, arguments)
     if verb == "scroll":
-        if (way := SCROLL.match(rest)) is None:
-            raise BadAction("write scroll [up] or scroll [down]")
-        return Command(verb, int(way[2]) if way[2] else None, way[1].lower())
-    if verb != "stop" and not bare(rest):
-        raise BadAction(f"{verb} what? As in: {verb} [{'Enter' if verb == 'press' else 'url'}]")
-    return Command(verb, None, bare(rest))
+        return _scroll(arguments)
+    argument = bare(arguments)
+    if verb != "stop" and not argument:
+        example = "Enter" if verb == "press" else "url"
+        raise BadAction(f"{verb} what? As in: {verb} [{example}]")
+    return Command(verb, None, argument)
 
 
-def _with_id(verb: str, rest: str) -> Command:
-    given = WITH_ID.match(rest)
-    if given is None or (verb == "select" and given[2] is None):
-        more = {"click": "", "type": " [text]", "select": " [option]"}[verb]
-        raise BadAction(f"{verb} needs the id of an element, as in: {verb} [3]{more}")
-    return Command(verb, int(given[1]), bare(given[2] or ""))
+def _with_id(verb: str, arguments: str) -> Command:
+    match = WITH_ID.match(arguments)
+    lacks_option = match is not None and match["argument"] is None and verb == "select"
+    if match is None or lacks_option:
+        form = FORMS_WITH_ID[verb]
+        raise BadAction(f"{verb} needs the id of an element, as in: {form}")
+    return Command(verb, int(match["id"]), bare(match["argument"] or ""))
 
 
-def bare(text: str) -> str:
+def _scroll(arguments: str) -> Command:
+    match = SCROLL.match(arguments)
+    if match is None:
+        raise BadAction("write scroll [up] or scroll [down]")
+    element = int(match["id"]) if match["id"] else None
+    return Command("scroll", element, match["direction"].lower())
+
+
+def bare(argument: str) -> str:
     """Return an argument without the brackets around it."""
-    text = text.strip()
-    return text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text
+    argument = argument.strip()
+    if argument.startswith("[") and argument.endswith("]"):
+        return argument[1:-1]
+    return argument
 
 
 def origin(url: str) -> str:
@@ -92,9 +112,10 @@ def destination(url: str, *, base: str, allowed: Collection[str]) -> str:
         BadAction: The address is not on one of the task's sites.
     """
     try:
-        whole = urljoin(base, url.strip())
+        absolute_url = urljoin(base, url.strip())
     except ValueError:
-        whole = url
-    if origin(whole) not in allowed or "@" in urlsplit(whole).netloc:
-        raise BadAction(f"{whole[:200]} is not on a site of this task; you cannot go there")
-    return whole
+        absolute_url = url
+    is_allowed = origin(absolute_url) in allowed
+    if not is_allowed or "@" in urlsplit(absolute_url).netloc:
+        raise BadAction(f"{absolute_url[:200]} is not on a site of this task; you cannot go there")
+    return absolute_url

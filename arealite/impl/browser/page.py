@@ -100,11 +100,11 @@ class Page:
         except Error as error:
             raise PageError(f"{url}: {first_line(error)}") from error
 
-    async def evaluate(self, script: str, *given: Any) -> Any:
+    async def evaluate(self, script: str, *argument: Any) -> Any:
         """Run a script of the environment in the page; return its value. Raises as `open` does."""
         try:
             async with self.asking("the page's answer"):
-                return await self.tab.evaluate(script, *given)
+                return await self.tab.evaluate(script, *argument)
         except Error as error:
             raise PageError(first_line(error)) from error
 
@@ -115,20 +115,25 @@ class Page:
             skip: CSS selector of elements to leave out.
             names: Variables of the page to read into `View.state`.
         """
-        request = {"limit": self.config.max_chars, "skip": skip, "names": [*names]}
-        request["settle"] = self.config.settle_ms
-        stopped = False
+        request = {
+            "limit": self.config.max_chars,
+            "skip": skip,
+            "names": [*names],
+            "settle": self.config.settle_ms,
+        }
+        is_stopped = False
         for _ in range(MAX_REPLACED):
             try:
                 async with self.asking("the page's description"):
-                    view = msgspec.convert(await self.tab.evaluate(DESCRIBE, request), View)
+                    description = await self.tab.evaluate(DESCRIBE, request)
+                    view = msgspec.convert(description, View)
                     if not view.leaving:
                         return view
                     await self.tab.evaluate(LEFT)
             except PageTimeout:
-                if stopped:
+                if is_stopped:
                     raise
-                stopped = True
+                is_stopped = True
                 await self._stop_loading("the next page does not load; it was given up")
             except Error:  # another page was loaded during the call
                 with suppress(Error):
@@ -153,11 +158,11 @@ class Page:
             PageError: A script of the page raised an error.
         """
         if command.verb == "goto":
-            return await self._goto(command.text)
+            return await self._goto(command.argument)
         async with self.asking(f"{command.verb} on the page"):
             try:
                 if command.verb == "press":
-                    return await self.tab.keyboard.press(command.text)
+                    return await self.tab.keyboard.press(command.argument)
                 answer = await self.tab.evaluate(ACT, [*msgspec.structs.astuple(command)])
                 if "error" in answer:
                     raise BadAction(answer["error"])
@@ -166,7 +171,7 @@ class Page:
                 if not self.is_alive:
                     raise
                 if "Unknown key" in first_line(error):
-                    raise BadAction(f"there is no key {json.dumps(command.text)}") from error
+                    raise BadAction(f"there is no key {json.dumps(command.argument)}") from error
                 raise PageError(first_line(error)) from error
         return None
 
@@ -175,22 +180,26 @@ class Page:
         keyboard = self.tab.keyboard
         if "at" in answer:
             await self.tab.mouse.click(*answer["at"])
-        elif answer.get("keys") == "":
+            return
+        keys = answer.get("keys")
+        if keys is None:
+            return
+        if keys == "":
             await keyboard.press("Delete")
-        elif len(answer.get("keys", "")) > MAX_KEYS:
-            await keyboard.insert_text(answer["keys"])
-        elif "keys" in answer:
-            await keyboard.type(answer["keys"])
+        elif len(keys) > MAX_KEYS:
+            await keyboard.insert_text(keys)
+        else:
+            await keyboard.type(keys)
 
     async def _goto(self, url: str) -> None:
-        whole = destination(url, base=self.tab.url, allowed=self.allowed)
+        absolute_url = destination(url, base=self.tab.url, allowed=self.allowed)
         try:
-            await self.tab.goto(whole, timeout=1000 * self.config.timeout_s)
+            await self.tab.goto(absolute_url, timeout=1000 * self.config.timeout_s)
         except Error as error:
             if not self.is_alive:
                 raise BrowserCrash(first_line(error)) from error
-            why = "does not load" if isinstance(error, LoadTimeout) else "cannot be loaded"
-            await self._stop_loading(f"{whole} {why}; it was given up")
+            problem = "does not load" if isinstance(error, LoadTimeout) else "cannot be loaded"
+            await self._stop_loading(f"{absolute_url} {problem}; it was given up")
 
     async def close(self) -> None:
         """Close the tab and its context; if they do not answer, they are left to the browser."""
@@ -199,20 +208,21 @@ class Page:
             await self.tab.context.close()
 
     @asynccontextmanager
-    async def asking(self, what: str) -> AsyncGenerator[None, None]:
+    async def asking(self, reply_name: str) -> AsyncGenerator[None, None]:
         """Give the body a deadline, and turn the death of page or browser into a BrowserCrash.
 
         Args:
-            what: What the body waits for, for errors and `arealite why`.
+            reply_name: Name of the event that the body waits for, for errors and `arealite why`.
         """
-        seconds = self.config.timeout_s
+        timeout_s = self.config.timeout_s
         try:
-            with Wait(what, owner="browser", on="chromium", seconds=seconds):
+            with Wait(reply_name, owner="browser", on="chromium", seconds=timeout_s):
                 yield
         except DeadlineError as error:
-            raise PageTimeout(f"{what} did not come within timeout_s={seconds}") from error
+            raise PageTimeout(f"{reply_name} did not come within timeout_s={timeout_s}") from error
         except Error as error:
-            self.crashed |= type(error).__name__ == "TargetClosedError"  # the driver died
+            if type(error).__name__ == "TargetClosedError":  # the driver died
+                self.crashed = True
             if self.is_alive:
                 raise
             raise BrowserCrash(first_line(error)) from error
@@ -220,18 +230,22 @@ class Page:
             self.crashed = True
             raise BrowserCrash(f"the browser's driver died: {error}") from error
 
-    def _note(self, text: str) -> None:
+    def _note(self, note: str) -> None:
         if len(self.notes) < MAX_NOTES:
-            self.notes.append(text)
+            self.notes.append(note)
 
     def _crash(self, _: Tab) -> None:
         self.crashed = True
 
     async def _dismiss(self, dialog: Dialog) -> None:
-        if dialog.type != "beforeunload":
-            self._note(f"the page said {json.dumps(dialog.message[:200])}; it was dismissed")
+        """Dismiss a dialog. The question whether to leave the page is accepted, without a note."""
+        if dialog.type == "beforeunload":
+            with suppress(Error):
+                await dialog.accept()
+            return
+        self._note(f"the page said {json.dumps(dialog.message[:200])}; it was dismissed")
         with suppress(Error):
-            await (dialog.accept() if dialog.type == "beforeunload" else dialog.dismiss())
+            await dialog.dismiss()
 
     async def _refuse(self, _: Download) -> None:
         with suppress(EpisodeError):
@@ -245,4 +259,5 @@ class Page:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error of Playwright; its log follows."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:300]

@@ -43,17 +43,17 @@ async def play(
     rules = RULES[page.config.rules]
     view = await look()
     for _ in range(max_steps):
-        where = f"Page: {view.title} ({view.url})" if shows_address else ""
-        lines = (rules, f"Goal: {goal}", *page.notes, where, view.text)
-        text = "\n".join(filter(None, lines))
+        address = f"Page: {view.title} ({view.url})" if shows_address else ""
+        lines = (rules, f"Goal: {goal}", *page.notes, address, view.text)
+        description = "\n".join(filter(None, lines))
         page.notes.clear()
-        action = await agent.act(Observation(text, (*view.choices,)))
+        action = await agent.act(Observation(description, tuple(view.choices)))
         rules = RULES["none" if page.config.rules == "none" else "short"]
         is_bad = 0.0
         try:
             command = parse(action.text)
             if command.verb == "stop":
-                return command.text, view
+                return command.argument, view
             await page.perform(command)
         except BadAction as error:
             page.notes.append(f"error: {error}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -64,9 +64,11 @@ class Browser:
             UserError: Playwright or Chromium is not installed, or the browser does not start.
         """
         if shutil.which(self.config.executable) is None:
-            what = f"browser.executable={self.config.executable}: program not found"
-            fix = "Install Debian's package chromium-headless-shell, or set the path of another"
-            raise UserError(f"{what}. {fix} Chromium.")
+            raise UserError(
+                f"browser.executable={self.config.executable}: program not found. "
+                "Install Debian's package chromium-headless-shell, "
+                "or set the path of another Chromium."
+            )
         import_optional("playwright", extra_requirement("browser"))
         self._pages: Any = await asyncio.to_thread(import_module, "arealite.impl.browser.page")
         self._errors = (self._pages.Error, DeadlineError)
@@ -74,10 +76,11 @@ class Browser:
         try:
             await self._ensure_browser()
         except self._errors as error:
-            why = self._pages.first_line(error)
-            what = f"browser.executable={self.config.executable} does not start: {why}"
-            fix = "Set the path of a Chromium that starts on this host."
-            raise UserError(f"{what}. {fix}") from error
+            reason = self._pages.first_line(error)
+            raise UserError(
+                f"browser.executable={self.config.executable} does not start: {reason}. "
+                "Set the path of a Chromium that starts on this host."
+            ) from error
 
     async def close(self) -> None:
         """Stop the browser."""
@@ -117,8 +120,11 @@ class Browser:
 
     async def _drop(self, page: Page) -> None:
         """Close a page. If it crashed, the browser may be dead: close all idle pages, too."""
-        idle, self._idle = (self._idle, []) if page.crashed else ([], self._idle)
-        await asyncio.gather(*(each.close() for each in [page, *idle]))
+        pages = [page]
+        if page.crashed:
+            pages += self._idle
+            self._idle = []
+        await asyncio.gather(*(closed_page.close() for closed_page in pages))
 
     async def _take(self, storage_state: StorageState | str | None) -> Page:
         while storage_state is None and self._idle:
@@ -132,11 +138,12 @@ class Browser:
                 with Wait("a new page", owner="browser", on="chromium", seconds=START_S):
                     return await self._new_page(chromium, storage_state)
             except self._errors as error:
-                why = self._pages.first_line(error)
+                reason = self._pages.first_line(error)
                 if is_last:
-                    text = f"the browser does not start again: {why}"
-                    raise self._pages.BrowserCrash(text) from error
-                await self._abandon(chromium, why)
+                    raise self._pages.BrowserCrash(
+                        f"the browser does not start again: {reason}"
+                    ) from error
+                await self._abandon(chromium, reason)
         raise AssertionError("the second attempt returns or raises")
 
     async def _new_page(self, chromium: Chromium, storage_state: StorageState | str | None) -> Page:
@@ -159,21 +166,25 @@ class Browser:
             with Wait("the browser's start", owner="browser", on="chromium", seconds=START_S):
                 playwright = await self._pages.async_playwright().start()
                 self._playwright = playwright
-                rules = [f"MAP {site} {site}" for site in sorted(self.allowed)]
-                names = ",".join([*rules, "MAP * ~NOTFOUND"])
-                self._chromium = chromium = await playwright.chromium.launch(
+                chromium = await playwright.chromium.launch(
                     executable_path=shutil.which(self.config.executable),
                     chromium_sandbox=self.config.sandbox,
-                    args=[*ARGUMENTS, f"--host-resolver-rules={names}"],
+                    args=[*ARGUMENTS, f"--host-resolver-rules={self._resolver_rules()}"],
                 )
-            logger.info("browser started", version=chromium.version, sites=len(rules))
+                self._chromium = chromium
+            logger.info("browser started", version=chromium.version, sites=len(self.allowed))
             return chromium
 
-    async def _abandon(self, chromium: Chromium | None, why: str) -> None:
+    def _resolver_rules(self) -> str:
+        """Return rules by which the browser resolves only the names of the task's hosts."""
+        rules = [f"MAP {site} {site}" for site in sorted(self.allowed)]
+        return ",".join([*rules, "MAP * ~NOTFOUND"])
+
+    async def _abandon(self, chromium: Chromium | None, reason: str) -> None:
         """Stop a browser that failed, unless another episode has already stopped it."""
         async with self._lock:
             if self._chromium is chromium:
-                logger.warning("browser died", error=why)
+                logger.warning("browser died", error=reason)
                 await self._stop()
 
     async def _stop(self) -> None:
@@ -182,8 +193,13 @@ class Browser:
         self._chromium = None
         playwright = self._playwright
         self._playwright = None
-        for end in [chromium and chromium.close, playwright and playwright.stop]:
-            if end:
-                wait = Wait("the browser's end", owner="browser", on="chromium", seconds=STOP_S)
-                with suppress(*self._errors), wait:
-                    await end()
+        if chromium is not None:
+            await self._until_ended(chromium.close())
+        if playwright is not None:
+            await self._until_ended(playwright.stop())
+
+    async def _until_ended(self, ending: Awaitable[None]) -> None:
+        """Wait until the browser or its driver has ended; ignore its errors."""
+        wait = Wait("the browser's end", owner="browser", on="chromium", seconds=STOP_S)
+        with suppress(*self._errors), wait:
+            await ending

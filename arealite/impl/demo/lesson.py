@@ -91,9 +91,11 @@ def find_lesson(name: str) -> Lesson:
     Raises:
         UserError: There is no lesson of this name, or a package for it is not installed.
     """
-    if name not in names_of_lessons():
-        known = ", ".join(names_of_lessons())
-        raise UserError(f"--lesson {name}: there is no such lesson. Known lessons: {known}.")
+    names = names_of_lessons()
+    if name not in names:
+        raise UserError(
+            f"--lesson {name}: there is no such lesson. Known lessons: {', '.join(names)}."
+        )
     lesson: Lesson = import_module(f"{LESSONS}.{name}").LESSON
     if lesson.package:
         check_installed(lesson.package, extra_requirement("envs"), f"--lesson {name}")

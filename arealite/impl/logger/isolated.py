@@ -24,6 +24,9 @@ CLOSE_S = 30.0
 MAX_QUEUED_LINES = 1000
 """Number of queued lines at which a slow logger is disabled."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|SERVER_URL")
+"""Matches the names of secret environment variables."""
+MIN_SECRET_CHARS = 8
+"""Shorter values are not replaced: they could be parts of other words."""
 
 
 class IsolatedLogger(MetricLogger):
@@ -47,8 +50,13 @@ class IsolatedLogger(MetricLogger):
     def close(self) -> None:
         """Wait until the queued lines are written, at most CLOSE_S seconds."""
         self._enqueue(None)
-        what = f"the last lines of {self.name}"
-        with Wait(what, owner="trainer", on=f"logger {self.name}", seconds=CLOSE_S):
+        wait = Wait(
+            f"the last lines of {self.name}",
+            owner="trainer",
+            on=f"logger {self.name}",
+            seconds=CLOSE_S,
+        )
+        with wait:
             self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             self._disable(f"it did not close within {CLOSE_S:g} s")
@@ -62,20 +70,25 @@ class IsolatedLogger(MetricLogger):
     def _work(self, run_root: Path, kind: type[MetricLogger]) -> None:
         try:
             with closing(kind(run_root)) as sink:
-                while (call := self._calls.get()) is not None and not self._is_disabled:
+                while True:
+                    call = self._calls.get()
+                    if call is None or self._is_disabled:
+                        break
                     call(sink)
         except Exception as error:  # noqa: BLE001  (training continues after any error)
             self._disable(without_secrets(f"{type(error).__name__}: {error}"))
 
-    def _disable(self, why: str) -> None:
-        if not self._is_disabled:
-            self._is_disabled = True
-            logger.warning("logger disabled", sink=self.name, why=" ".join(why.split()))
+    def _disable(self, reason: str) -> None:
+        if self._is_disabled:
+            return
+        self._is_disabled = True
+        one_line = " ".join(reason.split())
+        logger.warning("logger disabled", sink=self.name, why=one_line)
 
 
-def without_secrets(text: str) -> str:
+def without_secrets(message: str) -> str:
     """Replace the values of secret environment variables by the variables' names."""
-    for name, value in os.environ.items():
-        if len(value) >= 8 and SECRET.search(name):
-            text = text.replace(value, f"${name}")
-    return text
+    for name, secret in os.environ.items():
+        if len(secret) >= MIN_SECRET_CHARS and SECRET.search(name):
+            message = message.replace(secret, f"${name}")
+    return message

@@ -7,6 +7,7 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from arealite.api.logger import MetricLogger
 from arealite.base.files import replacing
@@ -23,20 +24,22 @@ class JSONLLogger(MetricLogger):
         self._open()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        # Leave out NaN and infinity, which are not JSON.
-        numbers = {key: value for key, value in metrics.items() if value - value == 0.0}
-        self._file.write(json.dumps({"step": step, "time": time.time(), **numbers}) + "\n")
+        row = {"step": step, "time": time.time()}
+        for name, number in metrics.items():
+            is_finite = number - number == 0.0
+            if is_finite:  # JSON has no NaN and no infinity
+                row[name] = number
+        self._file.write(f"{json.dumps(row)}\n")
 
     def rewind(self, step: int) -> None:
         """Drop metrics of later steps, evaluations at `step` or later, and an incomplete line."""
-        kept: list[str] = []
+        remaining_lines = list[str]()
         for line in self.path.read_text("utf-8").splitlines():
             with suppress(ValueError):  # incomplete: the process was killed while it wrote
-                read = json.loads(line)
-                if read["step"] < step + (step > 0 and is_step(read)):
-                    kept.append(line)
+                if is_before(json.loads(line), step):
+                    remaining_lines.append(f"{line}\n")
         with replacing(self.path) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+            temporary.write_text("".join(remaining_lines), "utf-8")
             self._file.close()
         self._open()
 
@@ -45,3 +48,13 @@ class JSONLLogger(MetricLogger):
 
     def _open(self) -> None:
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
+
+
+def is_before(row: dict[str, Any], step: int) -> bool:
+    """Return whether a row of metrics stays when training continues after `step`.
+
+    The metrics of `step` itself stay, unless it is 0. Its evaluation does not: it is repeated.
+    """
+    if row["step"] == step:
+        return step > 0 and is_step(row)
+    return row["step"] < step

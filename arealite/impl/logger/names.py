@@ -13,19 +13,31 @@ def catalogue() -> dict[str, str]:
     In a pattern, `{a,b}` matches a or b, and `<x>` matches any text.
     """
     groups = read_toml(__file__, "names.toml")
-    return {f"{group}/{name}": text for group, own in groups.items() for name, text in own.items()}
+    descriptions = dict[str, str]()
+    for group, metrics in groups.items():
+        for name, description in metrics.items():
+            descriptions[f"{group}/{name}"] = description
+    return descriptions
 
 
 @cache
 def describe(name: str) -> str | None:
     """Return the description of the metric `name`; None if it is not in the catalogue."""
-    found = [pattern for pattern in catalogue() if _regex(pattern).fullmatch(name)]
-    exact = sorted(found, key=lambda pattern: pattern.count("<"))
-    return catalogue()[exact[0]] if exact else None
+    patterns = [pattern for pattern in catalogue() if _regex(pattern).fullmatch(name)]
+    if not patterns:
+        return None
+    most_exact = min(patterns, key=lambda pattern: pattern.count("<"))
+    return catalogue()[most_exact]
 
 
 @cache
 def _regex(pattern: str) -> re.Pattern[str]:
-    text = re.escape(pattern)
-    text = re.sub(r"\\{(.*?)\\}", lambda m: f"({m[1].replace(',', '|')})", text)
-    return re.compile(re.sub(r"<\w+>", ".+", text))
+    regex = re.escape(pattern)
+    regex = re.sub(r"\\{(.*?)\\}", _alternatives, regex)
+    regex = re.sub(r"<\w+>", ".+", regex)
+    return re.compile(regex)
+
+
+def _alternatives(braces: re.Match[str]) -> str:
+    """Return the regular expression for `{a,b}`."""
+    return f"({braces[1].replace(',', '|')})"

@@ -30,14 +30,17 @@ def run_id(run_root: Path) -> str:
     file = RunPaths(run_root).logger_id
     if not file.exists():
         run_root.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{run_root.name[:40]}-{time.strftime('%Y%m%d-%H%M%S')}")
+        start_time = time.strftime("%Y%m%d-%H%M%S")
+        file.write_text(f"{run_root.name[:40]}-{start_time}")
     return file.read_text()
 
 
 def config_of(run_root: Path) -> dict[str, object]:
     """Return the run's resolved config; {} if it is not written yet."""
     file = RunPaths(run_root).config
-    return yaml.safe_load(file.read_text("utf-8")) if file.exists() else {}
+    if not file.exists():
+        return {}
+    return yaml.safe_load(file.read_text("utf-8"))
 
 
 class ServiceLogger(MetricLogger):
@@ -62,9 +65,11 @@ class ServiceLogger(MetricLogger):
     def get_run(self) -> Any:
         """Return the run; the first call begins it."""
         if self.run is None:
-            project = self.root.parent.name
-            config = config_of(self.root)
-            self.run = self.begin(project=project, config=config, resume="allow")
+            self.run = self.begin(
+                project=self.root.parent.name,
+                config=config_of(self.root),
+                resume="allow",
+            )
         return self.run
 
     def close(self) -> None:
@@ -84,8 +89,13 @@ class TrackioLogger(ServiceLogger):
 
     def begin(self, **shared: object) -> object:
         """Begin a run without trackio's page and without metrics of the host."""
-        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        return self.service.init(name=run_id(self.root), **quiet, **shared)
+        return self.service.init(
+            name=run_id(self.root),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            **shared,
+        )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.get_run().log(metrics, step=step)
@@ -107,16 +117,26 @@ class WandbLogger(ServiceLogger):
     def check(cls) -> None:
         """Check that the package is installed and a key is set."""
         super().check()
-        files = [Path(name).expanduser().exists() for name in LOGINS]
-        if not any(map(os.environ.get, CHOICES)) and not any(files):
+        has_variable = any(os.environ.get(name) for name in CHOICES)
+        has_login_file = any(Path(file).expanduser().exists() for file in LOGINS)
+        if not has_variable and not has_login_file:
             raise UserError("no key for W&B. Set WANDB_API_KEY, or WANDB_MODE=offline.")
 
     def begin(self, **shared: object) -> object:
         """Begin or resume the run, with time limits for uploads."""
-        limits = {"init_timeout": UPLOAD_S, "finish_timeout": UPLOAD_S}
-        shared["settings"] = self.service.Settings(**SETTINGS, **limits)
-        names = {"name": self.root.name, "id": run_id(self.root), "dir": self.root}
-        run = self.service.init(**names, allow_val_change=True, **shared)
+        settings = self.service.Settings(
+            **SETTINGS,
+            init_timeout=UPLOAD_S,
+            finish_timeout=UPLOAD_S,
+        )
+        run = self.service.init(
+            name=self.root.name,
+            id=run_id(self.root),
+            dir=self.root,
+            allow_val_change=True,
+            settings=settings,
+            **shared,
+        )
         run.define_metric("*", step_metric="step")
         return run
 

@@ -22,9 +22,13 @@ class TensorBoardLogger(MetricLogger):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self.folder, purge_step=self._purge_step, flush_secs=10)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer = SummaryWriter(
+                self.folder,
+                purge_step=self._purge_step,
+                flush_secs=10,
+            )
+        for name, number in metrics.items():
+            self._writer.add_scalar(name, number, step)
 
     def rewind(self, step: int) -> None:
         self._purge_step = step + 1  # an evaluation at `step` appears twice

@@ -35,7 +35,7 @@ from contextlib import suppress
 from fractions import Fraction
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 MEMORY_BYTES = 2 << 30
 PR_SET_PDEATHSIG = 1
@@ -90,6 +90,15 @@ class NotLoaded(Exception):
     """A check in a child needs math-verify, which the parent has not loaded."""
 
 
+class Number(NamedTuple):
+    """A number, and its notation."""
+
+    quantity: Fraction
+    has_decimal_point: bool
+    is_percentage: bool
+    """If so, `quantity` is the number before the percent sign."""
+
+
 def is_equal(completion: str, truth: str) -> bool | None:
     """Return whether the answer in `completion` equals `truth`; None if `truth` cannot be parsed.
 
@@ -97,36 +106,68 @@ def is_equal(completion: str, truth: str) -> bool | None:
         completion: The text of the model.
         truth: An answer, LaTeX or plain, or a solution with a mark.
     """
-    answer = marked(completion)
-    due = marked(truth)
-    truth = truth if due is None else due
-    if (gold := number(truth)) is not None:
-        return same(in_prose(completion) if answer is None else number(answer), gold)
+    marked_answer = marked(completion)
+    marked_truth = marked(truth)
+    if marked_truth is not None:
+        truth = marked_truth
+    true_number = number(truth)
+    if true_number is None:
+        return is_equal_expression(completion, marked_answer, truth)
+    if marked_answer is None:
+        return same(in_prose(completion), true_number)
+    return same(number(marked_answer), true_number)
+
+
+def is_equal_expression(completion: str, marked_answer: str | None, truth: str) -> bool | None:
+    """Return whether math-verify finds an answer equal to `truth`; None if it cannot parse `truth`.
+
+    Args:
+        completion: The text of the model.
+        marked_answer: The text in the last mark of the completion; None without a mark.
+        truth: An answer that is no number.
+    """
     math_verify = library()
     parse: Any = math_verify.parse  # None, no limit, is allowed and documented, but not typed
     verify: Any = math_verify.verify
-    golds = parse(f"\\boxed{{{truth}}}", fallback_mode="no_fallback", parsing_timeout=None)
-    golds = golds or parse(truth, parsing_timeout=None)
-    said = f"\\boxed{{{answer}}}"
-    if answer is None:  # "answered" and the like would count as anchors of math-verify
-        *before, said = ANCHOR.split(completion)
-        said = "answer:" * bool(before) + re.sub("(?i)answer", "", said)
-    found = parse(said, parsing_timeout=None)
-    return bool(verify(golds, found, timeout_seconds=None)) if golds else None
+    boxed_truth = f"\\boxed{{{truth}}}"
+    true_expressions = parse(boxed_truth, fallback_mode="no_fallback", parsing_timeout=None)
+    if not true_expressions:
+        true_expressions = parse(truth, parsing_timeout=None)
+    if marked_answer is None:
+        answer = after_last_anchor(completion)
+    else:
+        answer = f"\\boxed{{{marked_answer}}}"
+    answer_expressions = parse(answer, parsing_timeout=None)
+    if not true_expressions:
+        return None
+    return bool(verify(true_expressions, answer_expressions, timeout_seconds=None))
 
 
-def marked(text: str) -> str | None:
+def after_last_anchor(completion: str) -> str:
+    """Return "answer:" and the text after the last anchor; without an anchor, the whole text.
+
+    The word "answer" is removed from the text: math-verify would take "answered" for an anchor.
+    """
+    *before_anchors, after_anchor = ANCHOR.split(completion)
+    without_anchors = re.sub("(?i)answer", "", after_anchor)
+    return f"answer:{without_anchors}" if before_anchors else without_anchors
+
+
+def marked(solution: str) -> str | None:
     """Return the text in the last mark (a box or a `####` line); None without a mark."""
-    box = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    for line in reversed([*HASHES.finditer(text, box + 1)]):
-        if not text[line.end() :].strip() or not re.search("[A-Za-z]", line[1]):
+    last_box = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
+    lines_after_box = [*HASHES.finditer(solution, last_box + 1)]
+    for line in reversed(lines_after_box):
+        is_last_line = not solution[line.end() :].strip()
+        has_letters = re.search("[A-Za-z]", line[1])
+        if is_last_line or not has_letters:
             return line[1]
-    if box < 0:
+    if last_box < 0:
         return None
     library()
     from latex2sympy2_extended.math_normalization import extract_boxed_content
 
-    return extract_boxed_content(text)
+    return extract_boxed_content(solution)
 
 
 def library() -> Any:
@@ -142,57 +183,75 @@ def library() -> Any:
     return math_verify
 
 
-def in_prose(text: str) -> tuple[Fraction, bool, bool] | None:
-    """Return the answer of a text without a mark, as `number` does; None if it gives none."""
-    text = plain(text)
-    runs = [*RUN.finditer(text)]
-    ends = [each.end() for each in ANCHOR.finditer(text) if runs and each.end() <= runs[-1].start()]
-    if ends:
-        runs = [run for run in runs if run.start() >= ends[-1]][:1]
-    return number(runs[-1][0].strip("()")) if runs else None
+def in_prose(completion: str) -> Number | None:
+    """Return the number that a text without a mark gives as its answer; None if it gives none."""
+    prose = plain(completion)
+    runs = [*RUN.finditer(prose)]
+    if not runs:
+        return None
+    answer_run = runs[-1]
+    anchors = [match for match in ANCHOR.finditer(prose) if match.end() <= answer_run.start()]
+    if anchors:
+        last_anchor_end = anchors[-1].end()
+        answer_run = next(run for run in runs if run.start() >= last_anchor_end)
+    return number(answer_run[0].strip("()"))
 
 
-def number(text: str) -> tuple[Fraction, bool, bool] | None:
-    """Return (value, has a decimal point, is a percentage) of a text that is one number.
+def number(expression: str) -> Number | None:
+    """Return the number that a text consists of; None for anything else.
 
-    The text may be an equation that ends with "= " and the number. None for anything else.
+    The text may be an equation that ends with "= " and the number. An integer that is written as a
+    fraction is no number but a computation: `86/2`.
     """
-    left, _, right = plain(text).rpartition("=")
-    found = LITERAL.fullmatch(right.strip(" \n*_`").rstrip(" \n.*_`"))
-    if found is None or HEDGE.search(left):
+    left_side, _, right_side = plain(expression).rpartition("=")
+    literal = LITERAL.fullmatch(right_side.strip(" \n*_`").rstrip(" \n.*_`"))
+    if literal is None or HEDGE.search(left_side):
         return None
-    sign, whole, digits, below, power, percent = found.groups()
-    value = Fraction(re.sub("[ ,]", "", digits))
-    if below and (int(below) == 0 or (value := value / int(below)).denominator == 1):
-        return None
-    value = (value + int(whole or 0)) * Fraction(10) ** int(power or 0)
-    return -value if sign == "-" else value, "." in digits, bool(percent)
+    sign, whole_part, digits, denominator, power_of_ten, percent = literal.groups()
+    magnitude = Fraction(re.sub("[ ,]", "", digits))
+    if denominator:
+        if int(denominator) == 0:
+            return None
+        magnitude /= int(denominator)
+        if magnitude.denominator == 1:
+            return None
+    magnitude += int(whole_part or 0)
+    magnitude *= Fraction(10) ** int(power_of_ten or 0)
+    return Number(
+        -magnitude if sign == "-" else magnitude,
+        has_decimal_point="." in digits,
+        is_percentage=bool(percent),
+    )
 
 
-def same(mine: tuple[Fraction, bool, bool] | None, gold: tuple[Fraction, bool, bool]) -> bool:
-    """Return whether two results of `number` are equal, to six decimals if one has a decimal point.
+def same(answer: Number | None, truth: Number) -> bool:
+    """Return whether two numbers are equal, to six decimals if one has a decimal point.
 
     50 % equals 50 and 0.5.
     """
-    if mine is None:
+    if answer is None:
         return False
-    slack = min(Fraction(1, 10**6), abs(gold[0]) / 1000) if mine[1] or gold[1] else 0
-    scale = Fraction(100) ** (gold[2] - mine[2])
-    return any(abs(mine[0] * factor - gold[0]) <= slack for factor in (1, scale))
+    tolerance = Fraction(0)
+    if answer.has_decimal_point or truth.has_decimal_point:
+        tolerance = min(Fraction(1, 10**6), abs(truth.quantity) / 1000)
+    percent_scale = Fraction(100) ** (truth.is_percentage - answer.is_percentage)
+    return any(
+        abs(answer.quantity * scale - truth.quantity) <= tolerance for scale in (1, percent_scale)
+    )
 
 
-def plain(text: str) -> str:
+def plain(formatted: str) -> str:
     """Return a text without LaTeX commands, currencies and the like around its numbers."""
-    for pattern, new in PLAIN:
-        text = re.sub(pattern, new, text)
-    return text
+    for pattern, replacement in PLAIN:
+        formatted = re.sub(pattern, replacement, formatted)
+    return formatted
 
 
 def main() -> None:
     """Answer requests with a child until the end of stdin; fork a new child after a failure."""
     die_with_parent(os.getppid())
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to its whole group
-        signal.signal(number, signal.SIG_IGN)
+    for terminal_signal in (signal.SIGINT, signal.SIGHUP):  # sent to the terminal's whole group
+        signal.signal(terminal_signal, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
@@ -217,12 +276,7 @@ class Child:
     def ask(self, question: list[Any], wait_s: float) -> bool | str | None:
         """Return the answer of a check, or its failure."""
         if self._process is None or self._pipe is None:
-            context = multiprocessing.get_context("fork")
-            self._pipe, theirs = context.Pipe()
-            arguments = (theirs, self._pipe, os.getpid())
-            self._process = context.Process(target=serve, args=arguments, daemon=True)
-            self._process.start()
-            theirs.close()
+            self._process, self._pipe = start_child()
         try:
             self._pipe.send(question)
             answer = self._pipe.recv() if self._pipe.poll(wait_s) else "waited"
@@ -236,10 +290,22 @@ class Child:
         return answer
 
 
-def serve(pipe: Connection, parents: Connection, parent: int) -> None:
+def start_child() -> tuple[ForkProcess, Connection]:
+    """Fork a child; return its process and the parent's end of the pipe to it."""
+    context = multiprocessing.get_context("fork")
+    parent_pipe, child_pipe = context.Pipe()
+    process = context.Process(
+        target=serve, args=(child_pipe, parent_pipe, os.getpid()), daemon=True
+    )
+    process.start()
+    child_pipe.close()
+    return process, parent_pipe
+
+
+def serve(pipe: Connection, parent_pipe: Connection, parent_pid: int) -> None:
     """Run checks in a child; SIGPROF kills it when a check exceeds its CPU seconds."""
-    die_with_parent(parent)
-    parents.close()
+    die_with_parent(parent_pid)
+    parent_pipe.close()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     with suppress(EOFError, ConnectionError):
         while True:
@@ -253,14 +319,14 @@ def serve(pipe: Connection, parents: Connection, parent: int) -> None:
             pipe.send(verdict)
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Request SIGKILL for this process when its parent exits (Linux only).
 
     On other systems, the closed pipe ends the process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
+        if os.getppid() != parent_pid:
             os._exit(1)
 
 

@@ -32,7 +32,8 @@ READY = 0
 """`Answer.id` of the answer to `Start`."""
 CANCEL = -1
 """`Call.function` of a message that cancels the call with this id."""
-RECEIVED = 1 << 18
+LENGTH_BYTES = 4
+RECEIVE_BYTES = 1 << 18
 
 
 class Start(msgspec.Struct):
@@ -83,7 +84,7 @@ _encode = msgspec.msgpack.Encoder(enc_hook=lambda value: value.tolist()).encode
 def framed(message: Start | Call | Answer) -> bytes:
     """Return the bytes of a message. Arrays of numpy become lists."""
     content = _encode(message)
-    return len(content).to_bytes(4, "little") + content
+    return len(content).to_bytes(LENGTH_BYTES, "little") + content
 
 
 class Frames:
@@ -95,15 +96,19 @@ class Frames:
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the messages that are complete with `data`."""
         received = self._received
-        begin = 0
         received += data
-        while (content := begin + 4) <= len(received):
-            end = content + int.from_bytes(received[begin:content], "little")
-            if end > len(received):
+        message_begin = 0
+        while True:
+            content_begin = message_begin + LENGTH_BYTES
+            if content_begin > len(received):
                 break
-            yield bytes(received[content:end])
-            begin = end
-        del received[:begin]
+            content_bytes = int.from_bytes(received[message_begin:content_begin], "little")
+            content_end = content_begin + content_bytes
+            if content_end > len(received):
+                break
+            yield bytes(received[content_begin:content_end])
+            message_begin = content_end
+        del received[:message_begin]
 
 
 class Functions:
@@ -124,7 +129,7 @@ class Functions:
         while True:
             if self._running:
                 self._loop.run_forever()  # until a message arrives
-            data = self._incoming.recv(RECEIVED)
+            data = self._incoming.recv(RECEIVE_BYTES)
             if not data:
                 return
             for frame in self._frames.feed(data):
@@ -137,7 +142,9 @@ class Functions:
         call = decode_call(frame)
         if call.function != CANCEL:
             self._call(call)
-        elif task := self._running.get(call.id):
+            return
+        task = self._running.get(call.id)
+        if task is not None:
             task.cancel()
 
     def _import(self, start: Start) -> Answer:
@@ -161,52 +168,61 @@ class Functions:
     def _call(self, call: Call) -> None:
         """Call a function; make a task of the coroutine that it returns."""
         try:
-            value = self.functions[call.function](**call.arguments)
-            if not inspect.isawaitable(value):
-                self._send(self._answer(call, value))
+            returned = self.functions[call.function](**call.arguments)
+            if not inspect.isawaitable(returned):
+                self._send(self._answer(call, returned))
                 return
         except BaseException as error:  # noqa: BLE001  (no exception ends the process)
             self._send(self._failed(call, error))
             return
         self._send(Answer(call.id, is_awaited=True))
-        self._running[call.id] = self._loop.create_task(self._finish(call, value))
+        self._running[call.id] = self._loop.create_task(self._finish(call, returned))
 
-    async def _finish(self, call: Call, value: Awaitable[object]) -> None:
+    async def _finish(self, call: Call, coroutine: Awaitable[object]) -> None:
         limit_s = self.start.timeout_s
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
-                answer = self._answer(call, await value)
-        except BaseException as raised:  # noqa: BLE001  (no exception ends the process)
-            late = RewardTimeout(too_long(self._name(call), limit_s))
-            answer = self._failed(call, late if limit.expired() else raised)
+                answer = self._answer(call, await coroutine)
+        except BaseException as error:  # noqa: BLE001  (no exception ends the process)
+            if limit.expired():
+                timeout = RewardTimeout(too_long(self._name(call), limit_s))
+                answer = self._failed(call, timeout)
+            else:
+                answer = self._failed(call, error)
         del self._running[call.id]
         self._send(answer)
 
-    def _answer(self, call: Call, value: Any) -> Answer:
+    def _answer(self, call: Call, returned: Any) -> Answer:
         """Return the number in the result of a function."""
-        value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch
+        if hasattr(returned, "tolist"):  # numpy and torch
+            returned = returned.tolist()
         is_batched = self.start.batched[call.function]
-        match value if is_batched else [value]:
+        match returned if is_batched else [returned]:
             case [None]:
                 return Answer(call.id)
-            case [SupportsFloat() as number]:
-                parts: dict[str, float] = getattr(number, "parts", {})
+            case [SupportsFloat() as reward]:
+                parts: dict[str, float] = getattr(reward, "parts", {})
                 parts = {name: float(part) for name, part in parts.items()}
-                return Answer(call.id, float(number), parts)
-        wanted = "a list with one number per completion" if is_batched else "a number or None"
-        error = f"{self._name(call)} returned {value!r:.60}, and must return {wanted}"
+                return Answer(call.id, float(reward), parts)
+        expected = "a list with one number per completion" if is_batched else "a number or None"
+        error = f"{self._name(call)} returned {returned!r:.60}, and must return {expected}"
         return Answer(call.id, error=sendable(error))
 
     def _failed(self, call: Call, error: BaseException) -> Answer:
         """Return the answer for a call that raised an exception."""
+        error_type = type(error).__name__
         if isinstance(error, EpisodeError):
-            kind = type(error).__name__
-            text = sendable(str(error))
-            return Answer(call.id, error=text, error_type=kind, failure_class=error.failure_class)
+            return Answer(
+                call.id,
+                error=sendable(str(error)),
+                error_type=error_type,
+                failure_class=error.failure_class,
+            )
         frame = extract_tb(error.__traceback__)[-1]
-        what = f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-        return Answer(call.id, error=sendable(f"{self._name(call)} {what}"))
+        place = f"{frame.filename}:{frame.lineno}"
+        message = f"{self._name(call)} raised {error_type}: {error} ({place})"
+        return Answer(call.id, error=sendable(message))
 
     def _name(self, call: Call) -> str:
         return f"reward function {self.start.paths[call.function]}"
@@ -215,15 +231,17 @@ class Functions:
         self._outgoing.sendall(framed(answer))
 
 
-def too_long(what: str, limit_s: float) -> str:
+def too_long(function_name: str, limit_s: float) -> str:
     """Return the error of a call that has exceeded the limit."""
-    limit = f"reward.function.timeout_s={limit_s:g}"
-    return f"{what} has not returned after {limit} s. Raise the limit, or shorten the call."
+    return (
+        f"{function_name} has not returned after reward.function.timeout_s={limit_s:g} s. "
+        "Raise the limit, or shorten the call."
+    )
 
 
-def sendable(text: str) -> str:
+def sendable(message: str) -> str:
     """Return a text with "?" for each character that UTF-8 cannot encode."""
-    return text.encode(errors="replace").decode()
+    return message.encode(errors="replace").decode()
 
 
 def main() -> None:
@@ -234,16 +252,20 @@ def main() -> None:
     programs that a function starts.
     """
     die_with_parent(int(sys.argv[3]))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, lambda _number, _frame: None)
+    for stop_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(stop_signal, lambda _signal, _frame: None)
     stdout: Any = sys.stdout
     stdout.reconfigure(line_buffering=True)  # a process that is killed loses no lines
     outputs.protect()  # a function may print although the worker's output is closed
-    descriptors = [int(word) for word in sys.argv[1:3]]
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    calls, answers = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    calls = inherited_socket(sys.argv[1])
+    answers = inherited_socket(sys.argv[2])
     Functions(calls, answers).serve()
+
+
+def inherited_socket(descriptor: str) -> socket.socket:
+    """Return the socket of a file descriptor that this process inherited; its children do not."""
+    os.set_inheritable(int(descriptor), False)
+    return socket.socket(fileno=int(descriptor))
 
 
 if __name__ == "__main__":

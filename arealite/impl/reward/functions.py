@@ -14,6 +14,7 @@ which is used in the worker. Functions are called in processes of their own (`pr
 
 import asyncio
 import inspect
+from collections.abc import Coroutine
 from typing import Any
 
 from arealite.api.reward import FunctionRewardConfig, Reward, Score
@@ -23,8 +24,10 @@ from arealite.base.registry import import_function
 from arealite.impl.reward.function_process import OPTION
 from arealite.impl.reward.process_pool import ProcessPool
 
-TAKEN = ("self", "value")
+RESERVED_NAMES = ("self", "value")
 """Names that a part of a reward cannot have: parameters of `Agent.reward`."""
+COMPLETION_NAMES = {"completion", "completions", "solution_str"}
+"""Parameters that get the completion; a function needs one of them, or `**columns`."""
 
 
 class _RowReward(Reward):
@@ -49,19 +52,23 @@ class FunctionReward(_RowReward):
         super().__init__(config)
         self.weights = config.weights or [1.0] * len(config.paths)
         if not config.paths or len(self.weights) != len(config.paths):
-            what = f"{OPTION}={config.paths} with reward.function.weights={config.weights}"
-            raise UserError(f"{what}: name functions, and one weight for each function or none.")
+            raise UserError(
+                f"{OPTION}={config.paths} with reward.function.weights={config.weights}: "
+                "name functions, and one weight for each function or none."
+            )
         self.parts = dict[str, Reward]()
         for path in config.paths:
-            name = path.rpartition(":")[2]
-            while name in (*TAKEN, *self.parts):
+            _, _, name = path.rpartition(":")
+            while name in (*RESERVED_NAMES, *self.parts):
                 name += "_"
             self.parts[name] = make_part(path)
+        self.pool: ProcessPool | None = None
         functions = [part for part in self.parts.values() if isinstance(part, _Function)]
-        pool = ProcessPool({part.path: part.is_batched for part in functions}, config)
-        self.pool = pool if functions else None
-        for part in functions:
-            part.pool = pool
+        if functions:
+            is_batched_by_path = {function.path: function.is_batched for function in functions}
+            self.pool = ProcessPool(is_batched_by_path, config)
+            for function in functions:
+                function.pool = self.pool
 
     async def setup(self) -> None:
         """Start the processes of the functions, and set up the `Reward` classes."""
@@ -80,22 +87,22 @@ class FunctionReward(_RowReward):
         Raises:
             EpisodeError: A function failed.
         """
-        parts_scores = [
+        calls = list[Coroutine[Any, Any, float | None]]()
+        for part in self.parts.values():
             # Sending a row to a process copies it.
-            part.score_task(completion, task if isinstance(part, _Function) else task.copy())
-            for part in self.parts.values()
-        ]
-        values = await asyncio.gather(*parts_scores)
-        weighted = list[float]()
+            task_of_part = task if isinstance(part, _Function) else task.copy()
+            calls.append(part.score_task(completion, task_of_part))
+        scores = await asyncio.gather(*calls)
+        weighted_scores = list[float]()
         parts = dict[str, float]()
-        for name, weight, value in zip(self.parts, self.weights, values, strict=True):
-            if value is None:
+        for name, weight, score in zip(self.parts, self.weights, scores, strict=True):
+            if score is None:
                 continue
             if weight:
-                weighted.append(weight * value)
-            parts |= getattr(value, "parts", {})
-            parts[name] = float(value)
-        return Score(sum(weighted), **parts) if weighted else None
+                weighted_scores.append(weight * score)
+            parts |= getattr(score, "parts", {})
+            parts[name] = float(score)
+        return Score(sum(weighted_scores), **parts) if weighted_scores else None
 
     async def check_row(self, task: Task) -> None:
         """Check that each function gets its arguments from this row.
@@ -136,41 +143,56 @@ class _Function(_RowReward):
             self.signature = inspect.signature(target)
         except (TypeError, ValueError) as error:
             raise UserError(f"{OPTION}={path} has no signature. Write a def around it.") from error
-        kinds = {each.name: each.kind for each in self.signature.parameters.values()}
-        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds.values()
-        self.is_batched = "completions" in kinds
-        is_named = self.takes_all or {*kinds} & {"completion", "completions", "solution_str"}
-        if not is_named or inspect.Parameter.POSITIONAL_ONLY in kinds.values():
-            what = f"{OPTION}={path}: its parameters are ({', '.join(kinds)}), and none is named"
-            fix = "Write def f(completion, ground_truth), or TRL's def f(completions, **columns)."
-            raise UserError(f"{what} `completion`. {fix}")
+        parameters = self.signature.parameters
+        kinds = [parameter.kind for parameter in parameters.values()]
+        self.takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        self.is_batched = "completions" in parameters
+        gets_completion = self.takes_all or not COMPLETION_NAMES.isdisjoint(parameters)
+        if not gets_completion or inspect.Parameter.POSITIONAL_ONLY in kinds:
+            raise UserError(
+                f"{OPTION}={path}: its parameters are ({', '.join(parameters)}), "
+                "and none is named `completion`. "
+                "Write def f(completion, ground_truth), or TRL's def f(completions, **columns)."
+            )
 
     def arguments(self, completion: str, task: Task) -> dict[str, Any]:
         """Return the arguments of a call by name."""
-        info = task.extra_info
-        truth = task.ground_truth
-        row = {**info, **task.columns, "prompt": task.prompt, "extra_info": info}
-        row |= {} if truth is None else {"ground_truth": truth}
+        row = {
+            **task.extra_info,
+            **task.columns,
+            "prompt": task.prompt,
+            "extra_info": task.extra_info,
+        }
+        if task.ground_truth is not None:
+            row["ground_truth"] = task.ground_truth
         if self.is_batched:
-            is_text = isinstance(task.prompt, str)
-            said = completion if is_text else [{"role": "assistant", "content": completion}]
-            row |= {"prompts": task.prompt, "completions": said}
-            row = {name: [value] for name, value in row.items()}
+            row["prompts"] = task.prompt
+            if isinstance(task.prompt, str):
+                row["completions"] = completion
+            else:
+                row["completions"] = [{"role": "assistant", "content": completion}]
+            row = {name: [argument] for name, argument in row.items()}
         else:
-            row |= {"completion": completion, "solution_str": completion}
-        known = row if self.takes_all else self.signature.parameters
-        return {name: value for name, value in row.items() if name in known}
+            row["completion"] = completion
+            row["solution_str"] = completion
+        if self.takes_all:
+            return row
+        return {name: row[name] for name in row if name in self.signature.parameters}
 
     async def check_row(self, task: Task) -> None:
         """Check that the row has all arguments without a default."""
         try:
             self.signature.bind(**self.arguments("", task))
         except TypeError as error:
-            has = ["ground_truth"] * (task.ground_truth is not None)
-            has = ", ".join([*has, *task.columns, *task.extra_info]) or "none"
-            what = f"reward function {self.path}: {error}. The row has the columns {has}. Give the"
-            fix = "parameter a default, or name its column: dataset.columns.PARAMETER=COLUMN"
-            raise EpisodeError(f"{what} {fix}") from error
+            columns = [*task.columns, *task.extra_info]
+            if task.ground_truth is not None:
+                columns.insert(0, "ground_truth")
+            raise EpisodeError(
+                f"reward function {self.path}: {error}. "
+                f"The row has the columns {', '.join(columns) or 'none'}. "
+                "Give the parameter a default, "
+                "or name its column: dataset.columns.PARAMETER=COLUMN"
+            ) from error
 
     async def score_task(self, completion: str, task: Task) -> float | None:
         """Return the number of the function in one of the processes; None if it returned None.

@@ -22,11 +22,12 @@ from arealite.impl.reward.checker import number
 from arealite.system.health.waits import Wait
 
 # -P: the math_verify.py in the checker's folder must not hide the library of that name.
-COMMAND = sys.executable, "-P", str(Path(__file__).with_name("checker.py"))
+COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("checker.py")))
 START_S = 60.0
-PATIENCE, TRIES = 30.0, 3
-"""Wall-clock seconds allowed for each CPU second of a check, and the number of attempts when the
-checker is killed or gets no CPU."""
+PATIENCE = 30.0
+"""Wall-clock seconds allowed for each CPU second of a check."""
+TRIES = 3
+"""Attempts of a check whose checker is killed or gets no CPU."""
 INTEGER = re.compile(r"[-+]?[0-9]{1,64}")
 """Matches one integer that is short enough to compare in the event loop."""
 MAX_CHECKED = 200
@@ -63,10 +64,15 @@ class Checker:
         Raises:
             DeadlineError: The process does not start or does not respond.
         """
-        what = "a reward check"
-        seconds = START_S + wait_s
+        request = json.dumps([completion, truth, cpu_s, wait_s]).encode() + b"\n"
+        wait = Wait(
+            "a reward check",
+            owner="reward pool",
+            on="reward checker",
+            seconds=START_S + wait_s,
+        )
         try:
-            with Wait(what, owner="reward pool", on="reward checker", seconds=seconds):
+            with wait:
                 if self._process is None:
                     self._process = await asyncio.create_subprocess_exec(
                         *COMMAND, stdin=PIPE, stdout=PIPE, limit=1024
@@ -74,7 +80,7 @@ class Checker:
                 stdin = self._process.stdin
                 stdout = self._process.stdout
                 assert stdin is not None and stdout is not None
-                stdin.write(json.dumps([completion, truth, cpu_s, wait_s]).encode() + b"\n")
+                stdin.write(request)
                 await stdin.drain()
                 return json.loads(await stdout.readline())
         except (ValueError, ConnectionError, RuntimeError):  # it has exited; uvloop: RuntimeError
@@ -130,10 +136,12 @@ class MathVerifyReward(Reward):
         Raises:
             EpisodeError: The check failed for a reason outside the answer.
         """
-        equal = equal_integers(completion, ground_truth)
-        if equal is None:
-            equal = await self.check(completion, ground_truth)
-        return Score(0.0, unchecked=1.0) if equal is None else float(equal)
+        is_equal = equal_integers(completion, ground_truth)
+        if is_equal is None:
+            is_equal = await self.check(completion, ground_truth)
+        if is_equal is None:
+            return Score(0.0, unchecked=1.0)
+        return float(is_equal)
 
     async def check_row(self, task: Task) -> None:
         """Check that the ground truth has an answer.
@@ -141,9 +149,11 @@ class MathVerifyReward(Reward):
         Raises:
             EpisodeError: It has none, or cannot be compared.
         """
-        if number(task.truth) is None and self.checked < MAX_CHECKED:
-            self.checked += 1
-            await self.check("", task.truth)
+        is_number = number(task.truth) is not None
+        if is_number or self.checked >= MAX_CHECKED:
+            return
+        self.checked += 1
+        await self.check("", task.truth)
 
     async def check(self, completion: str, truth: str) -> bool | None:
         """Wait for a free checker and check a completion.
@@ -178,10 +188,13 @@ class MathVerifyReward(Reward):
         """Repeat a check that was killed or got no CPU; accept "crashed" if it recurs."""
         answer = None
         for _ in range(TRIES):
-            before = answer
+            previous_answer = answer
             answer = await checker.ask(completion, truth, self.timeout_s, self.patience_s)
-            if answer not in ("waited", "killed") and (answer != "crashed" or before == answer):
-                break
+            if answer in ("waited", "killed"):
+                continue
+            if answer == "crashed" and previous_answer != "crashed":
+                continue
+            break
         return answer
 
     async def close(self) -> None:
@@ -194,7 +207,8 @@ class MathVerifyReward(Reward):
 
 def equal_integers(completion: str, truth: str) -> bool | None:
     """Compare two integers; None if a text is not an integer and needs a checker."""
-    mine = completion.strip()
-    theirs = truth.strip()
-    are_integers = INTEGER.fullmatch(mine) and INTEGER.fullmatch(theirs)
-    return int(mine) == int(theirs) if are_integers else None
+    answer_digits = completion.strip()
+    truth_digits = truth.strip()
+    if INTEGER.fullmatch(answer_digits) and INTEGER.fullmatch(truth_digits):
+        return int(answer_digits) == int(truth_digits)
+    return None

@@ -29,8 +29,10 @@ from arealite.system.health.waits import Wait
 
 START_S = 300.0
 """Limit for the start of a process, which imports the functions: a module may load a model."""
-MOST_SENT, SHORT_S = 64, 0.002
-"""A process gets up to MOST_SENT calls at once if its newest call took less than SHORT_S."""
+SHORT_S = 0.002
+"""Calls of less time are short."""
+MOST_SENT = 64
+"""Calls that a process gets at once if its newest call was short; otherwise it gets one."""
 TRIES = 3
 """Attempts of a coroutine whose process is ended by other calls."""
 CLOSE_S = 5.0
@@ -40,7 +42,7 @@ DRAIN_S = 1.0
 started, can hold the connection open."""
 
 NAME = "reward process"
-COMMAND = sys.executable, "-m", wire.__name__
+COMMAND = (sys.executable, "-m", wire.__name__)
 logger = log.get(__name__)
 _decode = msgspec.msgpack.Decoder(Answer).decode
 
@@ -58,8 +60,8 @@ class PendingCall:
     """A call without an answer."""
 
     number: int
-    what: str
-    """The function, for errors."""
+    function_name: str
+    """Such as "reward function module:name", for errors."""
     message: bytes
     answer: asyncio.Future[Answer]
     process: "FunctionProcess | None" = None
@@ -106,12 +108,12 @@ class FunctionProcess(asyncio.Protocol):
 
     async def run(self) -> None:
         """Start the process, wait until it has exited, and return its open calls to the pool."""
-        error = None
+        start_error = None
         try:
             await self._start()
             await self._closed
-        except (UserError, DeadlineError) as raised:
-            error = raised
+        except (UserError, DeadlineError) as error:
+            start_error = error
             if not self.started.done():
                 self.started.set_exception(error)
             self.started.exception()  # the next line logs it, if no caller waits for the start
@@ -124,7 +126,7 @@ class FunctionProcess(asyncio.Protocol):
             if self._child is not None:
                 is_busy = self._calls or self._coroutines
                 await end_all([self._child], 0, grace_s=0.0 if is_busy else CLOSE_S)
-            self._pool.replace(self, self._give_back(), error)
+            self._pool.replace(self, self._give_back(), start_error)
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -139,9 +141,15 @@ class FunctionProcess(asyncio.Protocol):
                 asyncio.Protocol, sock=calls
             )
             await loop.create_unix_connection(lambda: self, sock=answers)
-            passed = (calls_of_child.fileno(), answers_of_child.fileno())
-            words = [*COMMAND, *map(str, passed), str(os.getpid())]
-            self._child = await spawn(NAME, words, log=None, environment={}, pass_fds=passed)
+            calls_fd = calls_of_child.fileno()
+            answers_fd = answers_of_child.fileno()
+            self._child = await spawn(
+                NAME,
+                [*COMMAND, str(calls_fd), str(answers_fd), str(os.getpid())],
+                log=None,
+                environment={},
+                pass_fds=(calls_fd, answers_fd),
+            )
             calls_of_child.close()
             answers_of_child.close()
             exited = asyncio.ensure_future(self._child.process.wait())
@@ -150,8 +158,11 @@ class FunctionProcess(asyncio.Protocol):
             await asyncio.wait((self.started, self._closed), return_when="FIRST_COMPLETED")
             if not self.started.done():
                 how = how_ended(await exited)
-                what = f"{wire.OPTION}={self._pool.paths}: the process that imports them ended"
-                raise UserError(f"{what} ({how}). Its output is in the log.")
+                raise UserError(
+                    f"{wire.OPTION}={self._pool.paths}: "
+                    f"the process that imports them ended ({how}). "
+                    "Its output is in the log."
+                )
         self.started.result()
         self.is_ready = True
         self._pool.dispatch()
@@ -206,7 +217,10 @@ class FunctionProcess(asyncio.Protocol):
         self._pool.dispatch()
 
     def _receive(self, answer: Answer) -> None:
-        call = self._calls.pop(answer.id, None) or self._coroutines.pop(answer.id)
+        if answer.id in self._calls:
+            call = self._calls.pop(answer.id)
+        else:
+            call = self._coroutines.pop(answer.id)
         now = time.monotonic()
         self._last_call_s = now - call.begin
         if self._first is not None:
@@ -227,13 +241,14 @@ class FunctionProcess(asyncio.Protocol):
     def _check_limit(self) -> None:
         """Fail a call that exceeds the limit, and kill the process."""
         self._timer = None
-        if (call := self._first) is None:
+        call = self._first
+        if call is None:
             return
-        left_s = call.begin + self._pool.limit_s - time.monotonic()
-        if left_s > 0.0:
-            self._set_timer(left_s)
+        remaining_s = call.begin + self._pool.limit_s - time.monotonic()
+        if remaining_s > 0.0:
+            self._set_timer(remaining_s)
             return
-        call.fail(RewardTimeout(wire.too_long(call.what, self._pool.limit_s)))
+        call.fail(RewardTimeout(wire.too_long(call.function_name, self._pool.limit_s)))
         self._kill()
 
     def _kill(self) -> None:
@@ -249,12 +264,13 @@ class FunctionProcess(asyncio.Protocol):
         if self._child is not None and not self._is_killed:
             how = how_ended(self._child.code)
             for call in calls[:1] or coroutines:
-                call.fail(FunctionCrash(f"{call.what} ended its process ({how})"))
+                call.fail(FunctionCrash(f"{call.function_name} ended its process ({how})"))
         for call in coroutines:
             call.interrupted += 1
             if call.interrupted == TRIES:
-                what = f"{call.what}: other calls ended its process {TRIES} times"
-                call.fail(FunctionCrash(what))
+                name = call.function_name
+                crash = FunctionCrash(f"{name}: other calls ended its process {TRIES} times")
+                call.fail(crash)
         return [call for call in (*coroutines, *calls) if not call.answer.done()]
 
 
@@ -295,18 +311,25 @@ class ProcessPool:
             EpisodeError: The arguments cannot be sent, the call takes too long, its process ends,
                 or the function raised an exception or returned no number.
         """
-        what = f"reward function {path}"
+        function_name = f"reward function {path}"
         number = next(self._numbers)
         try:
             message = framed(Call(number, self.paths.index(path), arguments))
         except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            fix = "A row consists of values of JSON."
-            raise FunctionFailed(f"{what}: the row cannot be sent ({error}). {fix}") from error
-        call = PendingCall(number, what, message, asyncio.get_running_loop().create_future())
+            raise FunctionFailed(
+                f"{function_name}: the row cannot be sent ({error}). "
+                "A row consists of values of JSON."
+            ) from error
+        call = PendingCall(
+            number=number,
+            function_name=function_name,
+            message=message,
+            answer=asyncio.get_running_loop().create_future(),
+        )
         self._queue.append(call)
         self.dispatch()
         try:
-            with Wait(what, owner="reward pool", on=NAME):
+            with Wait(function_name, owner="reward pool", on=NAME):
                 answer = await call.answer
         except asyncio.CancelledError:
             if call.process is not None:
@@ -339,8 +362,10 @@ class ProcessPool:
         """
         self._processes.remove(process)
         self._queue.extendleft(reversed(calls))
-        while self._queue and (error or self._is_closed):
-            self._queue.popleft().fail(FunctionFailed(str(error or "the worker stops")))
+        if error is not None or self._is_closed:
+            failure_reason = "the worker stops" if error is None else str(error)
+            while self._queue:
+                self._queue.popleft().fail(FunctionFailed(failure_reason))
         self.dispatch()
 
     async def close(self) -> None:
@@ -374,5 +399,5 @@ def error_of(answer: Answer) -> EpisodeError:
     """Return the EpisodeError that a function raised; for other exceptions a FunctionFailed."""
     if not answer.failure_class:
         return FunctionFailed(answer.error)
-    kind = type(answer.error_type, (EpisodeError,), {"failure_class": answer.failure_class})
-    return kind(answer.error)
+    error_type = type(answer.error_type, (EpisodeError,), {"failure_class": answer.failure_class})
+    return error_type(answer.error)

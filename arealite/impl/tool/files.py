@@ -38,8 +38,9 @@ class FilesTool(Tool):
             for path, content in task.extra_info.get("files", {}).items():
                 self._write(state["files"], str(path), content)
         except (AttributeError, ToolError) as error:
-            rule = "extra_info.files must map paths to texts"
-            raise EpisodeError(f"task {task.task_id}: {rule}: {error}") from error
+            raise EpisodeError(
+                f"task {task.task_id}: extra_info.files must map paths to texts: {error}"
+            ) from error
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         """Perform one action on the episode's files; return its result."""
@@ -47,8 +48,7 @@ class FilesTool(Tool):
         action = arguments["action"]
         path = arguments.get("path", "")
         if action == "list":
-            lines = [f"{name} ({len(data)} bytes)" for name, data in sorted(files.items())]
-            return "\n".join(lines) or "(no files)"
+            return file_list(files)
         if action == "write":
             return self._write(files, path, arguments.get("content", ""))
         check_path(files, path)
@@ -60,14 +60,21 @@ class FilesTool(Tool):
         return f"deleted {path}"
 
     def _write(self, files: dict[str, bytes], path: str, content: str) -> str:
-        data = content.encode(errors="replace")
-        if len(data) > self.config.max_kb << 10:
+        content_bytes = content.encode(errors="replace")
+        if len(content_bytes) > self.config.max_kb << 10:
             raise ToolError(f"a file may have at most {self.config.max_kb} kB")
         if len(files) >= self.config.max_files and path not in files:
             raise ToolError(f"there are already {self.config.max_files} files; delete one")
         check_path(files, path)
-        files[path] = data
-        return f"wrote {len(data)} bytes to {path}"
+        files[path] = content_bytes
+        return f"wrote {len(content_bytes)} bytes to {path}"
+
+
+def file_list(files: dict[str, bytes]) -> str:
+    """Return the paths of the files and their sizes, one file per line."""
+    if not files:
+        return "(no files)"
+    return "\n".join(f"{path} ({len(files[path])} bytes)" for path in sorted(files))
 
 
 def check_path(files: dict[str, bytes], path: str) -> None:
@@ -77,12 +84,16 @@ def check_path(files: dict[str, bytes], path: str) -> None:
         ToolError: `path` is absolute, contains "..", is too long, names a folder, or has a file as
             a parent.
     """
-    parts = path.split("/")
-    if "\0" in path or {"", ".", ".."} & {*parts} or len(parts) > MAX_DEPTH + 1:
+    names = path.split("/")
+    has_special_name = not {"", ".", ".."}.isdisjoint(names)
+    is_too_deep = len(names) > MAX_DEPTH + 1
+    if "\0" in path or has_special_name or is_too_deep:
         raise ToolError("a path must be relative, as in notes/a.txt, and without ..")
-    if any(len(part.encode(errors="replace")) > MAX_NAME for part in parts):
+    longest_name_bytes = max(len(name.encode(errors="replace")) for name in names)
+    if longest_name_bytes > MAX_NAME:
         raise ToolError(f"{path}: File name too long")
-    if any(name.startswith(f"{path}/") for name in files):
+    if any(file.startswith(f"{path}/") for file in files):
         raise ToolError(f"{path}: Is a directory")
-    if any(parent in files for parent in accumulate(parts[:-1], "{}/{}".format)):
+    parents = accumulate(names[:-1], "{}/{}".format)
+    if any(parent in files for parent in parents):
         raise ToolError(f"{path}: Not a directory")

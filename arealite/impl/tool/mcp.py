@@ -19,7 +19,7 @@ from arealite.base.extras import extra_requirement, import_optional
 from arealite.system.health.waits import Wait
 
 if TYPE_CHECKING:
-    from mcp import Client, types
+    from mcp import Client, StdioServerParameters, types
 
 logger = log.get(__name__)
 
@@ -59,11 +59,14 @@ class MCPServer:
         except MCPUnavailable as error:
             raise UserError(f"{error}. Correct env.tools.mcp.{self.name}.") from error
         listed = {tool.name: tool for tool in await self._session.tools}
-        if missing := set(self.config.tools).difference(listed):
-            what = f"MCP server '{self.name}' has no tool {', '.join(sorted(missing))}"
-            fix = f"Set env.tools.mcp.{self.name}.tools to some of: {', '.join(sorted(listed))}."
-            raise UserError(f"{what}. {fix}")
-        return [MCPTool(self, listed[name]) for name in sorted(self.config.tools or listed)]
+        missing = set(self.config.tools).difference(listed)
+        if missing:
+            raise UserError(
+                f"MCP server '{self.name}' has no tool {', '.join(sorted(missing))}. "
+                f"Set env.tools.mcp.{self.name}.tools to some of: {', '.join(sorted(listed))}."
+            )
+        tool_names = sorted(self.config.tools or listed)
+        return [MCPTool(self, listed[name]) for name in tool_names]
 
     async def call(self, tool: str, arguments: dict[str, object]) -> types.CallToolResult:
         """Call a tool; return the SDK's result.
@@ -110,27 +113,34 @@ class MCPServer:
             return self._session
 
     async def _begin(self) -> _Session:
-        config = self.config
-        target = self.config.url
-        if config.command:
-            program, *rest = config.command
-            env = {name: os.path.expandvars(value) for name, value in config.env.items()}
-            target = self._sdk.StdioServerParameters(command=program, args=rest, env=env)
-        session = _Session(self._sdk.Client(target), f"session with MCP server {self.name}")
-        what = f"the tools of MCP server {self.name}"
-        owner = "environment tools"
+        client = self._sdk.Client(self._target())
+        session = _Session(client, f"session with MCP server {self.name}")
+        wait = Wait(
+            f"the tools of MCP server {self.name}",
+            owner="environment tools",
+            on=f"MCP server {self.name}",
+            seconds=self.config.start_timeout_s,
+        )
         try:
-            on = f"MCP server {self.name}"
-            seconds = config.start_timeout_s
-            with Wait(what, owner=owner, on=on, seconds=seconds):
+            with wait:
                 await session.tools
         except BaseException as error:
             await session.end()
             if not isinstance(error, Exception):
                 raise
-            why = str(error) if isinstance(error, DeadlineError) else describe(error)
-            raise MCPUnavailable(f"MCP server '{self.name}' did not start: {why}") from error
+            reason = str(error) if isinstance(error, DeadlineError) else describe(error)
+            raise MCPUnavailable(f"MCP server '{self.name}' did not start: {reason}") from error
         return session
+
+    def _target(self) -> str | StdioServerParameters:
+        """Return the address of the server, or the command that starts it."""
+        if not self.config.command:
+            return self.config.url
+        program, *arguments = self.config.command
+        environment = {
+            name: os.path.expandvars(setting) for name, setting in self.config.env.items()
+        }
+        return self._sdk.StdioServerParameters(command=program, args=arguments, env=environment)
 
 
 class _Session:
@@ -159,7 +169,8 @@ class _Session:
                 for _ in range(MAX_PAGES):
                     page = await self.client.list_tools(cursor=cursor)
                     tools += page.tools
-                    if (cursor := page.next_cursor) is None:
+                    cursor = page.next_cursor
+                    if cursor is None:
                         break
                 self.tools.set_result(tools)
                 await self._ended.wait()
@@ -178,13 +189,18 @@ class MCPTool(Tool):
         self.slots = server.slots
         self.server = server
         self.name = tool.name
-        function = {"name": f"{server.name}__{tool.name}", "description": tool.description or ""}
-        self.schema = {"type": "function", "function": function | {"parameters": tool.input_schema}}
+        function = {
+            "name": f"{server.name}__{tool.name}",
+            "description": tool.description or "",
+            "parameters": tool.input_schema,
+        }
+        self.schema = {"type": "function", "function": function}
 
     async def call(self, arguments: dict[str, object], state: dict[str, object]) -> str:
         """Return the text of the result; each block without text becomes "[TYPE]"."""
         result = await self.server.call(self.name, arguments)
-        answer = "\n".join(getattr(block, "text", f"[{block.type}]") for block in result.content)
+        blocks = [getattr(block, "text", f"[{block.type}]") for block in result.content]
+        answer = "\n".join(blocks)
         if result.is_error:
             raise ToolError(answer)
         return answer

@@ -71,9 +71,11 @@ class PythonTool(Tool):
         await self._stack.aclose()
 
 
-def failed(why: str, printed: str) -> ToolError:
+def failed(reason: str, printed: str) -> ToolError:
     """Return an error with the reason and the program's output so far."""
-    return ToolError(f"{why}\nprinted before:\n{printed}" if printed else why)
+    if not printed:
+        return ToolError(reason)
+    return ToolError(f"{reason}\nprinted before:\n{printed}")
 
 
 async def run_in_sandbox(sandbox: Sandbox, code: str) -> str:
@@ -85,13 +87,14 @@ async def run_in_sandbox(sandbox: Sandbox, code: str) -> str:
     outcome = await sandbox.run(AS_TYPED.format(code=code))
     if outcome.status == "exited" and outcome.code == 0:
         return outcome.stdout
-    why = {
-        "timeout": f"ran longer than {sandbox.config.timeout_s:g} s",
-        "output": f"printed more than {sandbox.config.output_kb} kB",
-    }
-    last_line = outcome.stderr.strip().rpartition("\n")[2]
-    default = last_line or f"ended with code {outcome.code}"
-    raise failed(why.get(outcome.status, default), outcome.stdout)
+    if outcome.status == "timeout":
+        reason = f"ran longer than {sandbox.config.timeout_s:g} s"
+    elif outcome.status == "output":
+        reason = f"printed more than {sandbox.config.output_kb} kB"
+    else:
+        _, _, last_line = outcome.stderr.strip().rpartition("\n")
+        reason = last_line or f"ended with code {outcome.code}"
+    raise failed(reason, outcome.stdout)
 
 
 async def run_in_monty(monty: Any, pool: Any, limits: SandboxConfig, code: str) -> str:
@@ -103,12 +106,16 @@ async def run_in_monty(monty: Any, pool: Any, limits: SandboxConfig, code: str) 
         ToolError: The program failed or exceeded a limit.
     """
     printed = monty.CollectString(limits.output_kb << 10)
-    most = min(limits.memory_mb, MONTY_MB) << 20
-    bounds = {"max_feed_duration_secs": limits.timeout_s, "max_memory": most}
+    monty_limits = {
+        "max_feed_duration_secs": limits.timeout_s,
+        "max_memory": min(limits.memory_mb, MONTY_MB) << 20,
+    }
     try:
-        async with pool.checkout(limits=bounds, os_policy={"sleep": "zero"}) as shell:
-            value = await shell.feed_run(code, print_callback=printed)
-        return printed.output + ("" if value is None else f"{value!r}\n")
+        async with pool.checkout(limits=monty_limits, os_policy={"sleep": "zero"}) as shell:
+            last_value = await shell.feed_run(code, print_callback=printed)
+        if last_value is None:
+            return printed.output
+        return f"{printed.output}{last_value!r}\n"
     except monty.MontyCrashedError as error:
         raise ToolError(str(error)) from error
     except monty.MontyError as error:

@@ -6,7 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from arealite.api.tool import Tool, ToolError, function
 from arealite.api.tool_config import SearchToolConfig
@@ -15,6 +15,8 @@ from arealite.system.data.sources import jsonl_rows
 
 MAX_WORDS = 32
 """Words of a query that are used; further words are ignored."""
+CREATE = """CREATE VIRTUAL TABLE texts
+USING fts5(id UNINDEXED, title, text, tokenize = 'porter unicode61')"""
 FIND = """SELECT id, title, snippet(texts, 2, '', '', ' … ', ?) FROM texts
 WHERE texts MATCH ? ORDER BY bm25(texts, 0, 4, 1), id LIMIT ?"""
 """The weights of bm25 are those of the columns id, title and text: a word in the title counts four
@@ -58,20 +60,31 @@ class SearchTool(Tool):
         words = re.findall(r"\w+", query)[:MAX_WORDS]
         if not words:
             raise ToolError("name the words to look for in `query`")
-        match = " OR ".join(f'"{word}"' for word in words)
-        found = self._rows(FIND, (self.config.excerpt_words, match, self.config.top_k))
-        texts = [f"[{name}] {title}\n{excerpt}" for name, title, excerpt in found]
-        return "\n\n".join(texts) or f"no document has any of these words: {' '.join(words)}"
+        any_word = " OR ".join(f'"{word}"' for word in words)
+        rows = self._rows(FIND, (self.config.excerpt_words, any_word, self.config.top_k))
+        if not rows:
+            return f"no document has any of these words: {' '.join(words)}"
+        excerpts = [f"[{name}] {title}\n{excerpt}" for name, title, excerpt in rows]
+        return "\n\n".join(excerpts)
 
     def _read(self, name: str) -> str:
-        found = self._rows("SELECT title, text FROM texts WHERE id = ?", (name,))
-        if not found:
+        rows = self._rows("SELECT title, text FROM texts WHERE id = ?", (name,))
+        if not rows:
             raise ToolError(f"no document has the id '{name}'")
-        return "\n".join(filter(None, found[0]))
+        title, body = rows[0]
+        return "\n".join(filter(None, (title, body)))
 
-    def _rows(self, statement: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+    def _rows(self, statement: str, parameters: tuple[object, ...]) -> list[tuple[Any, ...]]:
         with self._lock:
-            return self.index.execute(statement, values).fetchall()
+            return self.index.execute(statement, parameters).fetchall()
+
+
+class Document(NamedTuple):
+    """A document, in the order of the columns of the index."""
+
+    id: str
+    title: str
+    body: str
 
 
 def build(source: str) -> sqlite3.Connection:
@@ -81,32 +94,44 @@ def build(source: str) -> sqlite3.Connection:
         UserError: The path does not exist or has no documents, or a document is invalid.
     """
     if not source:
-        what = "env.tools.search.path is not set"
-        raise UserError(f"{what}. Set a JSONL file, or a folder of .txt and .md files.")
+        raise UserError(
+            "env.tools.search.path is not set. Set a JSONL file, or a folder of .txt and .md files."
+        )
     path = Path(source).expanduser()
     documents = list(_folder(path) if path.is_dir() else _jsonl(path))
     if not documents:
-        what = f"env.tools.search.path={path} has no documents"
-        raise UserError(f"{what}. Name a JSONL file with rows, or a folder of .txt and .md files.")
+        raise UserError(
+            f"env.tools.search.path={path} has no documents. "
+            "Name a JSONL file with rows, or a folder of .txt and .md files."
+        )
     index = sqlite3.connect(":memory:", check_same_thread=False)
-    columns = "id UNINDEXED, title, text, tokenize = 'porter unicode61'"
-    index.execute(f"CREATE VIRTUAL TABLE texts USING fts5({columns})")
+    index.execute(CREATE)
     index.executemany("INSERT INTO texts VALUES (?, ?, ?)", documents)
     return index
 
 
-def _folder(path: Path) -> Iterator[tuple[str, str, str]]:
+def _folder(path: Path) -> Iterator[Document]:
     for file in sorted(path.rglob("*")):
         if file.suffix in (".txt", ".md") and file.is_file():
-            yield file.relative_to(path).as_posix(), file.stem, file.read_text(errors="replace")
+            yield Document(
+                id=file.relative_to(path).as_posix(),
+                title=file.stem,
+                body=file.read_text(errors="replace"),
+            )
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, str, str]]:
+def _jsonl(path: Path) -> Iterator[Document]:
     if not path.is_file():
-        what = f"env.tools.search.path={path}: neither a file nor a folder"
-        row = '{"id": …, "title": …, "text": …}'
-        raise UserError(f"{what}. Name a JSONL file of {row}, or a folder of .txt and .md files.")
-    for number, (where, row) in enumerate(jsonl_rows(path), start=1):
+        raise UserError(
+            f"env.tools.search.path={path}: neither a file nor a folder. "
+            'Name a JSONL file of {"id": …, "title": …, "text": …}, '
+            "or a folder of .txt and .md files."
+        )
+    for number, (place, row) in enumerate(jsonl_rows(path), start=1):
         if "text" not in row:
-            raise UserError(f'{where}: a document needs "text"; "id" and "title" are optional.')
-        yield str(row.get("id", number)), str(row.get("title", "")), str(row["text"])
+            raise UserError(f'{place}: a document needs "text"; "id" and "title" are optional.')
+        yield Document(
+            id=str(row.get("id", number)),
+            title=str(row.get("title", "")),
+            body=str(row["text"]),
+        )

@@ -19,9 +19,14 @@ from arealite.system.health.waits import Wait
 OWNER = "environment tools"
 States = dict[str, dict[str, object]]
 """An episode's state by the name of the tool."""
-TYPES: dict[str, type | tuple[type, ...]] = dict(
-    string=str, integer=int, number=(int, float), boolean=bool, array=list, object=dict
-)
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
 """Python types by their names in a JSON schema."""
 
 
@@ -45,7 +50,8 @@ class Toolbox:
         """Tools by the name that agents call."""
         for name in config.tools:
             self._add(tools.get(name)(getattr(config, name, None)))
-        self.deterministic = not config.mcp and all(t.deterministic for t in self.tools.values())
+        all_deterministic = all(tool.deterministic for tool in self.tools.values())
+        self.deterministic = all_deterministic and not config.mcp
         self.servers = [MCPServer(name, server) for name, server in config.mcp.items()]
         self._stack = AsyncExitStack()
 
@@ -88,22 +94,28 @@ class Toolbox:
         Raises:
             ToolCrash: The tool raised an unexpected exception.
         """
-        if (tool := self.tools.get(call.name)) is None:
+        tool = self.tools.get(call.name)
+        if tool is None:
             problem = call.error or unknown("tool", call.name, [*self.tools])
             return Answer(f"error: {problem}", "malformed")
         parameters = tool.schema["function"]["parameters"]
-        if problem := call.error or mismatch(call.arguments, parameters):
+        problem = call.error or mismatch(call.arguments, parameters)
+        if problem:
             return Answer(f"error: {problem}", "malformed")
         async with tool.slots:
             return await self._call(tool, call, states[call.name])
 
     async def _call(self, tool: Tool, call: ToolCall, state: dict[str, object]) -> Answer:
-        what = f"the answer of tool {call.name}"
-        on = f"tool {call.name}"
-        wait = Wait(what, owner=OWNER, on=on, seconds=self.config.timeout_s)
+        wait = Wait(
+            f"the answer of tool {call.name}",
+            owner=OWNER,
+            on=f"tool {call.name}",
+            seconds=self.config.timeout_s,
+        )
         try:
             with wait:
-                return Answer(self._cut(await tool.call(call.arguments, state)))
+                content = await tool.call(call.arguments, state)
+                return Answer(self._cut(content))
         except ToolError as error:
             return Answer(self._cut(f"error: {error}"), "failed")
         except DeadlineError:
@@ -115,19 +127,23 @@ class Toolbox:
         except ArealiteError:
             raise
         except Exception as error:
-            what = f"tool {call.name} raised {type(error).__name__}: {error}"
-            raise ToolCrash(what) from error
+            error_type = type(error).__name__
+            raise ToolCrash(f"tool {call.name} raised {error_type}: {error}") from error
 
     def _add(self, tool: Tool) -> None:
         name = tool.schema["function"]["name"]
         if name in self.tools:
-            fix = "Remove one of env.tools.tools or env.tools.mcp."
-            raise UserError(f"two tools have the name '{name}'. {fix}")
+            raise UserError(
+                f"two tools have the name '{name}'. Remove one of env.tools.tools or env.tools.mcp."
+            )
         self.tools[name] = tool
 
     def _cut(self, answer: str) -> str:
-        more = len(answer) - self.config.answer_chars
-        return answer if more <= 0 else f"{answer[:-more]} [{more} more characters]"
+        """Truncate an answer to the limit, and say how many characters are missing."""
+        num_excess_chars = len(answer) - self.config.answer_chars
+        if num_excess_chars <= 0:
+            return answer
+        return f"{answer[:-num_excess_chars]} [{num_excess_chars} more characters]"
 
 
 def mismatch(arguments: dict[str, object], parameters: dict[str, Any]) -> str:
@@ -138,21 +154,41 @@ def mismatch(arguments: dict[str, object], parameters: dict[str, Any]) -> str:
     Returns:
         The first problem; "" if there is none.
     """
-    known: dict[str, Any] = parameters.get("properties", {})
+    properties: dict[str, Any] = parameters.get("properties", {})
     for name in parameters.get("required", ()):
         if name not in arguments:
             return f"argument '{name}' is missing"
-    for name, value in arguments.items():
-        if name not in known:
-            if known and not parameters.get("additionalProperties"):
-                return unknown("argument", name, [*known])
-            continue
-        schema = known[name] if isinstance(known[name], dict) else {}
-        kind = schema.get("type")
-        expected = TYPES.get(kind, object) if isinstance(kind, str) else object
-        is_flag = isinstance(value, bool) and kind in ("integer", "number")
-        if is_flag or not isinstance(value, expected):
-            return f"argument '{name}' must be of type {kind}"
-        if "enum" in schema and value not in schema["enum"]:
-            return f"argument '{name}' must be one of {', '.join(map(str, schema['enum']))}"
+    for name, argument in arguments.items():
+        if name in properties:
+            problem = property_mismatch(name, argument, properties[name])
+            if problem:
+                return problem
+        elif properties and not parameters.get("additionalProperties"):
+            return unknown("argument", name, [*properties])
     return ""
+
+
+def property_mismatch(name: str, argument: object, schema: Any) -> str:
+    """Check the type of an argument, and that it is in the enumeration, if its schema has one.
+
+    Returns:
+        The first problem; "" if there is none.
+    """
+    if not isinstance(schema, dict):
+        return ""
+    type_name = schema.get("type")
+    if not has_type(argument, type_name):
+        return f"argument '{name}' must be of type {type_name}"
+    if "enum" in schema and argument not in schema["enum"]:
+        choices = ", ".join(map(str, schema["enum"]))
+        return f"argument '{name}' must be one of {choices}"
+    return ""
+
+
+def has_type(argument: object, type_name: object) -> bool:
+    """Return whether an argument has a plain type of JSON schema; True for any other type name."""
+    if not isinstance(type_name, str):
+        return True
+    if isinstance(argument, bool) and type_name in ("integer", "number"):
+        return False
+    return isinstance(argument, TYPES.get(type_name, object))

@@ -30,6 +30,8 @@ from tests.impl.trainer.trajectories import header, segment
 
 PACKAGE = Path(arealite.__file__).parent
 GROUPS = {pattern.split("/")[0] for pattern in catalogue()}
+FORMER_NAMES = {"datapipe/pace_wait_s"}
+"""Names of an earlier version that reports still read."""
 
 
 def literals() -> Iterator[str]:
@@ -82,7 +84,7 @@ def of_updates() -> Iterator[str]:
 
 
 def of_datapipe() -> Iterator[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(TrainerRequestHandler._compose)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(TrainerRequestHandler._metrics)))
     numbers = max((n for n in ast.walk(tree) if isinstance(n, ast.Dict)), key=lambda n: len(n.keys))
     own = [key.value for key in numbers.keys if isinstance(key, ast.Constant)]
     assert len(own) > 5
@@ -116,7 +118,7 @@ def written() -> set[str]:
         of_datapipe,
         of_workers,
     ]
-    return {name for source in sources for name in source()}
+    return {name for source in sources for name in source()} - FORMER_NAMES
 
 
 def test_every_written_metric_is_documented(written: set[str]) -> None:

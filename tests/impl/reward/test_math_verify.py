@@ -240,7 +240,7 @@ async def test_answer_that_crashes_the_checker_twice_scores_0_and_is_counted(
         "memory": "bytearray(MEMORY_BYTES)",
         "exit": "os._exit(0)",
     }[kind]
-    head = "    answer, due = marked(completion), marked(truth)\n"
+    head = "    marked_truth = marked(truth)\n"
     assert SOURCE.count(head) == 1
     planted = tmp_path / "checker.py"
     planted.write_text(SOURCE.replace(head, f"{head}    if 'crash' in completion: {crash}\n"))
