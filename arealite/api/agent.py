@@ -72,8 +72,9 @@ class Agent(ABC):
             self.record.turns[-1].reward += value or 0.0
         elif self.trainable:
             raise RuntimeError("reward before the agent's first generation")
+        sums = self.record.reward_parts
         for name, part in parts.items():
-            self.record.reward_parts[name] = self.record.reward_parts.get(name, 0.0) + part
+            sums[name] = sums.get(name, 0.0) + part
 
     async def generate(
         self,
@@ -96,23 +97,30 @@ class Agent(ABC):
             extends: A response of this agent that the prompt was built on: the prompt begins with
                 its prompt and its tokens. None: the prompt is compared with earlier turns.
         """
-        record = self.record
-        seat = self.seat
-        begin = time.perf_counter()
-        sampling = sampling or seat.sampling
-        turn = record.begin(input_ids, sampling, origin, extends)
-        response = turn.response
-        resumed = response if response.output_ids else None
-        if on_tokens is not None and resumed is not None:
-            on_tokens(resumed.output_ids)
-        if not response.stop_reason:
-            request_id = f"{seat.episode_id}/{seat.name}/{turn.index}"
-            what = request_id, seat.group_id, input_ids, sampling, None, seat.min_version
-            store = partial(record.store_partial, turn)
-            request = LLMRequest(*what, resumed, store, on_tokens, turn.known, turn.json)
-            response = await self.client.generate(request)
-            record.seconds_generating += time.perf_counter() - begin
-        record.add(turn, response)
+        begin_s = time.perf_counter()
+        sampling = sampling or self.seat.sampling
+        turn = self.record.begin(input_ids, sampling, origin, extends)
+        recorded = turn.response
+        if on_tokens is not None and recorded.output_ids:
+            on_tokens(recorded.output_ids)
+        if recorded.stop_reason:
+            self.record.add(turn, recorded)
+            return recorded
+        request = LLMRequest(
+            request_id=f"{self.seat.episode_id}/{self.seat.name}/{turn.index}",
+            group_id=self.seat.group_id,
+            input_ids=input_ids,
+            sampling=sampling,
+            min_version=self.seat.min_version,
+            resumed=recorded if recorded.output_ids else None,
+            on_partial=partial(self.record.store_partial, turn),
+            on_tokens=on_tokens,
+            known=turn.known,
+            json=turn.json,
+        )
+        response = await self.client.generate(request)
+        self.record.seconds_generating += time.perf_counter() - begin_s
+        self.record.add(turn, response)
         return response
 
 
@@ -130,15 +138,20 @@ class AgentFactory:
 
     async def share(self, config: AgentConfig, stack: AsyncExitStack) -> None:
         """Create the shared object of the agents of `config`; closing `stack` closes it."""
-        shared = agents.get(config.type).share(self.args, agents.options(config))
+        agent_class = agents.get(config.type)
+        shared = agent_class.share(self.args, agents.options(config))
         if shared is not None:
             self._shared[id(config)] = await stack.enter_async_context(shared)
 
     def make_agent(self, config: AgentConfig, seat: Seat | None = None) -> Agent:
         """Return a new agent for one seat of one episode; None: a default seat."""
-        kind = agents.get(config.type)
-        own = agents.options(config)
-        agent = kind(own, client=self.client, tokenizer=self.tokenizer, seat=seat or Seat())
+        agent_class = agents.get(config.type)
+        agent = agent_class(
+            agents.options(config),
+            client=self.client,
+            tokenizer=self.tokenizer,
+            seat=seat or Seat(),
+        )
         agent.shared = self._shared.get(id(config))
         return agent
 
@@ -150,5 +163,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     try:
         return tokenizer.load_tokenizer(path)
     except Exception as error:  # a config.json or a tokenizer fails in its own way
-        what = f"the tokenizer or config.json of '{path}' cannot be loaded ({one_line(error):.300})"
-        raise UserError(f"{what}. Download these files again.") from error
+        raise UserError(
+            f"the tokenizer or config.json of '{path}' cannot be loaded "
+            f"({one_line(error):.300}). Download these files again."
+        ) from error

@@ -43,24 +43,49 @@ class LossConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints on the policy loss."""
-        cap = self.behav_weight_cap
-        masks = self.behav_weight == "mask"
         objective = f"objective={self.objective}"
-        is_plain = self.objective == "reinforce"
-        what = f"dual_clip requires objective=ppo, not {objective}"
-        yield self.dual_clip is None or self.objective == "ppo", f"{what}. Use dual_clip=null."
-        what = f"{objective} has no ratio, so decoupled=false leaves off-policy tokens uncorrected"
-        yield self.decoupled or not is_plain, f"{what}. Use trainer.ppo.loss.decoupled=true."
-        what = f"ratio={self.ratio} has no effect with {objective}, which has no ratio"
-        yield self.ratio == "token" or not is_plain, f"{what}. Use token."
-        what = "behav_weight=mask keeps tokens in [1/cap, cap]"
-        key = "behav_weight_cap"
-        fix = f"{key}={cap} must be above 1, as in trainer.ppo.loss.{key}=5.0."
-        yield not masks or (cap is not None and cap > 1), f"{what}: {fix}"
-        what = "behav_weight=mask and behav_weight_level=sequence require the decoupled loss"
-        is_used = masks or self.behav_weight_level == "sequence"
-        fix = "Use trainer.ppo.loss.decoupled=true, or remove them."
-        yield self.decoupled or not is_used, f"{what}. {fix}"
+        has_ratio = self.objective != "reinforce"
+        can_clip = self.dual_clip is None or self.objective == "ppo"
+        yield (
+            can_clip,
+            f"dual_clip requires objective=ppo, not {objective}. Use dual_clip=null.",
+        )
+        is_corrected = self.decoupled or has_ratio
+        yield (
+            is_corrected,
+            (
+                f"{objective} has no ratio, so decoupled=false leaves off-policy tokens "
+                "uncorrected. Use trainer.ppo.loss.decoupled=true."
+            ),
+        )
+        is_ratio_used = self.ratio == "token" or has_ratio
+        yield (
+            is_ratio_used,
+            f"ratio={self.ratio} has no effect with {objective}, which has no ratio. Use token.",
+        )
+        yield from self._weight_constraints()
+
+    def _weight_constraints(self) -> Constraints:
+        """Yield the constraints on the behaviour weight of tokens."""
+        masks = self.behav_weight == "mask"
+        cap = self.behav_weight_cap
+        has_interval = cap is not None and cap > 1
+        yield (
+            has_interval or not masks,
+            (
+                "behav_weight=mask keeps tokens in [1/cap, cap]: "
+                f"behav_weight_cap={cap} must be above 1, "
+                "as in trainer.ppo.loss.behav_weight_cap=5.0."
+            ),
+        )
+        needs_decoupled = masks or self.behav_weight_level == "sequence"
+        yield (
+            self.decoupled or not needs_decoupled,
+            (
+                "behav_weight=mask and behav_weight_level=sequence require the decoupled loss. "
+                "Use trainer.ppo.loss.decoupled=true, or remove them."
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +99,23 @@ class KLConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints on reference and estimator."""
-        what = f"coef={self.coef} needs a reference policy. Use trainer.ppo.kl.reference=initial"
-        fix = "for the initial model of the run, or set it to a folder."
-        yield self.coef == 0 or self.reference is not None, f"{what} {fix}"
-        what = "estimator=k1 has zero expected gradient in the loss"
-        fix = "Use k2 or k3, or trainer.ppo.kl.place=reward."
-        yield self.coef == 0 or self.place == "reward" or self.estimator != "k1", f"{what}. {fix}"
+        is_off = self.coef == 0
+        yield (
+            is_off or self.reference is not None,
+            (
+                f"coef={self.coef} needs a reference policy. "
+                "Use trainer.ppo.kl.reference=initial for the initial model of the run, "
+                "or set it to a folder."
+            ),
+        )
+        has_gradient = self.place == "reward" or self.estimator != "k1"
+        yield (
+            is_off or has_gradient,
+            (
+                "estimator=k1 has zero expected gradient in the loss. "
+                "Use k2 or k3, or trainer.ppo.kl.place=reward."
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ def checked(act: Any) -> Any:
         if isinstance(action, Action):
             return action
         name = getattr(act, "__qualname__", "act")
-        fix = "an agent returns an Action, for example Action(text)."
-        raise UserError(f"{name} returned {action!r:.60}: {fix}")
+        raise UserError(
+            f"{name} returned {action!r:.60}: an agent returns an Action, for example Action(text)."
+        )
 
     return checked_act

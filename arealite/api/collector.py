@@ -58,18 +58,40 @@ class CollectorConfig:
     @property
     def agents(self) -> list[AgentConfig]:
         """The agents of all seats."""
-        return [self.agent, *(each for part in self.parts.values() for each in part.seats.values())]
+        agents = [self.agent]
+        for part in self.parts.values():
+            agents += part.seats.values()
+        return agents
 
     def constraints(self) -> Constraints:
         """Yield the constraints on names of environments, temperature and concurrency."""
-        bad = [name for name in self.envs if not re.fullmatch(r"[A-Za-z0-9_-]+", name)]
-        yield not bad, f"envs.{''.join(bad[:1])}: use letters, digits, '_' and '-' only."
-        what = "sampling.temperature must be above 0: greedy sampling does not explore."
-        yield self.sampling.temperature > 0, what
-        least = self.autoscale.min_concurrency
-        most = self.concurrency
-        what = f"autoscale.min_concurrency={least} is above collector.concurrency={most}"
-        yield least <= most or not self.autoscale.enabled, f"{what}. Lower one or raise the other."
+        invalid_names = [name for name in self.envs if not _is_env_name(name)]
+        first_invalid_name = "".join(invalid_names[:1])
+        yield (
+            not invalid_names,
+            f"envs.{first_invalid_name}: use letters, digits, '_' and '-' only.",
+        )
+        explores = self.sampling.temperature > 0
+        yield (
+            explores,
+            "sampling.temperature must be above 0: greedy sampling does not explore.",
+        )
+        lower_limit = self.autoscale.min_concurrency
+        upper_limit = self.concurrency
+        is_range = lower_limit <= upper_limit
+        yield (
+            is_range or not self.autoscale.enabled,
+            (
+                f"autoscale.min_concurrency={lower_limit} "
+                f"is above collector.concurrency={upper_limit}. "
+                "Lower one or raise the other."
+            ),
+        )
+
+
+def _is_env_name(name: str) -> bool:
+    """Return whether this name of an environment can be a part of option keys and metrics."""
+    return re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

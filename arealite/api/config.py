@@ -89,35 +89,58 @@ class ExperimentConfig(TrialConfig):
     @property
     def evaluates(self) -> bool:
         """Whether the run has held-out rows."""
+        if self.dataset.eval is not None:
+            return True
         parts = self.trainer.ppo.collector.envs.values()
-        return self.dataset.eval is not None or any(part.eval for part in parts)
+        return any(part.eval for part in parts)
 
     def constraints(self) -> Constraints:
         """Yield the constraints between sections, for a run with servers and workers."""
         trainer = self.trainer
-        ppo = self.trainer.ppo
-        launcher = self.launcher
-        what = f"trainer.type=ppo is synchronous, but max_staleness is {ppo.max_staleness}"
-        fix = "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
-        yield trainer.type != "ppo" or ppo.max_staleness == 0, f"{what}. {fix}"
-        most = launcher.max_workers
-        least = launcher.rollout_workers
-        what = f"launcher.max_workers={most} must be at least launcher.rollout_workers={least}"
-        fix = "needs collector.autoscale.enabled=true. Use 0 for a fixed number of workers."
-        is_scaled = most >= least and ppo.collector.autoscale.enabled
-        yield most == 0 or is_scaled, f"{what}, and {fix}"
-        if ppo.publisher.type != "shared":
-            return
-        fsdp = ppo.engine.fsdp
+        max_staleness = trainer.ppo.max_staleness
+        is_synchronous = trainer.type == "ppo"
+        yield (
+            max_staleness == 0 or not is_synchronous,
+            (
+                f"trainer.type=ppo is synchronous, but max_staleness is {max_staleness}. "
+                "Use trainer.ppo.max_staleness=0, or trainer.type=async_ppo."
+            ),
+        )
+        max_workers = self.launcher.max_workers
+        min_workers = self.launcher.rollout_workers
+        is_scalable = max_workers >= min_workers and trainer.ppo.collector.autoscale.enabled
+        yield (
+            max_workers == 0 or is_scalable,
+            (
+                f"launcher.max_workers={max_workers} "
+                f"must be at least launcher.rollout_workers={min_workers}, "
+                "and needs collector.autoscale.enabled=true. "
+                "Use 0 for a fixed number of workers."
+            ),
+        )
+        if trainer.ppo.publisher.type == "shared":
+            yield from self._shared_publisher_constraints()
+
+    def _shared_publisher_constraints(self) -> Constraints:
+        """Yield the constraints of a run whose trainer generates with the trained parameters."""
         key = "trainer.ppo.publisher.type=shared"
-        what = f"{key} needs launcher.trainer_ranks=1, not {launcher.trainer_ranks}."
-        yield launcher.trainer_ranks == 1, what
-        what = f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers."
-        yield not (self.llm_server.addresses or launcher.llm_servers), what
-        is_exact = fsdp.dtype == "float32" or fsdp.lora.rank > 0 or self.model.adapter
-        fix = "use engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
-        what = f"{key} generates from the trained parameters: {fix}"
-        yield bool(is_exact) and not fsdp.cpu_offload, what
+        num_ranks = self.launcher.trainer_ranks
+        yield num_ranks == 1, f"{key} needs launcher.trainer_ranks=1, not {num_ranks}."
+        has_servers = self.llm_server.addresses or self.launcher.llm_servers
+        yield (
+            not has_servers,
+            f"{key} uses no LLM servers: remove llm_server.addresses and launcher.llm_servers.",
+        )
+        fsdp = self.trainer.ppo.engine.fsdp
+        trains_adapter = fsdp.lora.rank > 0 or bool(self.model.adapter)
+        keeps_float32 = fsdp.dtype == "float32" or trains_adapter
+        yield (
+            keeps_float32 and not fsdp.cpu_offload,
+            (
+                f"{key} generates from the trained parameters: "
+                "use engine.fsdp.dtype=float32 or lora.rank above 0, and cpu_offload=false."
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

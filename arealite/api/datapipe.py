@@ -43,5 +43,8 @@ class DatapipeConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraint on `keep_payloads`."""
-        what = f"keep_payloads={self.keep_payloads}: use all, or a number of at least 1."
-        yield bool(re.fullmatch(r"all|[1-9]\d{0,8}", self.keep_payloads)), what
+        is_valid = re.fullmatch(r"all|[1-9]\d{0,8}", self.keep_payloads) is not None
+        yield (
+            is_valid,
+            f"keep_payloads={self.keep_payloads}: use all, or a number of at least 1.",
+        )

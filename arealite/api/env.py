@@ -51,8 +51,9 @@ class Env(ABC):
         Raises:
             UserError: This environment generates no tasks.
         """
-        fix = "Set dataset.train and dataset.eval to files."
-        raise UserError(f"{cls.__name__} generates no tasks. {fix}")
+        raise UserError(
+            f"{cls.__name__} generates no tasks. Set dataset.train and dataset.eval to files."
+        )
 
     @staticmethod  # noqa: B027  (optional hook)
     def check_row(task: Task, /) -> object:
@@ -116,7 +117,8 @@ class StepEnv(Env):
         state, observation = await self.reset(task)
         done = False
         while not done:
-            result = await self.step(state, action := await agent.act(observation))
+            action = await agent.act(observation)
+            result = await self.step(state, action)
             agent.reward(result.reward)
             observation = result.observation
             done = result.done or action.is_last

@@ -39,6 +39,12 @@ class EnvConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraint of environments that need the gateway."""
-        is_here = self.type != "harness" or self.runtime.type == "in_process"
-        what = f"runtime.type={self.runtime.type}: the rollout worker serves the agents of"
-        yield is_here, f"{what} type={self.type}. Use runtime.type=in_process."
+        runtime = self.runtime.type
+        can_reach_gateway = self.type != "harness" or runtime == "in_process"
+        yield (
+            can_reach_gateway,
+            (
+                f"runtime.type={runtime}: the rollout worker serves the agents of "
+                f"type={self.type}. Use runtime.type=in_process."
+            ),
+        )

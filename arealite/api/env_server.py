@@ -44,7 +44,8 @@ class EnvServerConfig(TrialConfig):
     @property
     def hosted(self) -> dict[str, EnvConfig]:
         """The config of each environment by its type; the default environment is the first."""
-        return {name: replace(self.env, type=name) for name in self.environments or [self.env.type]}
+        env_types = self.environments or [self.env.type]
+        return {env_type: replace(self.env, type=env_type) for env_type in env_types}
 
 
 class Message(msgspec.Struct):

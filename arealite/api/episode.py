@@ -73,23 +73,24 @@ class Record(msgspec.Struct):
         stored = self._recall(turn, sampling.max_new_tokens) if self.recorded else None
         if stored is None:
             turn.index = self.next_index
-            self.next_index = self.next_index + 1
+            self.next_index += 1
         else:
             turn.index = stored.index
             turn.response = stored.response
-            turn.is_stored = bool(turn.response.stop_reason)
-            self.resumed_tokens += len(turn.response.output_ids)
+            turn.is_stored = stored.is_finished
+            self.resumed_tokens += len(stored.response.output_ids)
         return turn
 
-    def _recall(self, turn: Turn, budget: int) -> StoredTurn | None:
+    def _recall(self, turn: Turn, max_new_tokens: int) -> StoredTurn | None:
         """Return the first unused record with the turn's prompt and temperature; None without one.
 
-        An unfinished record with `budget` tokens or more is dropped.
+        An unfinished record with `max_new_tokens` tokens or more is dropped.
         """
         for stored in self.recorded:
-            if (stored.prompt, stored.temperature) == (turn.prompt, turn.temperature):
+            if stored.prompt == turn.prompt and stored.temperature == turn.temperature:
                 self.recorded.remove(stored)
-                if stored.response.stop_reason or len(stored.response.output_ids) < budget:
+                num_tokens = len(stored.response.output_ids)
+                if stored.is_finished or num_tokens < max_new_tokens:
                     return stored
                 break
         self.resumed_diverged = 1
@@ -108,7 +109,8 @@ class Record(msgspec.Struct):
         if turn.parent is not None:
             turn.parent.json = b""
         if len(self.turns) > RECENT:
-            self.turns[-1 - RECENT].json = b""
+            oldest_recent = self.turns[-1 - RECENT]
+            oldest_recent.json = b""
 
     def drop(self, response: LLMResponse) -> None:
         """Remove the turn of a response that never reached its client: it is not trained."""
@@ -136,6 +138,7 @@ def finite(value: float | None, parts: dict[str, float]) -> tuple[float | None, 
     """
     value = None if value is None else float(value)
     parts = {name: float(part) for name, part in parts.items()}
-    if not isfinite(sum(parts.values(), value or 0.0)):
+    total = sum(parts.values(), value or 0.0)
+    if not isfinite(total):
         raise RewardNotFinite(f"reward and parts must be finite, got {value}, {parts}")
     return value, parts

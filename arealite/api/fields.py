@@ -34,9 +34,17 @@ def opt(
         below: Exclusive upper bound.
         renamed: Former values of a choice and their new names, for the error message.
     """
-    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    limits = {word: at for word, at in bounds.items() if at is not None}
-    metadata = {"help": help, "bounds": limits, "renamed": renamed or {}}
+    bounds = {
+        "at least": at_least,
+        "above": above,
+        "at most": at_most,
+        "below": below,
+    }
+    metadata = {
+        "help": help,
+        "bounds": {word: limit for word, limit in bounds.items() if limit is not None},
+        "renamed": renamed or {},
+    }
     return field(default=default, metadata=metadata)
 
 

@@ -42,20 +42,38 @@ class HarnessConfig:
     def constraints(self) -> Constraints:
         """Yield the constraints of each way to run an agent."""
         source = self.reward_from
-        seats = self.seats
-        needed = {"return": "run", "file": "command", "last_line": "command"}.get(source)
-        is_given = needed is None or bool(getattr(self, needed))
-        yield is_given, f"reward_from={source} needs {needed}. Set {needed}, or reward_from=auto."
-        names = [name for name in seats if name.isidentifier() and name not in ("self", "task")]
-        fix = "Give each seat a name of its own, of letters, digits and _."
-        yield bool(seats) and len({*names}) == len(seats), f"seats={seats}. {fix}"
-        what = "sandbox=true needs a `command`"
-        yield not self.sandbox or bool(self.command), f"{what}. Set command, or sandbox=false."
-        is_local = not (self.gateway.host or self.gateway.public_host)
-        what = "sandbox=true: programs reach the gateway on loopback only"
-        yield is_local or not self.sandbox, f"{what}. Remove gateway.host and public_host."
-        what = "pull=true needs gateway.token_env, a variable with the token of the agents"
-        yield bool(self.gateway.token_env) or not self.pull, f"{what}. Export it, and set its name."
+        needed_option = {"return": "run", "file": "command", "last_line": "command"}.get(source)
+        has_source = needed_option is None or bool(getattr(self, needed_option))
+        yield (
+            has_source,
+            (
+                f"reward_from={source} needs {needed_option}. "
+                f"Set {needed_option}, or reward_from=auto."
+            ),
+        )
+        yield (
+            _are_seat_names(self.seats),
+            f"seats={self.seats}. Give each seat a name of its own, of letters, digits and _.",
+        )
+        yield (
+            bool(self.command) or not self.sandbox,
+            "sandbox=true needs a `command`. Set command, or sandbox=false.",
+        )
+        is_on_loopback = not (self.gateway.host or self.gateway.public_host)
+        yield (
+            is_on_loopback or not self.sandbox,
+            (
+                "sandbox=true: programs reach the gateway on loopback only. "
+                "Remove gateway.host and public_host."
+            ),
+        )
+        yield (
+            bool(self.gateway.token_env) or not self.pull,
+            (
+                "pull=true needs gateway.token_env, a variable with the token of the agents. "
+                "Export it, and set its name."
+            ),
+        )
 
     reads_columns: ClassVar[bool] = True
     """Whether agents get `Task.columns`."""
@@ -66,15 +84,33 @@ class HarnessConfig:
         Raises:
             UserError: A word has an unknown placeholder.
         """
-        known = {**task.columns, **task.extra_info, "prompt": task.text, "task_id": task.task_id}
-        known |= {"folder": folder, "cwd": os.getcwd(), "python": sys.executable}
+        values_by_name = {
+            **task.columns,
+            **task.extra_info,
+            "prompt": task.text,
+            "task_id": task.task_id,
+            "folder": folder,
+            "cwd": os.getcwd(),
+            "python": sys.executable,
+        }
 
-        def fill(found: re.Match[str]) -> str:
-            name = found[1]
-            if name not in known and name[0] != "{":
-                why = unknown("placeholder", name, [*known])
-                fix = f"{{{{{name}}}}} stands for the text {{{name}}}"
-                raise UserError(f"env.harness.command: {why} {fix}.")
-            return str(known.get(name, name))
+        def fill(placeholder: re.Match[str]) -> str:
+            name = placeholder[1]
+            is_escaped = name.startswith("{")
+            if is_escaped:
+                return str(values_by_name.get(name, name))
+            if name not in values_by_name:
+                raise UserError(
+                    f"env.harness.command: {unknown('placeholder', name, [*values_by_name])} "
+                    f"{{{{{name}}}}} stands for the text {{{name}}}."
+                )
+            return str(values_by_name[name])
 
         return [PLACEHOLDER.sub(fill, word) for word in self.command]
+
+
+def _are_seat_names(seats: list[str]) -> bool:
+    """Return whether names of seats are distinct and can be parameters of the function `run`."""
+    if not seats or len({*seats}) < len(seats):
+        return False
+    return all(name.isidentifier() and name not in ("self", "task") for name in seats)

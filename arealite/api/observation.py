@@ -26,7 +26,8 @@ class Observation(msgspec.Struct, frozen=True):
         """Return the text; of chat messages, one line `role: content` for each."""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(f"{each.get('role')}: {each.get('content')}" for each in self.content)
+        lines = [f"{message.get('role')}: {message.get('content')}" for message in self.content]
+        return "\n".join(lines)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -66,27 +67,41 @@ def observe(observation: object) -> Observation:
     Raises:
         TypeError: The observation is neither a text nor chat messages.
     """
-    plain = cast("str | list[ChatMessage]", observation)
-    result = observation if isinstance(observation, Observation) else Observation(plain)
-    content = cast("object", result.content)
-    is_chat = isinstance(content, list) and all(map(is_message, cast(list[object], content)))
-    if not (isinstance(content, str) or is_chat):
-        raise TypeError(f"an observation is a text or chat messages, not {content!r:.100}")
-    return result
+    if not isinstance(observation, Observation):
+        observation = Observation(cast("str | list[ChatMessage]", observation))
+    content = cast("object", observation.content)
+    if isinstance(content, str) or _is_chat(content):
+        return observation
+    raise TypeError(f"an observation is a text or chat messages, not {content!r:.100}")
+
+
+def _is_chat(content: object) -> bool:
+    """Return whether a value is a list of chat messages."""
+    return isinstance(content, list) and all(map(is_message, cast(list[object], content)))
 
 
 def is_message(value: object) -> bool:
     """Return whether a value is a chat message: it has a role, and a text or tool calls."""
-    message = cast(dict[str, object], value) if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return False
+    message = cast(dict[str, object], value)
+    if not isinstance(message.get("role"), str):
+        return False
     content = message.get("content")
-    calls = message.get("tool_calls")
-    has_calls = content is None and isinstance(calls, list) and calls != []
-    return isinstance(message.get("role"), str) and (isinstance(content, str) or has_calls)
+    if content is None:
+        calls = message.get("tool_calls")
+        return isinstance(calls, list) and calls != []
+    return isinstance(content, str)
 
 
 def messages(observation: object, *, system: str | None = None) -> list[ChatMessage]:
     """Convert an observation to chat messages, after the system message if `system` is given."""
-    chat: list[ChatMessage] = [] if system is None else [{"role": "system", "content": system}]
+    chat: list[ChatMessage] = []
+    if system is not None:
+        chat.append({"role": "system", "content": system})
     content = observe(observation).content
-    chat.extend([{"role": "user", "content": content}] if isinstance(content, str) else content)
+    if isinstance(content, str):
+        chat.append({"role": "user", "content": content})
+    else:
+        chat.extend(content)
     return chat

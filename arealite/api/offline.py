@@ -41,10 +41,16 @@ class SFTConfig:
 
     def constraints(self) -> Constraints:
         """Yield the constraints on loss weights and turns."""
-        what = "assistant_weight and next_state_weight are both 0"
-        yield self.assistant_weight > 0 or self.next_state_weight > 0, f"{what}. Set one above 0."
-        what = "turns=last trains no next states. Use turns=all, or next_state_weight=0."
-        yield self.turns == "all" or not self.next_state_weight, what
+        trains_answers = self.assistant_weight > 0
+        trains_next_states = self.next_state_weight > 0
+        yield (
+            trains_answers or trains_next_states,
+            "assistant_weight and next_state_weight are both 0. Set one above 0.",
+        )
+        yield (
+            self.turns == "all" or not trains_next_states,
+            "turns=last trains no next states. Use turns=all, or next_state_weight=0.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,9 +39,14 @@ class RewardConfig:
     def constraints(self) -> Constraints:
         """Yield the constraint that `function.paths` are used."""
         paths = self.function.paths
-        kind = self.type
-        fix = "Set type=function, or remove function.paths"
-        yield kind == "function" or not paths, f"type={kind} uses no function.paths={paths}. {fix}."
+        uses_paths = self.type == "function"
+        yield (
+            uses_paths or not paths,
+            (
+                f"type={self.type} uses no function.paths={paths}. "
+                "Set type=function, or remove function.paths."
+            ),
+        )
 
 
 class Score(float):

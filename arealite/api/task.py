@@ -39,8 +39,9 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
         """The prompt, or the content of its last chat message that is not the assistant's."""
         if isinstance(self.prompt, str):
             return self.prompt
-        asked = [message for message in self.prompt if message.get("role") != "assistant"]
-        return (asked or self.prompt)[-1].get("content") or ""
+        questions = [message for message in self.prompt if message.get("role") != "assistant"]
+        last_message = (questions or self.prompt)[-1]
+        return last_message.get("content") or ""
 
     @property
     def truth(self) -> str:
@@ -56,8 +57,10 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     def eval_samples(self, default: int) -> int:
         """Return the number of samples in an evaluation: `extra_info.pass@k`, if it is an integer
         of at least 1, else `default`."""
-        k = self.extra_info.get("pass@k")
-        return k if type(k) is int and k > 0 else default
+        num_samples = self.extra_info.get("pass@k")
+        if type(num_samples) is int and num_samples > 0:
+            return num_samples
+        return default
 
     @property
     def source(self) -> str:

@@ -65,6 +65,14 @@ def function(
         required: Names of the required parameters.
         **properties: JSON schema of each parameter.
     """
-    parameters = {"type": "object", "properties": properties, "required": list(required)}
-    metadata = {"name": name, "description": description, "parameters": parameters}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+    }
+    metadata = {
+        "name": name,
+        "description": description,
+        "parameters": parameters,
+    }
     return {"type": "function", "function": metadata}

@@ -57,38 +57,88 @@ class PPOConfig:
     @property
     def is_single_pass(self) -> bool:
         """Whether the policy needs one forward pass over a batch: no pass before its one update."""
-        known = self.loss.m2_threshold is not None or (self.kl.coef and self.kl.place == "reward")
-        return self.updates * self.epochs == 1 and not known
+        adds_kl_to_rewards = self.kl.coef != 0 and self.kl.place == "reward"
+        masks_by_logprobs = self.loss.m2_threshold is not None
+        if adds_kl_to_rewards or masks_by_logprobs:
+            return False
+        return self.updates * self.epochs == 1
 
     def constraints(self) -> Constraints:
         """Yield the constraints between sizes, advantage, filters and critic."""
-        size = self.batch_size
-        group = self.collector.group_size
-        sampling = self.collector.sampling
-        groups = -(-size // group)
-        kind = f"advantage.type={self.advantage.type}"
-        what = f"collector.group_size {group} does not divide batch_size {size}"
-        fix = f"Use a multiple of {group}, as in trainer.ppo.batch_size={groups * group}."
-        yield size % group == 0, f"{what}: a batch holds whole groups. {fix}"
-        what = f"updates {self.updates} does not divide the {groups} groups of a batch"
-        fix = f"(batch_size {size} / group_size {group}). Use a divisor of {groups}."
-        yield groups % self.updates == 0, f"{what} {fix}"
-        most = sampling.max_new_tokens
-        buffer = self.reward.overlong_buffer
-        what = f"must be at most collector.sampling.max_new_tokens={most}."
-        yield buffer <= most, f"reward.overlong_buffer={buffer} {what}"
-        what = f"{kind} compares the episodes of a group, but collector.group_size is 1"
-        fix = "Use at least 2, or trainer.ppo.advantage.type=reinforce or gae."
-        yield group > 1 or not self.advantage.is_relative, f"{what}. {fix}"
-        what = "filter_zero_variance drops every group if collector.group_size is 1"
-        fix = "Use trainer.ppo.filter_zero_variance=false, or a larger group."
-        yield group > 1 or not self.filter_zero_variance, f"{what}. {fix}"
-        what = f"advantage.gamma={self.advantage.gamma} has no effect with {kind}, which gives an"
-        fix = "Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae."
-        is_fit = self.advantage.gamma == 1 or not self.advantage.is_relative
-        yield is_fit, f"{what} episode one advantage. {fix}"
-        what = f"critic.path is set, but {kind} has no critic. Use trainer.ppo.advantage.type=gae."
-        yield self.critic.path is None or self.advantage.type == "gae", what
+        yield from self._size_constraints()
+        yield from self._group_constraints()
+        yield from self._advantage_constraints()
+
+    def _size_constraints(self) -> Constraints:
+        """Yield the constraints on the sizes of batches, groups, updates and completions."""
+        batch_size = self.batch_size
+        group_size = self.collector.group_size
+        num_groups = -(-batch_size // group_size)  # rounded up
+        yield (
+            batch_size % group_size == 0,
+            (
+                f"collector.group_size {group_size} does not divide batch_size {batch_size}: "
+                f"a batch holds whole groups. Use a multiple of {group_size}, "
+                f"as in trainer.ppo.batch_size={num_groups * group_size}."
+            ),
+        )
+        yield (
+            num_groups % self.updates == 0,
+            (
+                f"updates {self.updates} does not divide the {num_groups} groups of a batch "
+                f"(batch_size {batch_size} / group_size {group_size}). "
+                f"Use a divisor of {num_groups}."
+            ),
+        )
+        overlong_buffer = self.reward.overlong_buffer
+        max_new_tokens = self.collector.sampling.max_new_tokens
+        yield (
+            overlong_buffer <= max_new_tokens,
+            (
+                f"reward.overlong_buffer={overlong_buffer} "
+                f"must be at most collector.sampling.max_new_tokens={max_new_tokens}."
+            ),
+        )
+
+    def _group_constraints(self) -> Constraints:
+        """Yield the constraints of options that compare the episodes of a group."""
+        has_several_episodes = self.collector.group_size > 1
+        yield (
+            has_several_episodes or not self.advantage.is_relative,
+            (
+                f"advantage.type={self.advantage.type} compares the episodes of a group, "
+                "but collector.group_size is 1. "
+                "Use at least 2, or trainer.ppo.advantage.type=reinforce or gae."
+            ),
+        )
+        yield (
+            has_several_episodes or not self.filter_zero_variance,
+            (
+                "filter_zero_variance drops every group if collector.group_size is 1. "
+                "Use trainer.ppo.filter_zero_variance=false, or a larger group."
+            ),
+        )
+
+    def _advantage_constraints(self) -> Constraints:
+        """Yield the constraints of options that only some types of advantages use."""
+        advantage = self.advantage
+        has_discount = advantage.gamma != 1
+        yield (
+            not (has_discount and advantage.is_relative),
+            (
+                f"advantage.gamma={advantage.gamma} has no effect with "
+                f"advantage.type={advantage.type}, which gives an episode one advantage. "
+                "Use trainer.ppo.advantage.gamma=1, or type=reinforce or gae."
+            ),
+        )
+        has_critic = advantage.type == "gae"
+        yield (
+            has_critic or self.critic.path is None,
+            (
+                f"critic.path is set, but advantage.type={advantage.type} has no critic. "
+                "Use trainer.ppo.advantage.type=gae."
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

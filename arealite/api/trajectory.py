@@ -120,8 +120,8 @@ def mean_reward(headers: Iterable[TrajectoryHeader]) -> float | None:
 
 def means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each name over the records that have it, sorted by name."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    values_by_name: defaultdict[str, list[float]] = defaultdict(list)
     for record in records:
         for name, value in record.items():
-            found[name].append(value)
-    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+            values_by_name[name].append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(values_by_name.items())}

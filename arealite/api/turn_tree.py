@@ -26,34 +26,45 @@ def place(turn: Turn, ids: list[int], turns: Sequence[Turn], extends: LLMRespons
         extends: A response that the caller built the prompt on: the prompt begins with the prompt
             and the tokens of this response, which are not compared again. None: unknown.
     """
-    parent = _longest(ids, turn.temperature, turns, extends) if turns else ROOT
-    new = ids[parent.end :]
+    parent = ROOT
+    if turns:
+        parent = _find_parent(ids, turn.temperature, turns, extends)
+    added_ids = ids[parent.end :]
     turn.parent = parent
     turn.start = len(ids)
-    turn.added = pack("i", new)
+    turn.added = pack("i", added_ids)
     turn.state = parent.state.copy()
     turn.state.update(parent.sampled[0] + turn.added)
     turn.prompt = turn.state.digest()
-    if parent.json and (more := parent.response.output_ids + new):
-        turn.json = b",".join((memoryview(parent.json)[:-1], encode(more)[1:]))
-    else:
-        turn.json = encode(ids)
+    turn.json = _prompt_json(parent, ids, added_ids)
 
 
-def _longest(
+def _prompt_json(parent: Turn, ids: list[int], added_ids: list[int]) -> bytes:
+    """Return a prompt in JSON; if possible, by continuing the JSON of the parent's prompt."""
+    ids_after_parent = parent.response.output_ids + added_ids
+    if not parent.json or not ids_after_parent:
+        return encode(ids)
+    without_bracket = memoryview(parent.json)[:-1]
+    return b",".join((without_bracket, encode(ids_after_parent)[1:]))
+
+
+def _find_parent(
     ids: list[int], temperature: float, turns: Sequence[Turn], extends: LLMResponse | None
 ) -> Turn:
     """Return `extends`, or the longest turn that a prompt begins with; the root if none does."""
     for turn in reversed(turns):
         if turn.response is extends and turn.temperature == temperature:
             return turn
-    raw = pack("i", ids)
-    best = ROOT
-    found = {ROOT}
+    prompt = pack("i", ids)
+    longest = ROOT
+    prefixes = {ROOT}
     for turn in turns:  # a parent is before its children
-        if turn.parent in found and turn.temperature == temperature:
-            is_prompt = raw.startswith(turn.added, 4 * turn.known)
-            if is_prompt and raw.startswith(turn.sampled[0], 4 * turn.start):
-                found.add(turn)
-                best = turn if turn.end >= best.end else best
-    return best
+        if turn.parent not in prefixes or turn.temperature != temperature:
+            continue
+        has_prompt = prompt.startswith(turn.added, 4 * turn.known)
+        has_output = prompt.startswith(turn.sampled[0], 4 * turn.start)
+        if has_prompt and has_output:
+            prefixes.add(turn)
+            if turn.end >= longest.end:
+                longest = turn
+    return longest

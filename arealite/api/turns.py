@@ -14,7 +14,7 @@ import msgspec
 from arealite.api.llm import LLMResponse
 
 blake2b = partial(_blake2b, digest_size=16)
-NOTHING = LLMResponse([], [], [], "")
+NOTHING = LLMResponse(output_ids=[], logprobs=[], versions=[], stop_reason="")
 """The response of a turn before its first token."""
 
 
@@ -85,17 +85,25 @@ class Turn(msgspec.Struct, eq=False):
 
         The tokens of `parent` have the experts of their own turn.
         """
-        stop = self.end - 1
-        turn = self
-        size = len(self.response.routing) // max(1, stop - self.routing_start)
-        parts = [b"\xff" * size]
-        while turn is not None and stop and size:
-            if (start := turn.routing_start) < stop:
-                record = turn.response.routing[: (stop - start) * size]
-                parts.append(record.ljust((stop - start) * size, b"\xff"))
+        num_inputs = self.end - 1  # the last token is no input
+        num_recorded = num_inputs - self.routing_start
+        bytes_per_token = len(self.response.routing) // max(1, num_recorded)
+        if not bytes_per_token:
+            return b""
+        no_experts = b"\xff" * bytes_per_token
+        parts_backwards = [no_experts]
+        stop = num_inputs
+        turn: Turn | None = self
+        while turn is not None and stop:
+            start = turn.routing_start
+            if start < stop:
+                num_bytes = (stop - start) * bytes_per_token
+                record = turn.response.routing[:num_bytes]
+                parts_backwards.append(record.ljust(num_bytes, b"\xff"))
                 stop = start
             turn = turn.parent
-        return b"".join(reversed([*parts, b"\xff" * size * stop]))
+        parts_backwards.append(no_experts * stop)
+        return b"".join(reversed(parts_backwards))
 
     @property
     def routing_start(self) -> int:
@@ -119,6 +127,11 @@ class StoredTurn(msgspec.Struct, frozen=True):
     index: int
     """`Turn.index`."""
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the generation is finished, so that no server has to continue it."""
+        return bool(self.response.stop_reason)
+
 
 def pack(kind: str, values: list[Any]) -> bytes:
     """Return int32 ("i") or float32 ("f") values as bytes; faster than `array`."""
@@ -128,13 +141,19 @@ def pack(kind: str, values: list[Any]) -> bytes:
 def arrays(response: LLMResponse) -> tuple[bytes, bytes, bytes]:
     """Return the ids, logprobs and versions of a response as bytes."""
     ids = pack("i", response.output_ids)
+    logprobs = pack("f", response.logprobs)
     versions = pack("i", response.versions)
-    return ids, pack("f", response.logprobs), versions
+    return ids, logprobs, versions
 
 
 def encode_turn(turn: Turn) -> bytes:
     """Pack a turn, finished or not, into one payload frame."""
-    stored = StoredTurn(turn.prompt, turn.temperature, turn.response, turn.index)
+    stored = StoredTurn(
+        prompt=turn.prompt,
+        temperature=turn.temperature,
+        response=turn.response,
+        index=turn.index,
+    )
     return msgspec.msgpack.encode(stored)
 
 

@@ -12,11 +12,29 @@ from arealite.base.model_folder import Shapes, read_json, read_shapes
 PREFIX = "base_model.model."
 """Begins the names of tensors in a folder of peft."""
 KNOWN = {
-    *("r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
-    *("layers_to_transform", "layers_pattern", "use_rslora", "fan_in_fan_out", "task_type"),
-    *("base_model_name_or_path", "revision", "peft_type", "peft_version", "auto_mapping"),
-    *("init_lora_weights", "inference_mode", "lora_dropout", "runtime_config"),
-    *("loftq_config", "megatron_core", "qalora_group_size"),
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
+    "init_lora_weights",
+    "lora_dropout",
+    "inference_mode",
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "peft_type",
+    "peft_version",
+    "auto_mapping",
+    "runtime_config",
+    "loftq_config",
+    "megatron_core",
+    "qalora_group_size",
 }
 """Fields of adapter_config.json that the engine honours, or that have no effect on a trained
 adapter. Any other field must be off."""
@@ -25,6 +43,10 @@ NOT_ADAPTED = re.compile(r"embed|lm_head|wte|wpe|score|\.experts\.|vision|visual
 """Matches matrices that get no adapter: embeddings, heads, experts, parts for images and audio."""
 EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names of linear layers that peft takes for experts, in a model that has experts."""
+OFF: tuple[Any, ...] = (None, False, {}, [], "none")
+"""Values of a field that switch it off."""
+SHARED_AXIS = {"lora_A": 1, "lora_B": 0}
+"""The axis of an adapter's matrix that has a size of the matrix which it adapts."""
 UNCHANGED_BASE = True, False, "gaussian", "orthogonal", "eva"
 """Values of init_lora_weights under which the base model kept its weights."""
 
@@ -34,10 +56,13 @@ def adapted(model: Shapes, targets: Sequence[str]) -> dict[str, bool]:
     matrices = [name.removesuffix(".weight") for name, shape in model.items() if len(shape) == 2]
     linear = [name for name in matrices if not NOT_ADAPTED.search(name)]
     leaves = {name: name.rpartition(".")[2] for name in linear}
+    adapted_leaves = {*targets}
     if [*targets] == ["all-linear"]:
+        adapted_leaves = {*leaves.values()}
         has_experts = any(".experts." in name for name in model)
-        targets = [*{*leaves.values()} - (EXPERTS if has_experts else set[str]())]
-    return {name: leaf in targets for name, leaf in leaves.items()}
+        if has_experts:
+            adapted_leaves -= EXPERTS
+    return {name: leaf in adapted_leaves for name, leaf in leaves.items()}
 
 
 def counted(names: Iterable[str]) -> str:
@@ -57,33 +82,43 @@ def read_adapter(path: str, model: Shapes, key: str = "model.adapter") -> dict[s
     """
     folder = Path(path).expanduser()
     config = read_json(folder, "adapter_config.json")
-    what = f"{key}={path}"
+    option = f"{key}={path}"
     if config.get("peft_type") != "LORA":
-        fix = "Name a folder with adapter_config.json and adapter_model.safetensors."
-        raise UserError(f"{what} is no LoRA adapter that peft wrote. {fix}")
+        raise UserError(
+            f"{option} is no LoRA adapter that peft wrote. "
+            "Name a folder with adapter_config.json and adapter_model.safetensors."
+        )
     for name, kind in ("r", int), ("lora_alpha", int | float):
         value: Any = config.get(name)
         if not isinstance(value, kind) or value <= 0:
-            raise UserError(f"{what} has {name}={value!r}. It must be a positive number.")
-    odd = [
-        name for name in config.keys() - KNOWN if config[name] not in (None, False, {}, [], "none")
-    ]
-    if config.get("init_lora_weights", True) not in UNCHANGED_BASE:
-        odd = ["init_lora_weights"]
-    if odd:
-        fix = "Only plain LoRA is supported: merge this adapter into a model folder."
-        raise UserError(f"{what} has {min(odd)}={config[min(odd)]}. {fix}")
+            raise UserError(f"{option} has {name}={value!r}. It must be a positive number.")
+    unsupported = _unsupported_fields(config)
+    if unsupported:
+        first = min(unsupported)
+        raise UserError(
+            f"{option} has {first}={config[first]}. "
+            "Only plain LoRA is supported: merge this adapter into a model folder."
+        )
     try:
         shapes = read_shapes(folder)
     except RoleError as error:
-        raise UserError(f"{what}: {error}") from error
+        raise UserError(f"{option}: {error}") from error
     if not shapes:
-        raise UserError(f"{what} has no adapter_model.safetensors. Save the adapter with peft.")
+        raise UserError(f"{option} has no adapter_model.safetensors. Save the adapter with peft.")
     for name, shape in shapes.items():
-        layer, _, side = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        axis = {"lora_A": 1, "lora_B": 0}.get(side)
-        known = model.get(f"{layer}.weight")
-        if axis is not None and known and shape[axis] not in known:
-            what = f"{what}: {name} has shape {shape}"
-            raise UserError(f"{what}, but {layer} {[*known]} in model.path.")
+        module_name = name.removeprefix(PREFIX).removesuffix(".weight")
+        layer, _, side = module_name.rpartition(".")
+        axis = SHARED_AXIS.get(side)
+        layer_shape = model.get(f"{layer}.weight")
+        if axis is not None and layer_shape and shape[axis] not in layer_shape:
+            raise UserError(
+                f"{option}: {name} has shape {shape}, but {layer} {[*layer_shape]} in model.path."
+            )
     return config
+
+
+def _unsupported_fields(config: dict[str, Any]) -> list[str]:
+    """Return the fields of an adapter_config.json that ask for more than plain LoRA."""
+    if config.get("init_lora_weights", True) not in UNCHANGED_BASE:
+        return ["init_lora_weights"]
+    return [name for name in config.keys() - KNOWN if config[name] not in OFF]

@@ -79,15 +79,22 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return JSON; jinja2's own filter escapes characters of HTML."""
-    options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 @lru_cache(maxsize=128)
 def compile_template(source: str) -> Any:
     """Compile a chat template in a sandbox, with the names and filters that transformers offers."""
     environment: Any = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, loopcontrols],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -109,9 +116,10 @@ def render_chat(source: str, messages: Sequence[Any], variables: Mapping[str, An
         UnsupportedError: The input has values that are no plain data, functions as tools, several
             conversations, or a fault. transformers handles or reports it.
     """
-    lists_of_dicts = messages, variables["tools"] or (), variables["documents"] or ()
+    tools = variables["tools"] or ()
+    documents = variables["documents"] or ()
+    has_dicts = all(type(item) is dict for item in [*messages, *tools, *documents])
     is_plain = _is_plain([messages, dict(variables)])
-    has_dicts = all(type(item) is dict for items in lists_of_dicts for item in items)
     if not messages or not is_plain or not has_dicts:
         raise UnsupportedError("apply_chat_template")
     chat = [_prepare(message) for message in messages]
@@ -120,18 +128,24 @@ def render_chat(source: str, messages: Sequence[Any], variables: Mapping[str, An
 
 def _prepare(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message without its None values; its thought has both keys that templates read."""
-    message = {key: value for key, value in message.items() if value is not None}
-    thoughts = [message[key] for key in REASONING_KEYS if key in message]
-    if thoughts:
-        message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
-    return message
+    prepared = {key: value for key, value in message.items() if value is not None}
+    thoughts = [prepared[key] for key in REASONING_KEYS if key in prepared]
+    if not thoughts:
+        return prepared
+    thought = thoughts[0]
+    return {
+        "thinking": thought,
+        **prepared,
+        "reasoning_content": thought,
+    }
 
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value consists of JSON's types and tuples."""
     if type(value) is dict:
         items = cast(dict[Any, Any], value)
-        return all(map(_is_plain, items)) and all(map(_is_plain, items.values()))
+        contents = [*items.keys(), *items.values()]
+        return all(map(_is_plain, contents))
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (str, int, float, bool)

@@ -30,9 +30,22 @@ Tree = dict[str, Any]
 Parts = Mapping[type, Mapping[str, type]]
 """For each kind of part (AgentConfig, …): the config class of each registered third-party part, by
 name."""
-READ_ERRORS = (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, OmegaConfBaseException)
+PartsKey = tuple[tuple[type, tuple[tuple[str, type], ...]], ...]
+"""The pairs of `Parts`, which can be the key of a cache."""
+READ_ERRORS = (
+    OSError,
+    UnicodeDecodeError,
+    RecursionError,
+    yaml.YAMLError,
+    OmegaConfBaseException,
+)
 """Exceptions of OmegaConf for an unreadable file."""
-COMPARE = {"at least": ge, "above": gt, "at most": le, "below": lt}
+COMPARE = {
+    "at least": ge,
+    "above": gt,
+    "at most": le,
+    "below": lt,
+}
 """The comparison of each bound of an option (api.fields.opt)."""
 LIMIT = 10**9
 """Largest absolute value of a number whose option sets no bound. A product of a few such numbers
@@ -48,9 +61,10 @@ def _defaults(schema: type) -> Copier[DictConfig]:
 
 
 @lru_cache(maxsize=8)
-def _extended(schema: type, parts: tuple[tuple[type, tuple[tuple[str, type], ...]], ...]) -> type:
+def _extended(schema: type, parts: PartsKey) -> type:
     """Return `extend(schema, parts)`; equal parts have one class, whose defaults are cached."""
-    return extend(schema, {kind: dict(configs) for kind, configs in parts})
+    configs_by_kind = {kind: dict(configs) for kind, configs in parts}
+    return extend(schema, configs_by_kind)
 
 
 def load(
@@ -77,15 +91,21 @@ def load(
         UserError: A file is missing or is not YAML, a key is unknown, or a value has the wrong type
             or is out of range.
     """
-    grown = _extended(schema, tuple((kind, tuple(parts[kind].items())) for kind in parts))
+    parts_key = tuple((kind, tuple(configs.items())) for kind, configs in parts.items())
+    grown = _extended(schema, parts_key)
     node = _defaults(grown).copy()
-    contents = [read(file) for file in files] if read_files is None else read_files
-    layers = [(str(file), content) for file, content in zip(files, contents, strict=True)]
-    for _, layer in layers if is_saved else []:
-        convert_saved(layer, grown)
-    for source, layer in [*layers, ("command line", dotlist(overrides))]:
+    if read_files is None:
+        read_files = [read(file) for file in files]
+    if is_saved:
+        for content in read_files:
+            convert_saved(content, grown)
+    sources = [str(file) for file in files]
+    layers = list(zip(sources, read_files, strict=True))
+    layers.append(("command line", dotlist(overrides)))
+    for source, layer in layers:
         try:
-            node = OmegaConf.unsafe_merge(node, layer) if layer else node
+            if layer:
+                node = OmegaConf.unsafe_merge(node, layer)
         except OmegaConfBaseException as error:
             raise UserError(f"{source}: {explain(error, grown)}") from error
     try:
@@ -102,8 +122,9 @@ def without_defaults(layer: Mapping[str, object], defaults: Mapping[str, object]
     for name, value in layer.items():
         default = defaults.get(name)
         if value and default and _is_tree(value) and _is_tree(default):
-            if inner := without_defaults(value, default):
-                changed[name] = inner
+            changed_inside = without_defaults(value, default)
+            if changed_inside:
+                changed[name] = changed_inside
         elif name not in defaults or repr(value) != repr(default):  # 1, 1.0 and True are equal
             changed[name] = value
     return changed
@@ -122,11 +143,14 @@ def convert_saved(layer: object, schema: object) -> None:
     for key in [*layer]:
         if key not in hints:
             del layer[key]
-        elif (new := _new_name(items[key], layer[key])) is not None:
-            layer[key] = new
-        elif (inner := element(hints[key])) and isinstance(layer[key], DictConfig):
+            continue
+        new_name = _new_name(items[key], layer[key])
+        element_schema = element(hints[key])
+        if new_name is not None:
+            layer[key] = new_name
+        elif element_schema and isinstance(layer[key], DictConfig):
             for part in layer[key].values():
-                convert_saved(part, inner)
+                convert_saved(part, element_schema)
         else:
             convert_saved(layer[key], hints[key])
 
@@ -136,12 +160,13 @@ def nodes(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     yield prefix, config
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        inner = {"": value}
+        children = {"": value}
         if isinstance(value, dict):
-            inner = {f"{name}.": each for name, each in cast(dict[str, object], value).items()}
-        for name, each in inner.items():
-            if dataclasses.is_dataclass(each):
-                yield from nodes(each, f"{prefix}{item.name}.{name}")
+            elements = cast(dict[str, object], value)
+            children = {f"{name}.": child for name, child in elements.items()}
+        for name, child in children.items():
+            if dataclasses.is_dataclass(child):
+                yield from nodes(child, f"{prefix}{item.name}.{name}")
 
 
 def check_ranges(config: object) -> None:
@@ -154,19 +179,42 @@ def check_ranges(config: object) -> None:
     for prefix, node in nodes(config):
         for item in dataclasses.fields(node):
             value = getattr(node, item.name)
-            limits = {"at least": -LIMIT, "at most": LIMIT} | item.metadata.get("bounds", {})
-            bounds = [(COMPARE[word], at) for word, at in limits.items()]
-            wrong = [n for n in _numbers(value) if not all(holds(n, at) for holds, at in bounds)]
-            if not wrong:
-                continue
-            what = range_of(item)
-            if LIMIT < abs(wrong[0]) < inf:
-                what = " and ".join(f"{word} {at}" for word, at in limits.items() if at > -inf)
-            if isinstance(value, float):
-                what = f"a number {'of ' if what.startswith('at') else ''}{what}".rstrip()
-            is_optional = type(None) in get_args(_hints(node.__class__)[item.name])
-            what += ", or null" if is_optional else ""
-            raise UserError(f"{prefix}{item.name}={value} must be {what}.")
+            limits = _limits(item)
+            outside = [number for number in _numbers(value) if not _is_within(number, limits)]
+            if outside:
+                rule = _rule(item, node, outside[0])
+                raise UserError(f"{prefix}{item.name}={value} must be {rule}.")
+
+
+def _limits(item: dataclasses.Field[Any]) -> Mapping[str, float]:
+    """Return the limits of an option: its bounds, and LIMIT on a side without a bound."""
+    limits: dict[str, float] = {"at least": -LIMIT, "at most": LIMIT}
+    return limits | item.metadata.get("bounds", {})
+
+
+def _rule(item: dataclasses.Field[Any], node: object, number: float) -> str:
+    """Return the rule that `number`, in the value of an option of `node`, breaks."""
+    rule = range_of(item)
+    exceeds_limit = LIMIT < abs(number) < inf
+    if exceeds_limit:
+        rule = _in_words(_limits(item))
+    if isinstance(getattr(node, item.name), float):
+        preposition = "of " if rule.startswith("at") else ""
+        rule = f"a number {preposition}{rule}".rstrip()
+    annotation = _hints(node.__class__)[item.name]
+    is_optional = type(None) in get_args(annotation)
+    return f"{rule}, or null" if is_optional else rule
+
+
+def _is_within(number: float, limits: Mapping[str, float]) -> bool:
+    """Return whether a number keeps limits like {"at least": 0}."""
+    return all(COMPARE[comparison](number, limit) for comparison, limit in limits.items())
+
+
+def _in_words(limits: Mapping[str, float]) -> str:
+    """Return limits as text, like "at least 0 and below 1"."""
+    words = [f"{comparison} {limit}" for comparison, limit in limits.items() if limit > -inf]
+    return " and ".join(words)
 
 
 def check_constraints(config: object, prefix: str) -> None:
@@ -179,17 +227,24 @@ def check_constraints(config: object, prefix: str) -> None:
         UserError: A constraint does not hold; the message is its error.
     """
     for key, node in nodes(config, prefix):
-        for holds, error in node.constraints() if hasattr(node, "constraints") else ():
+        if not hasattr(node, "constraints"):
+            continue
+        for holds, error in node.constraints():
             if not holds:
                 raise UserError(f"{key}{error}")
 
 
 def _numbers(value: object) -> list[float]:
     """Return every number in a value: in a number, and in nested lists and dicts."""
-    inner: Any = cast(dict[object, object], value).values() if isinstance(value, dict) else value
-    if isinstance(value, list | tuple | dict):
-        return [number for each in inner for number in _numbers(each)]
-    return [value] if isinstance(value, int | float) else []
+    if isinstance(value, int | float):
+        return [value]
+    if isinstance(value, dict):
+        elements = list(cast(dict[object, object], value).values())
+    elif isinstance(value, list | tuple):
+        elements = cast(Sequence[object], value)
+    else:
+        return []
+    return [number for element in elements for number in _numbers(element)]
 
 
 def read(file: Path) -> DictConfig:
@@ -209,18 +264,24 @@ def read_saved(file: Path) -> dict[str, Any]:
     Raises:
         UserError: See read.
     """
-    return _read(file, lambda path: yaml.load(path.read_bytes(), SAVED_LOADER), dict[str, Any])
+
+    def load_yaml(path: Path) -> object:
+        return yaml.load(path.read_bytes(), SAVED_LOADER)
+
+    return _read(file, load_yaml, dict[str, Any])
 
 
 def _read(file: Path, read: Callable[[Path], object], mapping: type[M]) -> M:
     if not os.path.isfile(file):  # reading a FIFO would block, a device may have no end
-        what = "does not exist or is not a regular file"
-        raise UserError(f"config file {file} {what}. Name another with --config.")
+        raise UserError(
+            f"config file {file} does not exist or is not a regular file. "
+            "Name another with --config."
+        )
     try:
         content = read(file)
     except READ_ERRORS as error:
-        what = f"config file {file} is not readable YAML"
-        raise UserError(f"{what}: {one_line(error)}") from error
+        reason = one_line(error)
+        raise UserError(f"config file {file} is not readable YAML: {reason}") from error
     if not isinstance(content, get_origin(mapping) or mapping):
         raise UserError(f"config file {file} must hold `key: value` pairs.")
     return cast(M, content)
@@ -234,8 +295,9 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
     """
     for item in overrides:
         if "=" not in item or item.startswith(("-", "=")):
-            fix = "Write key=value, for example trainer.ppo.lr=1e-5."
-            raise UserError(f"'{item}' is not an override. {fix}")
+            raise UserError(
+                f"'{item}' is not an override. Write key=value, for example trainer.ppo.lr=1e-5."
+            )
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
@@ -244,15 +306,16 @@ def dotlist(overrides: Sequence[str]) -> DictConfig:
 
 def save(config: Any, *files: Path) -> None:
     """Write the whole resolved config as YAML, each file atomically."""
-    text = _as_yaml(dataclasses.asdict(config))
+    content = _as_yaml(dataclasses.asdict(config))
     for file in files:
         with replacing(file) as temporary:
-            temporary.write_text(text)
+            temporary.write_text(content)
 
 
 def save_changes(config: Any, file: Path) -> None:
     """Write the options without their default values, for a process that may know fewer parts."""
-    file.write_text(_as_yaml(_changed(config, None, dataclasses.asdict(config))))
+    changed = _changed(config, None, dataclasses.asdict(config))
+    file.write_text(_as_yaml(changed))
 
 
 def _changed(config: Any, default: Any, tree: dict[str, Any]) -> dict[str, Any]:
@@ -264,8 +327,9 @@ def _changed(config: Any, default: Any, tree: dict[str, Any]) -> dict[str, Any]:
         value = getattr(config, name)
         usual = getattr(default, name)
         if dataclasses.is_dataclass(value):
-            if inner := _changed(value, usual, options):
-                changed[name] = inner
+            changed_inside = _changed(value, usual, options)
+            if changed_inside:
+                changed[name] = changed_inside
         elif value != usual:
             changed[name] = options
     return changed
@@ -277,17 +341,20 @@ def _as_yaml(tree: dict[str, Any]) -> str:
 
 def values(key: str, value: object) -> Iterator[tuple[str, str]]:
     """Yield each value of a tree with its dotted key."""
-    inner = cast(dict[str, object], value) if isinstance(value, dict) else {}
-    if not inner:
+    if not isinstance(value, dict) or not value:
         yield key, str(cast(object, value))
-    for name, each in inner.items():
-        yield from values(f"{key}.{name}" if key else name, each)
+        return
+    children = cast(dict[str, object], value)
+    for name, child in children.items():
+        child_key = f"{key}.{name}" if key else name
+        yield from values(child_key, child)
 
 
 def changes(file: Path, config: Any) -> Iterator[str]:
     """Yield each option that has another value in a saved config, as `key=value (was value)`."""
     before = dict(values("", read_saved(file)))
-    for key, value in values("", yaml.load(_as_yaml(dataclasses.asdict(config)), SAVED_LOADER)):
+    present = yaml.load(_as_yaml(dataclasses.asdict(config)), SAVED_LOADER)
+    for key, value in values("", present):
         if before.get(key, value) != value:
             yield f"{key}={value} (was {before[key]})"
 
@@ -301,38 +368,54 @@ def extend(schema: type, parts: Parts) -> type:
     hints = _hints(schema)
     for item in dataclasses.fields(schema):
         annotation = hints[item.name]
-        inner = element(annotation)
-        if inner is not None and (grown := extend(inner, parts)) is not inner:
-            values = dataclasses.field(default_factory=dict[str, object], metadata=item.metadata)
-            fields.append((item.name, dict[str, grown], values))
+        element_schema = element(annotation)
+        if element_schema is not None:
+            grown = extend(element_schema, parts)
+            if grown is not element_schema:
+                values = dataclasses.field(
+                    default_factory=dict[str, object],
+                    metadata=item.metadata,
+                )
+                fields.append((item.name, dict[str, grown], values))
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             grown = extend(annotation, parts)
             if grown is not annotation:
-                new = dataclasses.field(default_factory=grown, metadata=item.metadata)
-                fields.append((item.name, grown, new))
+                section = dataclasses.field(default_factory=grown, metadata=item.metadata)
+                fields.append((item.name, grown, section))
     for name, config in parts.get(schema, {}).items():
         help_text = {"help": f"options of type={name}"}
-        fields.append((name, config, dataclasses.field(default_factory=config, metadata=help_text)))
+        section = dataclasses.field(default_factory=config, metadata=help_text)
+        fields.append((name, config, section))
     if not fields:
         return schema
     return dataclasses.make_dataclass(
-        schema.__name__, fields, bases=(schema,), frozen=True, kw_only=True
+        schema.__name__,
+        fields,
+        bases=(schema,),
+        frozen=True,
+        kw_only=True,
     )
 
 
 def element(annotation: object) -> type | None:
     """Return the config class of the values of a dict field; None for other fields."""
-    value = get_args(annotation)[1] if get_origin(annotation) is dict else None
-    return value if isinstance(value, type) and dataclasses.is_dataclass(value) else None
+    if get_origin(annotation) is not dict:
+        return None
+    value_type = get_args(annotation)[1]
+    if isinstance(value_type, type) and dataclasses.is_dataclass(value_type):
+        return value_type
+    return None
 
 
 def keys(schema: type) -> Iterator[tuple[str, object, str]]:
     """Yield (dotted key, default, help and range) of every option of a config class."""
     for path, item, _ in leaves(schema):
-        factory = item.default_factory
-        default = item.default if factory is dataclasses.MISSING else factory()
-        texts = (str(item.metadata.get("help", "")), range_of(item))
-        yield path, default, "; ".join(filter(None, texts))
+        default = item.default
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
+        help_text = str(item.metadata.get("help", ""))
+        texts = filter(None, [help_text, range_of(item)])
+        yield path, default, "; ".join(texts)
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -351,38 +434,54 @@ def explain(error: OmegaConfBaseException, schema: type) -> str:
     """Convert an OmegaConf error to one line with the key, the error and a suggestion."""
     key = error.full_key or ""
     if isinstance(error, ConfigKeyError):
-        name = key.rpartition(".")[2]
+        name = _leaf(key)
         module = module_named(name)
-        own = f" If {name} is your own, add imports=[{module}]." if module != UNNAMED else ""
-        return f"unknown key '{key}'.{_suggest(key, schema)}{own}"
-    old: object = getattr(error, "value", None)
-    if new := next((_new_name(f, old) for path, f, _ in leaves(schema) if path == key), None):
-        return f"{key}={old} is called {new} now. Write {key}={new}."
-    what = str(error.msg or error).splitlines()[0]
-    if "value 'None'" in what or "is not Optional" in what:
+        import_hint = ""
+        if module != UNNAMED:
+            import_hint = f" If {name} is your own, add imports=[{module}]."
+        return f"unknown key '{key}'.{_suggest(key, schema)}{import_hint}"
+    old_value: object = getattr(error, "value", None)
+    for path, item, _ in leaves(schema):
+        new_name = _new_name(item, old_value)
+        if path == key and new_name:
+            return f"{key}={old_value} is called {new_name} now. Write {key}={new_name}."
+    problem = str(error.msg or error).splitlines()[0]
+    if "value 'None'" in problem or "is not Optional" in problem:
         empty = f"""{key}='""'"""
         return f"{key} has no value. Write {key}=VALUE, or remove it; {empty} is an empty text."
-    return f"{key}: {what}." if key else f"{what}."
+    return f"{key}: {problem}." if key else f"{problem}."
 
 
 def range_of(item: dataclasses.Field[object]) -> str:
     """Return a field's range in words, like "above 0 and at most 1"; "" without a range."""
-    bounds = item.metadata.get("bounds", {}).items()
-    return " and ".join(f"{word} {at}" for word, at in bounds if at > -inf)
+    return _in_words(item.metadata.get("bounds", {}))
 
 
 def _new_name(item: dataclasses.Field[object], value: object) -> str | None:
     """Return the new name of a former value of an option; None for any other value."""
-    return item.metadata.get("renamed", {}).get(value) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    new_names = item.metadata.get("renamed", {})
+    return new_names.get(value)
 
 
 def _suggest(key: str, schema: type) -> str:
-    known = [path for path, _, _ in keys(schema)]
-    sections = {path.rsplit(".", n)[0] for path in known for n in range(1, path.count(".") + 1)}
-    known += sorted(sections)
-    leaf = key.rsplit(".", 1)[-1]
-    same_leaf = [path for path in known if path.rsplit(".", 1)[-1] == leaf]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    """Return the question whether another key of the schema was meant; "" if none is similar."""
+    options = [path for path, _, _ in keys(schema)]
+    sections = set[str]()
+    for option in options:
+        section, _, _ = option.rpartition(".")
+        while section:
+            sections.add(section)
+            section, _, _ = section.rpartition(".")
+    paths = options + sorted(sections)
+    same_leaf = [path for path in paths if _leaf(path) == _leaf(key)]
+    close = difflib.get_close_matches(key, paths, n=1, cutoff=0.5)
     typo_of = difflib.get_close_matches(key, close, cutoff=0.9)  # differs by a letter or two
-    near = typo_of or same_leaf or close
-    return f" Did you mean '{near[0]}'?" if near else ""
+    similar = typo_of or same_leaf or close
+    return f" Did you mean '{similar[0]}'?" if similar else ""
+
+
+def _leaf(key: str) -> str:
+    """Return the last name of a dotted key."""
+    return key.rpartition(".")[2]

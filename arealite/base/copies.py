@@ -32,7 +32,9 @@ class _Pickler(pickle.Pickler):
         """The number of each class."""
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self.classes.setdefault(obj, len(self.classes)) if isinstance(obj, type) else None
+        if not isinstance(obj, type):
+            return None
+        return self.classes.setdefault(obj, len(self.classes))
 
 
 class _Unpickler(pickle.Unpickler):

@@ -28,16 +28,18 @@ def check_installed(module: str, requirement: str, option: str) -> None:
     """
     is_imported = bool(sys.modules.get(module))
     if not is_imported and importlib.util.find_spec(module) is None:
-        what = f"{option} needs the package {module}, which is not installed"
-        raise UserError(f"{what}: pip install {requirement}")
+        raise UserError(
+            f"{option} needs the package {module}, which is not installed: "
+            f"pip install {requirement}"
+        )
 
 
-def import_optional(module: str, fix: str) -> ModuleType:
+def import_optional(module: str, requirement: str) -> ModuleType:
     """Import an optional module.
 
     Args:
         module: The module.
-        fix: The argument of `pip install` that installs it, for the error.
+        requirement: The argument of `pip install` that installs it, for the error.
 
     Raises:
         UserError: The module is not installed.
@@ -47,4 +49,4 @@ def import_optional(module: str, fix: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise UserError(f"{module} is not installed: pip install {fix}") from error
+        raise UserError(f"{module} is not installed: pip install {requirement}") from error

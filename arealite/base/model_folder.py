@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,7 +27,8 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 def read_json(folder: Path | str, name: str = "config.json") -> dict[str, Any]:
     """Return the content of a JSON file in a folder; {} if it is missing or invalid."""
     with suppress(OSError, ValueError):
-        return json.loads((Path(folder).expanduser() / name).read_text(encoding="utf-8"))
+        file = Path(folder).expanduser() / name
+        return json.loads(file.read_text(encoding="utf-8"))
     return {}
 
 
@@ -45,24 +46,32 @@ def local_folder(path: str | None) -> str | None:
     try:
         return hub.snapshot_download(path, allow_patterns=HUB_FILES)
     except (OSError, ValueError) as error:
-        why = one_line(error).rstrip(".")
-        what = "is no folder here, and no model of the Hugging Face hub that can be read"
-        fix = "Name a folder, or download the model where a network is."
-        raise UserError(f"model.path={path} {what} ({why:.200}). {fix}") from error
+        reason = one_line(error).rstrip(".")
+        raise UserError(
+            f"model.path={path} is no folder here, and no model of the Hugging Face hub "
+            f"that can be read ({reason:.200}). "
+            "Name a folder, or download the model where a network is."
+        ) from error
 
 
 def has_chat_template(folder: Path | str) -> bool:
     """Return whether the tokenizer in a folder has a chat template."""
-    is_file = (Path(folder).expanduser() / "chat_template.jinja").is_file()
-    return is_file or bool(read_json(folder, "tokenizer_config.json").get("chat_template"))
+    template_file = Path(folder).expanduser() / "chat_template.jinja"
+    if template_file.is_file():
+        return True
+    settings = read_json(folder, "tokenizer_config.json")
+    return bool(settings.get("chat_template"))
 
 
 def weight_files(folder: Path) -> list[Path]:
     """List the safetensors files that transformers loads from a folder."""
-    if (whole := folder / "model.safetensors").is_file():
-        return [whole]
-    index: dict[str, str] = read_json(folder, "model.safetensors.index.json").get("weight_map", {})
-    return sorted({folder / name for name in index.values()} or folder.glob("*.safetensors"))
+    single_file = folder / "model.safetensors"
+    if single_file.is_file():
+        return [single_file]
+    index = read_json(folder, "model.safetensors.index.json")
+    file_of_tensor: dict[str, str] = index.get("weight_map", {})
+    indexed_files = {folder / name for name in file_of_tensor.values()}
+    return sorted(indexed_files or folder.glob("*.safetensors"))
 
 
 Shapes = Mapping[str, list[int]]
@@ -92,11 +101,11 @@ def read_headers(folder: Path) -> dict[str, Header]:
                 for name in cast(list[str], file.keys()):
                     if name in headers:
                         raise RoleError(f"{path} and {headers[name].file.name} both have {name}")
-                    part = file.get_slice(name)
-                    headers[name] = Header(path, part.get_shape(), part.get_dtype())
+                    tensor = file.get_slice(name)
+                    headers[name] = Header(path, tensor.get_shape(), tensor.get_dtype())
         except (OSError, SafetensorError) as error:
-            what = "is no safetensors file" if path.exists() else "is missing"
-            raise RoleError(f"{path} {what}: {one_line(error)}") from error
+            state = "is no safetensors file" if path.exists() else "is missing"
+            raise RoleError(f"{path} {state}: {one_line(error)}") from error
     return headers
 
 
@@ -106,7 +115,12 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def check_shapes(
-    sent: Shapes, expected: Shapes, *, where: object, whole: bool = True, unused: Iterable[str] = ()
+    sent: Shapes,
+    expected: Shapes,
+    *,
+    owner: object,
+    whole: bool = True,
+    unused: Iterable[str] = (),
 ) -> None:
     """Check the names and shapes of tensors before they are sent to a server.
 
@@ -116,7 +130,7 @@ def check_shapes(
     Args:
         sent: Shapes of the trainer's tensors.
         expected: Shapes of the tensors to be replaced; {} if unknown.
-        where: The owner of `expected`, for the error.
+        owner: The owner of `expected`, for the error.
         whole: Whether an expected tensor that is not sent is an error. The output head may be tied
             to the embedding.
         unused: Expected tensors that no model uses.
@@ -128,13 +142,17 @@ def check_shapes(
         return
     for name, shape in sent.items():
         if name not in expected:
-            raise RoleError(f"tensor '{name}' {list(shape)} of the trainer is not in {where}")
+            raise RoleError(f"tensor '{name}' {list(shape)} of the trainer is not in {owner}")
         if list(shape) != list(expected[name]):
-            what = f"tensor '{name}' has shape {list(shape)} in the trainer"
-            raise RoleError(f"{what}, but {expected[name]} in {where}")
-    for name in sorted(expected.keys() - {*sent, *unused}) if whole else ():
+            raise RoleError(
+                f"tensor '{name}' has shape {list(shape)} in the trainer, "
+                f"but {expected[name]} in {owner}"
+            )
+    if not whole:
+        return
+    for name in sorted(expected.keys() - {*sent, *unused}):
         if not name.endswith(("lm_head.weight", ".inv_freq")):
-            raise RoleError(f"tensor '{name}' {expected[name]} of {where} is not in the trainer")
+            raise RoleError(f"tensor '{name}' {expected[name]} of {owner} is not in the trainer")
 
 
 def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict[str, list[int]]]:
@@ -146,36 +164,69 @@ def read_model(path: str, key: str = "model.path") -> tuple[dict[str, Any], dict
     Raises:
         UserError: A file is missing, broken, or does not match config.json.
     """
+    option = f"{key}={path}"
     folder = Path(path).expanduser()
-    for name in "config.json", "*.safetensors":
-        if not any(folder.glob(name)):
-            what = f"{key}={path} is no Hugging Face model folder (no {name} in it)"
-            fix = "Use a folder that save_pretrained wrote or that you downloaded."
-            raise UserError(f"{what}. {fix}")
-    index = "model.safetensors.index.json"
-    files = [file.name for file in folder.glob("*.safetensors")]
-    if "model.safetensors" not in files and not read_json(folder, index).get("weight_map"):
-        what = f"{key}={path} has neither model.safetensors nor a {index} with a weight_map"
-        raise UserError(f"{what}. Download {index} again, or use save_pretrained.")
+    _check_files(folder, option)
     try:
-        config: dict[str, Any] = dict(json.loads((folder / "config.json").read_text()))
+        config_text = (folder / "config.json").read_text()
+        config: dict[str, Any] = dict(json.loads(config_text))
         shapes = read_shapes(folder)
     except (ValueError, TypeError) as error:
-        raise UserError(f"{key}={path}: config.json is not valid JSON: {error}") from error
+        raise UserError(f"{option}: config.json is not valid JSON: {error}") from error
     except RoleError as error:
-        raise UserError(f"{key}={path}: {error}. Download the whole file again.") from error
-    for name, shape in shapes.items() if "text_config" not in config else ():
-        field = next((LENGTHS[end] for end in LENGTHS if name.endswith(end)), "")
-        if config.get(field) not in (None, *shape[:1]):
-            what = f"{name} has shape {shape}, but config.json has {field}={config[field]!r}"
-            raise UserError(f"{key}={path}: {what}. The files are of different models.")
-    vocab: Any = read_json(folder, "tokenizer.json").get("model", {}).get("vocab") or [0]
-    size = vocab_size(config)
-    ids = getattr(vocab, "values", lambda: [len(vocab) - 1])
-    if size and (top := max(ids())) >= size:
-        what = f"{key}={path}: its tokenizer has token {top}, but its model only {size} tokens"
-        raise UserError(f"{what}. Use the tokenizer that the model was trained with.")
+        raise UserError(f"{option}: {error}. Download the whole file again.") from error
+    if "text_config" not in config:
+        _check_lengths(config, shapes, option)
+    num_tokens = vocab_size(config)
+    largest_token = _largest_token(folder)
+    if num_tokens and largest_token >= num_tokens:
+        raise UserError(
+            f"{option}: its tokenizer has token {largest_token}, "
+            f"but its model only {num_tokens} tokens. "
+            "Use the tokenizer that the model was trained with."
+        )
     return config, shapes
+
+
+def _check_files(folder: Path, option: str) -> None:
+    """Raise UserError if a model folder lacks a file that transformers needs."""
+    for name in "config.json", "*.safetensors":
+        if not any(folder.glob(name)):
+            raise UserError(
+                f"{option} is no Hugging Face model folder (no {name} in it). "
+                "Use a folder that save_pretrained wrote or that you downloaded."
+            )
+    index = "model.safetensors.index.json"
+    has_single_file = (folder / "model.safetensors").exists()
+    if not has_single_file and not read_json(folder, index).get("weight_map"):
+        raise UserError(
+            f"{option} has neither model.safetensors nor a {index} with a weight_map. "
+            f"Download {index} again, or use save_pretrained."
+        )
+
+
+def _check_lengths(config: dict[str, Any], shapes: Shapes, option: str) -> None:
+    """Raise UserError if the first dimension of a tensor differs from its field of config.json."""
+    for name, shape in shapes.items():
+        fields = [field for end, field in LENGTHS.items() if name.endswith(end)]
+        if not fields:
+            continue
+        field = fields[0]
+        if config.get(field) not in (None, *shape[:1]):
+            raise UserError(
+                f"{option}: {name} has shape {shape}, "
+                f"but config.json has {field}={config[field]!r}. "
+                "The files are of different models."
+            )
+
+
+def _largest_token(folder: Path) -> int:
+    """Return the largest token id of a tokenizer.json; 0 without one."""
+    tokenizer = read_json(folder, "tokenizer.json")
+    vocabulary: Any = tokenizer.get("model", {}).get("vocab") or [0]
+    if isinstance(vocabulary, dict):
+        return max(cast(dict[str, int], vocabulary).values())
+    return len(vocabulary) - 1
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -186,26 +237,34 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 def check_layers(config: dict[str, Any], path: Path | str) -> None:
     """Raise UserError for a model that generates no text from text alone, or is quantized."""
     if config.get("quantization_config"):
-        fix = "Use weights in bfloat16, and a config.json without quantization_config."
-        raise UserError(f"model.path={path} is quantized, which cannot be trained. {fix}")
-    kind = config.get("model_type", "(none)")
-    names = config.get("architectures") or [""]
-    known = causal_types()
-    if config.get("is_encoder_decoder") or any(name.endswith(ENCODERS) for name in names):
-        what = f"a {names[0] or kind}, which cannot continue a text"
-    elif known and kind not in known:
-        what = f"of type '{kind}', which this version of transformers does not know as a text model"
-    elif kind in WITH_IMAGES and "vision_config" in config:
-        what = f"of type '{kind}' with tensors for images, which are not supported"
+        raise UserError(
+            f"model.path={path} is quantized, which cannot be trained. "
+            "Use weights in bfloat16, and a config.json without quantization_config."
+        )
+    model_type = config.get("model_type", "(none)")
+    architectures = config.get("architectures") or [""]
+    is_encoder = any(architecture.endswith(ENCODERS) for architecture in architectures)
+    supported_types = causal_types()
+    if config.get("is_encoder_decoder") or is_encoder:
+        obstacle = f"a {architectures[0] or model_type}, which cannot continue a text"
+    elif supported_types and model_type not in supported_types:
+        obstacle = (
+            f"of type '{model_type}', "
+            "which this version of transformers does not know as a text model"
+        )
+    elif model_type in WITH_IMAGES and "vision_config" in config:
+        obstacle = f"of type '{model_type}' with tensors for images, which are not supported"
     else:
         return
-    raise UserError(f"model.path={path} is {what}. Use a model for causal language modelling.")
+    raise UserError(f"model.path={path} is {obstacle}. Use a model for causal language modelling.")
 
 
 ENCODERS = "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering"
 """Ends of the names of architectures without a head for causal language modelling."""
 WITH_IMAGES = "llama4", "mllama"
 """Model types of which transformers cannot load the text part alone."""
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers in which a token depends on others through attention alone."""
 CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = "
 
 
@@ -215,29 +274,33 @@ def causal_types() -> set[str]:
     They are read from its source, because an import takes seconds.
     """
     spec = importlib.util.find_spec("transformers")
-    file = Path(spec.origin or "").parent / "models/auto/modeling_auto.py" if spec else Path()
+    if spec is None:
+        return set()
+    file = Path(spec.origin or "").parent / "models/auto/modeling_auto.py"
     with suppress(OSError):
-        _, found, rest = file.read_text(encoding="utf-8").partition(CAUSAL)
-        return set(re.findall(r'\("([\w-]+)",', rest.partition("]\n)")[0])) if found else set()
+        _, _, after_name = file.read_text(encoding="utf-8").partition(CAUSAL)
+        mapping = after_name.partition("]\n)")[0]
+        return set(re.findall(r'\("([\w-]+)",', mapping))
     return set()
 
 
 def check_context_parallel(config: dict[str, Any], *, size: int, ranks: int) -> None:
     """Raise UserError unless groups of `size` of the `ranks` can share the tokens of a row."""
     key = f"engine.fsdp.context_parallel={size}"
-    text = text_part(config)
-    known = {"full_attention", "sliding_attention", "chunked_attention"}
-    layers: list[str] = text.get("layer_types") or []
-    other = {*layers} - known
-    if size > 1 and other:
-        what = f"the model has layers of {', '.join(sorted(other))}"
-        raise UserError(f"{key}: {what}, whose tokens depend on each other. Use 1.")
-    if size > 1 and text.get("output_router_logits"):
+    text_model = text_part(config)
+    layer_types: list[str] = text_model.get("layer_types") or []
+    recurrent = {*layer_types} - ATTENTION_LAYERS
+    if size > 1 and recurrent:
+        raise UserError(
+            f"{key}: the model has layers of {', '.join(sorted(recurrent))}, "
+            "whose tokens depend on each other. Use 1."
+        )
+    if size > 1 and text_model.get("output_router_logits"):
         raise UserError(f"{key}: the loss of output_router_logits needs whole rows. Use 1.")
-    heads = text.get("num_attention_heads") or size
-    for number, what in (ranks, "trainer ranks"), (heads, "attention heads of the model"):
+    heads = text_model.get("num_attention_heads") or size
+    for number, unit in (ranks, "trainer ranks"), (heads, "attention heads of the model"):
         if number % size:
-            raise UserError(f"{key} does not divide the {number} {what}. Use a divisor.")
+            raise UserError(f"{key} does not divide the {number} {unit}. Use a divisor.")
 
 
 def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> None:
@@ -253,13 +316,20 @@ def check_vocabulary(path: str | None, model: dict[str, Any], *, key: str) -> No
     theirs = vocab_size(read_model(path, key)[0])
     ours = vocab_size(model)
     if theirs != ours:
-        what = f"{key}={path} has {theirs} token ids, but model.path has {ours}"
-        raise UserError(f"{what}. Use a model with the same vocabulary.")
+        raise UserError(
+            f"{key}={path} has {theirs} token ids, but model.path has {ours}. "
+            "Use a model with the same vocabulary."
+        )
 
 
 SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "tie_word_embeddings"),
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
 )
 
 
@@ -270,11 +340,15 @@ def model_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None
         theirs: Fields that the server reports of its config.json; may be incomplete.
         ours: config.json of model.path.
     """
-    theirs, ours = ({**each, "vocab_size": vocab_size(each)} for each in (theirs, ours))
+    theirs = {**theirs, "vocab_size": vocab_size(theirs)}
+    ours = {**ours, "vocab_size": vocab_size(ours)}
     for key in ("architectures", "model_type", *SIZES):
-        if theirs.get(key) not in (None, []) and theirs[key] != ours.get(key):
-            had = f"its {key} is {theirs[key]}, model.path has {ours.get(key)}"
-            return f"it serves another model: {had}."
+        is_reported = theirs.get(key) not in (None, [])
+        if is_reported and theirs[key] != ours.get(key):
+            return (
+                f"it serves another model: its {key} is {theirs[key]}, "
+                f"model.path has {ours.get(key)}."
+            )
     return None
 
 
@@ -298,15 +372,32 @@ class Experts(NamedTuple):
         return self.layers * self.per_token * self.width
 
 
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of config.json with the number of experts; each model has one of them."""
+ACTIVE_EXPERT_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+"""Fields of config.json with the number of experts that compute a token."""
+
+
 def experts_of(config: dict[str, Any]) -> Experts | None:
     """Return the numbers of experts in a config.json; None if the model has no experts."""
-    text = text_part(config)
-    counts = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
-    active = "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"
-    count, per_token = (next(filter(None, map(text.get, n)), None) for n in (counts, active))
-    layers = text.get("num_hidden_layers") or len(text.get("layers_block_type") or [])
-    is_known = all(isinstance(each, int) for each in (layers, count, per_token))
-    return Experts(layers, count, per_token) if is_known and count > 1 else None  # type: ignore
+    text_model = text_part(config)
+    number = _first_number(text_model, EXPERT_FIELDS)
+    per_token = _first_number(text_model, ACTIVE_EXPERT_FIELDS)
+    layers: Any = text_model.get("num_hidden_layers")
+    if not layers:
+        layers = len(text_model.get("layers_block_type") or [])
+    if number is None or per_token is None or not isinstance(layers, int) or number < 2:
+        return None
+    return Experts(layers=layers, number=number, per_token=per_token)
+
+
+def _first_number(config: dict[str, Any], names: Sequence[str]) -> int | None:
+    """Return the first field that is set, if it is an integer; otherwise None."""
+    for name in names:
+        number = config.get(name)
+        if number:
+            return number if isinstance(number, int) else None
+    return None
 
 
 def vocab_size(config: dict[str, Any]) -> int | None:
@@ -320,10 +411,14 @@ def exact_length(config: dict[str, Any]) -> int | None:
     Rotary embeddings of types dynamic and longrope depend on the longest row of a batch.
     """
     rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (rope.get("rope_type") or rope.get("type")) not in ("dynamic", "longrope"):
+    rope_type = rope.get("rope_type") or rope.get("type")
+    if rope_type not in ("dynamic", "longrope"):
         return None
-    names = "original_max_position_embeddings", "max_position_embeddings"
-    return next((each[name] for name in names for each in (rope, config) if each.get(name)), None)
+    for name in "original_max_position_embeddings", "max_position_embeddings":
+        for options in (rope, config):
+            if options.get(name):
+                return options[name]
+    return None
 
 
 def eos_tokens(path: str) -> set[int]:

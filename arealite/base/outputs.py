@@ -107,14 +107,14 @@ def protect() -> None:
             output = ProtectedOutput(descriptor)
             _outputs.append(output)
             is_unbuffered = stream.write_through
-            text: Any = io.TextIOWrapper(
+            text_stream: Any = io.TextIOWrapper(
                 output if is_unbuffered else io.BufferedWriter(output),
                 encoding=stream.encoding,
                 errors=stream.errors,
                 line_buffering=stream.line_buffering,
                 write_through=is_unbuffered,
             )
-            setattr(sys, STREAMS[descriptor], PrintableStream(text))
+            setattr(sys, STREAMS[descriptor], PrintableStream(text_stream))
 
 
 def is_protected() -> bool:

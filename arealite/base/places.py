@@ -9,6 +9,9 @@ from pathlib import Path
 
 from arealite.base.errors import UserError
 
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES, errno.EINVAL)
+"""Errors of an address whose port is wrong, not its host."""
+
 
 def check_name(key: str, name: str) -> None:
     """Raise UserError if the value `name` of option `key` is no valid folder name."""
@@ -16,25 +19,29 @@ def check_name(key: str, name: str) -> None:
         raise UserError(f"{key}={name!r}: use letters, digits, '_', '-' and '.', up to 200.")
 
 
-def check_folder(folder: Path, what: str, key: str) -> int:
+def check_folder(folder: Path, purpose: str, key: str) -> int:
     """Check that a folder can be created and written; return the free bytes of its disk.
 
     Args:
         folder: An absolute path; the folder may be missing and is not created.
-        what: The folder's purpose, for the error.
+        purpose: The folder's purpose, for the error.
         key: The option that sets it, for the error.
 
     Raises:
         UserError: The folder is not writable, or its disk is full.
     """
     try:
-        existing = next(p for p in (folder, *folder.parents) if p.is_symlink() or p.exists())
+        existing = folder
+        while not existing.is_symlink() and not existing.exists():
+            existing = existing.parent
         with tempfile.TemporaryFile(dir=existing, buffering=0) as probe:
             probe.write(bytes(4096))
             return shutil.disk_usage(existing).free
     except OSError as error:
-        fix = f"Set {key} to a folder that is writable."
-        raise UserError(f"{what} {folder} cannot be written: {error.strerror}. {fix}") from error
+        raise UserError(
+            f"{purpose} {folder} cannot be written: {error.strerror}. "
+            f"Set {key} to a folder that is writable."
+        ) from error
 
 
 def check_address(host: str, port: int = 0, *, at: str) -> None:
@@ -48,17 +55,28 @@ def check_address(host: str, port: int = 0, *, at: str) -> None:
     Raises:
         UserError: The host is no address of this machine, or the port is in use.
     """
-    flags = socket.AI_PASSIVE | (0 if re.search(r"[^\d.]", host) else socket.AI_NUMERICHOST)
+    flags = socket.AI_PASSIVE
+    is_number = re.fullmatch(r"[\d.]*", host)
+    if is_number:
+        flags |= socket.AI_NUMERICHOST
     try:
         if port >> 16:  # getaddrinfo would use the last 16 bits
             raise OSError(errno.EINVAL, "no such port")
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
-        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+        addresses = socket.getaddrinfo(
+            host or None,
+            port,
+            type=socket.SOCK_STREAM,
+            flags=flags,
+        )
+        family, _, _, _, address = addresses[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[0][4])
+            probe.bind(address)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        is_used = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES, errno.EINVAL)
-        wrong = f"{at}.port={port}" if is_used else f"{at}.host={host}"
-        fix = "Use another port, or 0 for a free one" if is_used else "Use one of this machine"
-        raise UserError(f"{wrong}: cannot listen on {host}:{port}: {why}. {fix}.") from error
+        reason = getattr(error, "strerror", None) or error
+        option = f"{at}.host={host}"
+        advice = "Use one of this machine"
+        if getattr(error, "errno", None) in PORT_ERRORS:
+            option = f"{at}.port={port}"
+            advice = "Use another port, or 0 for a free one"
+        raise UserError(f"{option}: cannot listen on {host}:{port}: {reason}. {advice}.") from error

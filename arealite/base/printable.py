@@ -12,9 +12,13 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud8
 """C0 without tab and newline, DEL, C1, separators, bidirectional controls and lone surrogates."""
 
 
-def printable(text: str) -> str:
-    r"""Return `text` with each control character replaced by a visible escape such as \x1b."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+def printable(output: str) -> str:
+    r"""Return `output` with each control character replaced by a visible escape such as \x1b."""
+
+    def escape(match: re.Match[str]) -> str:
+        return ascii(match[0])[1:-1]
+
+    return CONTROL.sub(escape, output)
 
 
 class PrintableStream(codecs.StreamWriter):

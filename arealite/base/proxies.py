@@ -6,6 +6,8 @@ from collections.abc import Mapping, MutableMapping
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BYPASS = ("NO_PROXY", "no_proxy")
 """Variables with the hosts that need no proxy. Each program reads one of them."""
+NO_HOSTS = ("", "auto", "0.0.0.0", "::")
+"""Values of options for a host that name no host."""
 PROXIES = ("http_proxy", "all_proxy")
 """Variables with the proxy of http URLs, in lower case."""
 
@@ -19,19 +21,25 @@ def bypass_proxies(*hosts: str, environment: MutableMapping[str, str] = os.envir
         hosts: Names or addresses; "", "auto" and addresses of all interfaces are left out.
         environment: The variables to change; by default those of this process.
     """
-    listed = {name: environment.get(name, "") for name in BYPASS}
-    own_hosts = [host for host in hosts if host not in ("", "auto", "0.0.0.0", "::")]
+    lists = {name: environment.get(name, "") for name in BYPASS}
+    run_hosts = [host for host in hosts if host not in NO_HOSTS]
     for name in BYPASS:
-        users_list = listed[name] or "".join(listed.values())
+        users_list = lists[name] or "".join(lists.values())
         if users_list.strip() == "*":  # no program uses a proxy
             environment[name] = users_list
             continue
-        present = [host.strip() for host in users_list.split(",")]
-        missing = [host for host in (*LOOPBACK, *own_hosts) if host not in present]
-        environment[name] = ",".join(filter(None, [users_list, *dict.fromkeys(missing)]))
+        entries = [users_list] if users_list else []
+        present = {host.strip() for host in users_list.split(",")}
+        for host in (*LOOPBACK, *run_hosts):
+            if host not in present:
+                entries.append(host)
+                present.add(host)
+        environment[name] = ",".join(entries)
 
 
 def proxy_variable(environment: Mapping[str, str]) -> str:
     """Return the name of the variable that sets a proxy for http URLs; "" without one."""
-    names = (name for name, value in environment.items() if value and name.lower() in PROXIES)
-    return next(names, "")
+    for name, value in environment.items():
+        if value and name.lower() in PROXIES:
+            return name
+    return ""

@@ -64,10 +64,13 @@ class Registry(Generic[T]):
         """
 
         def add(cls: C) -> C:
-            known = self._table.get(name)
-            if known is not None and getattr(known, "__qualname__", known) != cls.__qualname__:
-                what = f"{self.kind} '{name}' is already registered"
-                raise UserError(f"{what}; choose another name for {cls.__name__}.")
+            registered = self._table.get(name)
+            registered_name = getattr(registered, "__qualname__", registered)
+            if registered is not None and registered_name != cls.__qualname__:
+                raise UserError(
+                    f"{self.kind} '{name}' is already registered; "
+                    f"choose another name for {cls.__name__}."
+                )
             check_async(cls)
             self._table[name] = cast(type[T], cls)
             if config is not None:
@@ -102,19 +105,25 @@ class Registry(Generic[T]):
 
     def name_of(self, cls: object) -> str | None:
         """Return the name under which a class is registered; None if it is not."""
-        line = f"{getattr(cls, '__module__', '')}:{getattr(cls, '__qualname__', '')}"
-        return next((name for name, known in self._table.items() if known in (cls, line)), None)
+        path = f"{getattr(cls, '__module__', '')}:{getattr(cls, '__qualname__', '')}"
+        for name, target in self._table.items():
+            if target in (cls, path):
+                return name
+        return None
 
     def base_of(self, name: str) -> str:
         """Return the built-in part that part `name` is or extends; without one, `name`."""
         classes = getattr(self._table.get(name), "__mro__", ())
-        lines = [f"{cls.__module__}:{cls.__qualname__}" for cls in classes]
-        return next((self._built_in[line] for line in lines if line in self._built_in), name)
+        for cls in classes:
+            path = f"{cls.__module__}:{cls.__qualname__}"
+            if path in self._built_in:
+                return self._built_in[path]
+        return name
 
     def options(self, config: Any) -> Any:
         """Return the options of part `config.type`, or of the built-in part that it extends."""
-        own = getattr(config, config.type, None)
-        return own or getattr(config, self.base_of(config.type), None)
+        options = getattr(config, config.type, None)
+        return options or getattr(config, self.base_of(config.type), None)
 
     def names(self) -> list[str]:
         """List the known names, sorted."""
@@ -123,18 +132,21 @@ class Registry(Generic[T]):
 
 def check_async(cls: type) -> None:
     """Raise UserError if a method is no coroutine, but overrides one."""
-    for name, own in vars(cls).items():
-        above = any(iscoroutinefunction(getattr(base, name, None)) for base in cls.__bases__)
-        if above and isfunction(own) and not iscoroutinefunction(unwrap(own)):
-            where = f"{cls.__qualname__}.{name}"
-            raise UserError(f"{where} must be a coroutine: write `async def {name}(…)`.")
+    for name, attribute in vars(cls).items():
+        inherited = [getattr(base, name, None) for base in cls.__bases__]
+        if not any(map(iscoroutinefunction, inherited)):
+            continue
+        if isfunction(attribute) and not iscoroutinefunction(unwrap(attribute)):
+            raise UserError(
+                f"{cls.__qualname__}.{name} must be a coroutine: write `async def {name}(…)`."
+            )
 
 
-def unknown(what: str, name: str, known: Sequence[str]) -> str:
-    """Format the error for an unknown name, with the nearest known name as a suggestion."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
-    return f"Unknown {what} '{name}'.{hint} Known: {', '.join(known)}."
+def unknown(kind: str, name: str, names: Sequence[str]) -> str:
+    """Format the error for a name that is not in `names`, with the nearest one as a suggestion."""
+    similar = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean '{similar[0]}'?" if similar else ""
+    return f"Unknown {kind} '{name}'.{hint} Known: {', '.join(names)}."
 
 
 def module_named(name: str) -> str:
@@ -142,13 +154,19 @@ def module_named(name: str) -> str:
 
     The module is searched in `arealite.impl` and in the working directory.
     """
+    if not name.isidentifier():
+        return UNNAMED
     impl = Path(__file__).resolve().parents[1] / "impl"
-    own = Path(f"{name}.py")
-    files = [*impl.rglob(own.name), own] if name.isidentifier() else []
-    for file in filter(Path.is_file, files):
-        if re.search(rf"register\(\s*[\"']{name}[\"']", file.read_text(errors="replace")):
-            base = impl.parents[1] if file.is_absolute() else Path()
-            return ".".join(file.relative_to(base).with_suffix("").parts)
+    file_here = Path(f"{name}.py")
+    registration = re.compile(rf"register\(\s*[\"']{name}[\"']")
+    for file in [*impl.rglob(file_here.name), file_here]:
+        if not file.is_file():
+            continue
+        source = file.read_text(errors="replace")
+        if registration.search(source):
+            root = impl.parents[1] if file.is_absolute() else Path()
+            module_path = file.relative_to(root).with_suffix("")
+            return ".".join(module_path.parts)
     return UNNAMED
 
 
@@ -162,8 +180,9 @@ def import_plugins(modules: Sequence[str]) -> None:
     Raises:
         UserError: A module cannot be found, or its import fails.
     """
-    for entry in _entry_points(tuple(sys.path), tuple(map(_changed_at, sys.path))):
-        entry.load()
+    changed_at = tuple(map(_changed_at, sys.path))
+    for entry_point in _entry_points(tuple(sys.path), changed_at):
+        entry_point.load()
     for module in modules:
         import_user_module(module, f"imports=[{module}]")
         imported.append(module)
@@ -194,29 +213,42 @@ def import_user_module(module: str, option: str) -> ModuleType:
     """
     file = Path(module).expanduser().resolve()
     is_file = module.endswith(".py")
-    name, folder = file.stem if is_file else module, str(file.parent)
-    if is_new := is_file and folder not in sys.path:
+    name = file.stem if is_file else module
+    folder = str(file.parent)
+    is_new_folder = is_file and folder not in sys.path
+    if is_new_folder:
         sys.path.insert(0, folder)
-    if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if getattr(spec, "_initializing", False):
         raise UserError(f"{option}: {name} is still being imported. Call AReaLite in a function.")
     try:
-        found = importlib.import_module(name)
+        imported_module = importlib.import_module(name)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        last = extract_tb(error.__traceback__)[-1]  # of a SyntaxError, the line is in its text
-        where = "" if last.filename.startswith("<") else f" ({last.filename}:{last.lineno})"
-        why = f"importing it raised {type(error).__name__}: {error}{where}"
-        if isinstance(error, ModuleNotFoundError) and error.name == name:
-            why = "no module of that name. It must be importable from the working directory "
-            why += "or PYTHONPATH, or be the path of a .py file."
-        raise UserError(f"{option}: {why}") from error
-    if is_file and Path(getattr(found, "__file__", None) or "").resolve() != file:
-        if is_new:  # later processes of this one would import the file in the other's place
+        raise UserError(f"{option}: {_import_failure(error, name)}") from error
+    imported_file = Path(getattr(imported_module, "__file__", None) or "").resolve()
+    if is_file and imported_file != file:
+        if is_new_folder:  # later processes of this one would import the file in the other's place
             sys.path.remove(folder)
-        what = f"another module has the name {name}"
-        raise UserError(f"{option}: {what}. Rename the file, or correct its path.")
-    return found
+        raise UserError(
+            f"{option}: another module has the name {name}. Rename the file, or correct its path."
+        )
+    return imported_module
+
+
+def _import_failure(error: BaseException, name: str) -> str:
+    """Return why the import of the module `name` failed."""
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        return (
+            "no module of that name. It must be importable from the working directory "
+            "or PYTHONPATH, or be the path of a .py file."
+        )
+    last_frame = extract_tb(error.__traceback__)[-1]  # the text of a SyntaxError has its line
+    position = f" ({last_frame.filename}:{last_frame.lineno})"
+    if last_frame.filename.startswith("<"):
+        position = ""
+    return f"importing it raised {type(error).__name__}: {error}{position}"
 
 
 def import_function(path: str, option: str) -> Any:
@@ -228,8 +260,9 @@ def import_function(path: str, option: str) -> Any:
     module, _, name = path.rpartition(":")
     if not module:
         raise UserError(f"{option} names no function. Write module:name or file.py:name.")
-    found = import_user_module(module, option)
-    if not callable(target := getattr(found, name, None)):
-        known = [each for each, value in vars(found).items() if isfunction(value)]
-        raise UserError(f"{option}: {unknown('function', name, known)}")
+    imported_module = import_user_module(module, option)
+    target = getattr(imported_module, name, None)
+    if not callable(target):
+        functions = [name for name, value in vars(imported_module).items() if isfunction(value)]
+        raise UserError(f"{option}: {unknown('function', name, functions)}")
     return target

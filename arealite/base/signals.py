@@ -23,7 +23,9 @@ STOP = signal.SIGUSR2 if os.environ.get(OWN_STOP) else signal.SIGTERM
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that request this process to stop."""
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [STOP, signal.SIGINT] + ([] if is_nohup else [signal.SIGHUP])
+    if is_nohup:
+        return [STOP, signal.SIGINT]
+    return [STOP, signal.SIGINT, signal.SIGHUP]
 
 
 def is_repeated_hangup(number: int, num_requests: int) -> bool:

@@ -84,9 +84,13 @@ class Tokenizer:
             "special_tokens_map": named,
         }
         for name in [*DATA["special_tokens"], *named]:
-            values |= {name: named.get(name), f"{name}_id": ids.get(named.get(name, ""))}
+            values[name] = named.get(name)
+            values[f"{name}_id"] = ids.get(named.get(name, ""))
         self.__dict__.update(
-            backend_tokenizer=parts.backend, _path=path, _parts=parts, _values=values
+            backend_tokenizer=parts.backend,
+            _path=path,
+            _parts=parts,
+            _values=values,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -122,22 +126,26 @@ class Tokenizer:
         if not texts or type(texts) is not list:
             raise UnsupportedError("__call__")
         encodings = self.backend_tokenizer.encode_batch(
-            texts, add_special_tokens=add_special_tokens
+            texts,
+            add_special_tokens=add_special_tokens,
         )
         columns = {
             "input_ids": [encoding.ids for encoding in encodings],
             "token_type_ids": [encoding.type_ids for encoding in encodings],
             "attention_mask": [encoding.attention_mask for encoding in encodings],
         }
-        names = [name for name in columns if name in {"input_ids", *self._parts.model_input_names}]
+        names = {"input_ids", *self._parts.model_input_names}
+        rows = {name: column for name, column in columns.items() if name in names}
         is_single = texts is not text
-        rows = {name: columns[name][0] if is_single else columns[name] for name in names}
+        if is_single:
+            rows = {name: column[0] for name, column in rows.items()}
         return TokenizedText(rows, encodings)
 
     @_or_transformers(TypeError)
     def encode(self, text: Any, *, add_special_tokens: bool = True) -> Any:
         """Return the ids of a text."""
-        return self(text, add_special_tokens=add_special_tokens)["input_ids"]
+        tokenized = self(text, add_special_tokens=add_special_tokens)
+        return tokenized["input_ids"]
 
     @_or_transformers(TypeError, OverflowError)
     def decode(
@@ -164,15 +172,18 @@ class Tokenizer:
         """Return the id of one token, or the ids of several; the id of unk_token if unknown."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
-        index = self.backend_tokenizer.token_to_id(tokens)
-        return self._values["unk_token_id"] if index is None else index
+        token_id = self.backend_tokenizer.token_to_id(tokens)
+        if token_id is None:
+            return self._values["unk_token_id"]
+        return token_id
 
     @_or_transformers(TypeError)
     def get_chat_template(self, chat_template: Any = None, tools: Any = None) -> str:
         """Return the template for messages, with `tools` if they are not None."""
         templates: Any = self._parts.chat_template
         if isinstance(templates, dict):
-            default = "tool_use" if tools is not None and "tool_use" in templates else "default"
+            has_tool_template = tools is not None and "tool_use" in templates
+            default = "tool_use" if has_tool_template else "default"
             chat_template = cast(Any, templates).get(chat_template or default, chat_template)
         elif chat_template is None:
             chat_template = templates
@@ -187,12 +198,17 @@ class Tokenizer:
         """Render messages, and tokenize the rendering unless `tokenize` is false."""
         from arealite.base.chat_template import render_chat  # loads jinja2
 
-        if others or {*DATA["chat_options"]} & {*options}:
+        has_other_options = not options.keys().isdisjoint(DATA["chat_options"])
+        if others or has_other_options:
             raise UnsupportedError("apply_chat_template")
         template = self.get_chat_template(options.pop("chat_template", None), tools)
         is_tokenized = options.pop("tokenize", True)
         is_dict = options.pop("return_dict", True)
-        defaults = {"tools": tools, "documents": None, "add_generation_prompt": False}
+        defaults = {
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": False,
+        }
         variables = defaults | self._parts.special_tokens | options
         text = render_chat(template, conversation, variables)
         if not is_tokenized:
@@ -220,13 +236,17 @@ class TokenizedText(UserDict[str, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         """Return the values of a name, or what transformers' object has at an index."""
-        return self.data[key] if isinstance(key, str) else self._load()[key]
+        if isinstance(key, str):
+            return self.data[key]
+        return self._load()[key]
 
     def __getattr__(self, name: str) -> Any:
         """Return the values of a name, or an attribute of transformers' object."""
         if name.startswith("_") or name == "data":
             raise AttributeError(name)
-        return self.data[name] if name in self.data else getattr(self._load(), name)
+        if name in self.data:
+            return self.data[name]
+        return getattr(self._load(), name)
 
     def _load(self) -> Any:
         from transformers import BatchEncoding  # slow to import

@@ -63,10 +63,17 @@ def is_compared(version: str) -> bool:
 def _read(folder: Path) -> TokenizerParts:
     settings = _read_json(folder / "tokenizer_config.json")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    custom = {name: value for name, value in settings.items() if _is_custom_token(name, value)}
-    unknown_names = {*settings}.difference(DATA["settings"], DATA["special_tokens"], custom)
-    has_code = bool({"auto_map", "model_name"} & {*config})
-    if unknown_names or has_code or (folder / "tekken.json").exists():
+    custom_tokens = {
+        name: value for name, value in settings.items() if _is_custom_token(name, value)
+    }
+    unknown_names = {*settings}.difference(
+        DATA["settings"],
+        DATA["special_tokens"],
+        custom_tokens,
+    )
+    has_code = not {"auto_map", "model_name"}.isdisjoint(config)
+    has_tekken = (folder / "tekken.json").exists()
+    if unknown_names or has_code or has_tekken:
         raise UnsupportedError(f"unknown code or settings: {sorted(unknown_names)}")
 
     backend: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -74,18 +81,12 @@ def _read(folder: Path) -> TokenizerParts:
     values = options["special_tokens"] | settings
     if backend.padding:
         values.setdefault("pad_token", backend.padding["pad_token"])
-    extra: Any = values.get("extra_special_tokens") or values.get("additional_special_tokens") or []
-    if isinstance(extra, dict):
-        custom |= extra
-        extra = []
-    custom = custom or values.get("model_specific_special_tokens", {})
-    standard = {name: values.get(name) for name in DATA["special_tokens"]}
-    named = {name: _text(token) for name, token in (standard | custom).items() if token is not None}
-    extra_texts = [_text(token) for token in extra]
+    named, extra_texts = _special_tokens(values, custom_tokens)
     special_texts = [*named.values(), *extra_texts]
     _check_tokens(backend, settings, special_texts, folder)
+    builds_pipeline = "decoder" in options
     unk_token = named.get("unk_token")
-    if "decoder" in options and not _has_pipeline(backend, options, special_texts, unk_token):
+    if builds_pipeline and not _has_pipeline(backend, options, special_texts, unk_token):
         raise UnsupportedError("the class builds another tokenizer")
 
     backend.no_padding()
@@ -104,12 +105,38 @@ def _read(folder: Path) -> TokenizerParts:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not file.exists():
+        return {}
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _is_custom_token(name: str, value: object) -> bool:
     is_name = name.endswith("_token") and name not in DATA["special_tokens"]
     return is_name and isinstance(value, str)
+
+
+def _special_tokens(
+    values: Mapping[str, Any], custom_tokens: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the texts of the named special tokens, by name, and the texts of the others.
+
+    Args:
+        values: The settings of the folder and of its class.
+        custom_tokens: The special tokens of the settings whose names only the folder has.
+    """
+    extra_tokens: Any = values.get("extra_special_tokens")
+    if not extra_tokens:
+        extra_tokens = values.get("additional_special_tokens") or []
+    custom = dict(custom_tokens)
+    if isinstance(extra_tokens, dict):
+        custom |= extra_tokens
+        extra_tokens = []
+    if not custom:
+        custom = values.get("model_specific_special_tokens", {})
+    standard = {name: values.get(name) for name in DATA["special_tokens"]}
+    tokens = standard | custom
+    named = {name: _text(token) for name, token in tokens.items() if token is not None}
+    return named, [_text(token) for token in extra_tokens]
 
 
 def _text(token: Any) -> str:
@@ -131,14 +158,19 @@ def _check_tokens(
         saved_tokens = {int(index): AddedToken(**token) for index, token in saved.items()}
         has_same_tokens = _reprs(saved_tokens) == _reprs(file_tokens)
     else:
-        legacy_names = ("special_tokens_map.json", "added_tokens.json")
-        has_same_tokens = not any((folder / name).exists() for name in legacy_names)
+        legacy_files = (
+            folder / "special_tokens_map.json",
+            folder / "added_tokens.json",
+        )
+        has_same_tokens = not any(file.exists() for file in legacy_files)
     special = {token.content for token in file_tokens.values() if token.special}
-    if not has_same_tokens or not special.issuperset(special_texts):
+    has_special_tokens = special.issuperset(special_texts)
+    if not has_same_tokens or not has_special_tokens:
         raise UnsupportedError("other tokens than those of tokenizer.json")
 
 
 def _reprs(tokens: Mapping[int, AddedToken]) -> dict[int, str]:
+    """Return the text of each token with all its options."""
     return {index: repr(token) for index, token in tokens.items()}
 
 
@@ -164,7 +196,8 @@ def _class_options(
         or declared_name in DATA["file_classes"]
         or (is_llama and "ByteLevel" in components)
     )
-    may_be_patched = model_type in DATA["patched_types"] and backend.get_vocab_size() > MISTRAL_SIZE
+    is_large = backend.get_vocab_size() > MISTRAL_SIZE
+    may_be_patched = is_large and model_type in DATA["patched_types"]
     if not reads_file or may_be_patched or model_type in DATA["other_types"]:
         raise UnsupportedError(f"the class of {declared_name} and {model_type}")
     return {"special_tokens": {}}
@@ -174,45 +207,56 @@ def _has_pipeline(
     backend: Any, options: Mapping[str, Any], special_texts: list[str], unk_token: str | None
 ) -> bool:
     """Return whether a tokenizer.json has the pipeline and special tokens that a class builds."""
-    is_bpe = isinstance(backend.model, BPE)
-    values = {name: getattr(backend.model, name, "") or None for name in DATA["model_options"]}
-    expected = {name: options["model"].get(name) for name in DATA["model_options"]}
+    if not isinstance(backend.model, BPE):
+        return False
+    model_options = DATA["model_options"]
+    values = {name: getattr(backend.model, name, "") or None for name in model_options}
+    expected = {name: options["model"].get(name) for name in model_options}
     if options.get("model_has_unk_token"):
         expected["unk_token"] = unk_token
-    tokens = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    plain_texts = special_texts if options.get("has_plain_special_tokens") else []
-    plain_tokens = {repr(AddedToken(text, special=True)) for text in plain_texts}
-    return (
-        is_bpe
-        and tokens >= plain_tokens
-        and values == expected
-        and all(
-            _component(getattr(backend, name)) == json.loads(options[name])
-            for name in ("normalizer", "pre_tokenizer", "decoder")
-        )
-    )
+    if values != expected:
+        return False
+    if options.get("has_plain_special_tokens"):
+        added_tokens = backend.get_added_tokens_decoder()
+        added_reprs = {repr(token) for token in added_tokens.values()}
+        plain_reprs = {repr(AddedToken(text, special=True)) for text in special_texts}
+        if not plain_reprs <= added_reprs:
+            return False
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        component = getattr(backend, name)
+        if _component(component) != json.loads(options[name]):
+            return False
+    return True
 
 
 def _component(component: Any) -> Any:
     """Return the options of a component that change a token or a text."""
-    text = component.__getstate__().decode() if component else "null"
-    options = json.loads(
-        text.replace(',"trim_offsets":true', "").replace(',"trim_offsets":false', "")
-    )
+    if not component:
+        return None
+    state = component.__getstate__().decode()
+    state = state.replace(',"trim_offsets":true', "")
+    state = state.replace(',"trim_offsets":false', "")
+    options = json.loads(state)
     is_decoder = "decoders" in type(component).__module__
-    return {"type": "ByteLevel"} if is_decoder and options["type"] == "ByteLevel" else options
+    if is_decoder and options["type"] == "ByteLevel":
+        return {"type": "ByteLevel"}
+    return options
 
 
 def _chat_template(settings: Mapping[str, Any], folder: Path) -> str | dict[str, str] | None:
     """Return the template or templates; files replace those of tokenizer_config.json."""
-    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
-    if (folder / "chat_template.jinja").exists():
-        files["default"] = folder / "chat_template.jinja"
+    additional_files = (folder / "additional_chat_templates").glob("*.jinja")
+    files = {file.stem: file for file in additional_files}
+    default_file = folder / "chat_template.jinja"
+    if default_file.exists():
+        files["default"] = default_file
     templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    if [*templates] == ["default"]:
+        return templates["default"]
     if templates:
-        return templates["default"] if [*templates] == ["default"] else templates
+        return templates
     template: Any = settings.get("chat_template")
-    if isinstance(template, list):
-        named_templates = cast(list[dict[str, str]], template)
-        return {part["name"]: part["template"] for part in named_templates}
-    return template
+    if not isinstance(template, list):
+        return template
+    named_templates = cast(list[dict[str, str]], template)
+    return {part["name"]: part["template"] for part in named_templates}

@@ -29,8 +29,8 @@ def test_error_names_the_broken_file(tmp_path: Path, content: bytes) -> None:
 
 
 def test_tied_head_may_be_missing() -> None:
-    check_shapes({"embed": [4, 2]}, HELD, where="model")
-    check_shapes({"anything": [1]}, {}, where="a folder that is elsewhere")
+    check_shapes({"embed": [4, 2]}, HELD, owner="model")
+    check_shapes({"anything": [1]}, {}, owner="a folder that is elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ def test_tied_head_may_be_missing() -> None:
 )
 def test_shape_mismatch_is_a_one_line_error(sent: dict[str, list[int]], said: str) -> None:
     with pytest.raises(RoleError, match=said):
-        check_shapes(sent, HELD, where="model")
+        check_shapes(sent, HELD, owner="model")
