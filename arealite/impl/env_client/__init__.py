@@ -20,17 +20,17 @@ def make_env(args: TrialConfig, config: EnvConfig) -> Env:
         UserError: An option of the runtime is missing, or Docker.
     """
     runtime = config.runtime
-    made = envs.get(config.type)
+    env_class = envs.get(config.type)
     if runtime.type == "docker":
         from arealite.impl.env_client.docker import Containers, check_docker
 
         check_docker(runtime)
-        if hasattr(made, "containers"):  # the environment talks to servers itself
-            env = made(args, envs.options(config))
+        if hasattr(env_class, "containers"):  # the environment talks to servers itself
+            env = env_class(args, envs.options(config))
             setattr(env, "containers", partial(Containers, args, config))  # noqa: B010
             return env
     if runtime.type == "in_process":
-        return made(args, envs.options(config))
+        return env_class(args, envs.options(config))
     from arealite.impl.env_client.remote import RemoteEnv  # costs the import of aiohttp
 
     return RemoteEnv(args, config)

@@ -112,15 +112,16 @@ class Channel(Generic[T]):
             InvariantError: The environment raised an InvariantError.
         """
         self.check()
-        text = frame(kind, data, self._config.max_message_kb * 1024)
-        seconds = self._config.answer_s
+        request = frame(kind, data, self._config.max_message_kb * 1024)
+        answer_s = self._config.answer_s
         name = self.server.name
+        wait = Wait(f"the answer to {kind}", owner="episode", on=name, seconds=answer_s)
         try:
-            with Wait(f"the answer to {kind}", owner="episode", on=name, seconds=seconds):
-                await self._socket.send_str(text)
+            with wait:
+                await self._socket.send_str(request)
                 message = await self.pending
         except DeadlineError as error:
-            raise EnvStepTimeout(f"{name}: no answer to {kind} in answer_s={seconds}") from error
+            raise EnvStepTimeout(f"{name}: no answer to {kind} in answer_s={answer_s}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EnvServerLost(f"{name}: {type(error).__name__}: {error}") from error
         except asyncio.CancelledError:
@@ -174,10 +175,11 @@ class Channel(Generic[T]):
         code = self._socket.close_code
         name = self.server.name
         if code == WSCloseCode.MESSAGE_TOO_BIG:
-            what = f"{name}: a message is longer than max_message_kb={self._config.max_message_kb}"
-            other = "the server's server.max_message_kb"
-            return MessageTooLarge(f"{what} of the runtime, or than {other}. Raise both.")
+            return MessageTooLarge(
+                f"{name}: a message is longer than max_message_kb={self._config.max_message_kb} "
+                "of the runtime, or than the server's server.max_message_kb. Raise both."
+            )
         if message.type in CLOSING:
-            why = f"{code} {message.extra or ''}".strip()
-            return EnvServerLost(f"{name} closed the session ({why})")
+            close_reason = f"{code} {message.extra or ''}".strip()
+            return EnvServerLost(f"{name} closed the session ({close_reason})")
         return EnvServerGarbage(f"{name}: {message.data!r}")

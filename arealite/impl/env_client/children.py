@@ -67,12 +67,19 @@ class Children:
         self._servers = servers
         # A child needs no limits of its own: an episode ends when the worker closes its socket, and
         # the collector has a deadline for it.
-        limits = EnvServerOptions(max_sessions=2**20, idle_s=1e6, episode_s=1e6)
-        own = {name: getattr(self.runtime, name) for name in ("max_message_kb", "token_env")}
-        trial = {each.name: getattr(args, each.name) for each in fields(TrialConfig)}
-        env = replace(config, runtime=RuntimeConfig())
-        server = replace(limits, **own)
-        self._config = EnvServerConfig(**trial, env=env, server=server)
+        options = EnvServerOptions(
+            max_sessions=2**20,
+            idle_s=1e6,
+            episode_s=1e6,
+            max_message_kb=self.runtime.max_message_kb,
+            token_env=self.runtime.token_env,
+        )
+        trial = {field.name: getattr(args, field.name) for field in fields(TrialConfig)}
+        self._config = EnvServerConfig(
+            **trial,
+            env=replace(config, runtime=RuntimeConfig()),
+            server=options,
+        )
         self._running = set[Running]()
         self._tasks = set[asyncio.Task[None]]()
 
@@ -103,7 +110,13 @@ class Children:
         with tempfile.NamedTemporaryFile(suffix=".yaml") as config:
             save_changes(self._config, Path(config.name))
             words = [sys.executable, "-m", "arealite.cli.main", "serve", "--config", config.name]
-            child = await spawn(self.name, words, log=None, environment={}, stdout=PIPE)
+            child = await spawn(
+                self.name,
+                words,
+                log=None,
+                environment={},
+                stdout=PIPE,
+            )
             try:
                 assert isinstance(child.process, Process)
                 return child, await self._read_address(child.process)
@@ -116,7 +129,12 @@ class Children:
         server = self._servers.add(parse(address), max_episodes=self.runtime.recycle_episodes)
         server.alive = True
         self._servers.changed.set()
-        logger.info("environment process ready", name=self.name, server=address, child=child.pid)
+        logger.info(
+            "environment process ready",
+            name=self.name,
+            server=address,
+            child=child.pid,
+        )
         running = Running(child, server, asyncio.create_task(child.process.wait()))
         self._running.add(running)
         return running
@@ -128,9 +146,11 @@ class Children:
             line = (await process.stdout.readline()).decode(errors="replace")
             if line.startswith(SERVING):
                 return line.removeprefix(SERVING).strip()
-            ended = how_ended(await process.wait())
-        what = f"a process of {self.name} did not start ({ended})"
-        raise UserError(f"{what}. Its error is in the log above.")
+            exit_report = how_ended(await process.wait())
+        raise UserError(
+            f"a process of {self.name} did not start ({exit_report}). "
+            "Its error is in the log above."
+        )
 
     async def _keep_alive(self, child: Running | None) -> None:
         """Replace a child each time it dies or is used up, until the restart budget is spent."""
@@ -139,27 +159,37 @@ class Children:
             begin = time.monotonic()
             try:
                 child = child or await self._start()
-                why, grace_s = await self._wait_for_replacement(child)
+                end_reason, grace_s = await self._wait_for_replacement(child)
             except (UserError, DeadlineError) as error:
-                why = str(error)
+                end_reason = str(error)
                 grace_s = 0.0
             if child and grace_s:
-                logger.info("environment process recycled", name=self.name, why=why)
+                logger.info("environment process recycled", name=self.name, why=end_reason)
                 self._create_task(self._retire(child, grace_s))
             else:
                 if child:
                     await self._remove(child)
-                lived_s = time.monotonic() - begin
-                pause_s = budget.spend(why, mark=self._servers.finished, lived_s=lived_s)
-                logger.warning("environment process died", name=self.name, why=why, wait=pause_s)
+                pause_s = budget.spend(
+                    end_reason,
+                    mark=self._servers.finished,
+                    lived_s=time.monotonic() - begin,
+                )
+                logger.warning(
+                    "environment process died",
+                    name=self.name,
+                    why=end_reason,
+                    wait=pause_s,
+                )
                 if pause_s is None:
                     break
                 await asyncio.sleep(pause_s)
             child = None
-        limit = f"env.runtime.max_restarts={self.runtime.max_restarts}"
-        what = f"the processes of {self.name} died {budget.deaths} times in a row ({limit})"
-        fix = "The error is in the log of the rollout worker; fix the environment."
-        self._servers.fatal = UserError(f"{what}. The first death: {budget.first}. {fix}")
+        self._servers.fatal = UserError(
+            f"the processes of {self.name} died {budget.deaths} times in a row "
+            f"(env.runtime.max_restarts={self.runtime.max_restarts}). "
+            f"The first death: {budget.first}. "
+            "The error is in the log of the rollout worker; fix the environment."
+        )
         self._servers.changed.set()
 
     async def _wait_for_replacement(self, child: Running) -> tuple[str, float]:
@@ -170,7 +200,6 @@ class Children:
             child is dead or does not answer.
         """
         server = child.server
-        limit_mb = self.max_memory_mb
         while True:
             await asyncio.wait((child.exit,), timeout=CHECK_S)
             if child.exit.done():
@@ -179,7 +208,10 @@ class Children:
                 return f"no answer for {self.runtime.silence_s} s", 0.0
             if server.max_episodes and server.started >= server.max_episodes:
                 return f"{server.started} episodes", RETIRE_S
-            if limit_mb and (rss_mb := child.rss_mb()) > limit_mb:
+            if not self.max_memory_mb:
+                continue
+            rss_mb = child.rss_mb()
+            if rss_mb > self.max_memory_mb:
                 return f"{rss_mb:.0f} MB of memory", RETIRE_S / 10
 
     async def _retire(self, child: Running, seconds: float) -> None:
@@ -189,7 +221,11 @@ class Children:
             with Wait("its last episodes", owner="collector", on=self.name, seconds=seconds):
                 await self._servers.wait_until(lambda: child.exit.done() or not child.server.load)
         except DeadlineError:
-            logger.warning("retired environment process killed", name=self.name, seconds=seconds)
+            logger.warning(
+                "retired environment process killed",
+                name=self.name,
+                seconds=seconds,
+            )
         await self._remove(child)
 
     async def _remove(self, child: Running) -> None:

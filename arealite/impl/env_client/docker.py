@@ -39,17 +39,28 @@ def check_docker(config: RuntimeConfig) -> None:
         UserError: Docker does not run, or lacks the image.
     """
     if not config.image or config.image.startswith("-"):
-        what = "runtime.type=docker needs the name of an image that serves OpenEnv"
-        raise UserError(f"env.runtime.image='{config.image}': {what}. Set env.runtime.image=NAME.")
+        raise UserError(
+            f"env.runtime.image='{config.image}': "
+            "runtime.type=docker needs the name of an image that serves OpenEnv. "
+            "Set env.runtime.image=NAME."
+        )
     try:
         docker(config, "image", "inspect", config.image)
     except (OSError, subprocess.SubprocessError) as error:
-        is_said = isinstance(error, subprocess.CalledProcessError)  # else its stderr is bytes
-        why = f"{error}\n{error.stderr if is_said else ''}".strip().splitlines()[-1].rstrip(".?")
-        what = f"env.runtime.type=docker: `{config.docker} image inspect {config.image}` failed"
-        fix = "Start Docker (or set env.runtime.docker=podman) and pull or build the image"
-        other = "without Docker, use runtime.type=subprocess or remote"
-        raise UserError(f"{what}: {why}. {fix}; {other}.") from error
+        raise UserError(
+            f"env.runtime.type=docker: `{config.docker} image inspect {config.image}` failed: "
+            f"{_failure_reason(error)}. "
+            "Start Docker (or set env.runtime.docker=podman) and pull or build the image; "
+            "without Docker, use runtime.type=subprocess or remote."
+        ) from error
+
+
+def _failure_reason(error: OSError | subprocess.SubprocessError) -> str:
+    """Return the last line of the stderr of a failed command, or of the error if it has none."""
+    report = str(error)
+    if isinstance(error, subprocess.CalledProcessError):  # else its stderr is bytes
+        report += f"\n{error.stderr}"
+    return report.strip().splitlines()[-1].rstrip(".?")
 
 
 def docker(config: RuntimeConfig, *words: str) -> str:
@@ -80,9 +91,16 @@ class Containers(Children):
 
     def _remove_leftovers(self) -> None:
         check_docker(self.runtime)
-        own = f"--filter=label={self._label}"
-        for name in docker(self.runtime, "ps", "--all", own, "--format={{.Names}}").split():
-            if not Path("/proc", name.split("-")[1]).exists():
+        names = docker(
+            self.runtime,
+            "ps",
+            "--all",
+            f"--filter=label={self._label}",
+            "--format={{.Names}}",
+        )
+        for name in names.split():
+            _, worker_pid, *_ = name.split("-")
+            if not Path("/proc", worker_pid).exists():
                 with suppress(subprocess.SubprocessError):  # its guard is removing it
                     docker(self.runtime, "rm", "--force", name)
 
@@ -91,26 +109,45 @@ class Containers(Children):
         runtime = self.runtime
         address = f"127.0.0.1:{free_port()}"
         name = f"arealite-{os.getpid()}-{secrets.token_hex(4)}"
-        words = [runtime.docker, "run", "--rm", "--pull=never", f"--name={name}"]
-        words += [f"--label={self._label}", f"--publish={address}:{runtime.port}"]
-        words += [f"--memory={runtime.max_memory_mb}m"] if runtime.max_memory_mb else []
-        words += [f"--env={runtime.token_env}"] if runtime.token_env else []
+        words = [
+            runtime.docker,
+            "run",
+            "--rm",
+            "--pull=never",
+            f"--name={name}",
+            f"--label={self._label}",
+            f"--publish={address}:{runtime.port}",
+        ]
+        if runtime.max_memory_mb:
+            words.append(f"--memory={runtime.max_memory_mb}m")
+        if runtime.token_env:
+            words.append(f"--env={runtime.token_env}")
         words += [*runtime.docker_args, runtime.image]
-        child = await spawn(name, words, log=None, environment={CONTAINER: name}, guard=GUARD)
+        child = await spawn(
+            name,
+            words,
+            log=None,
+            environment={CONTAINER: name},
+            guard=GUARD,
+        )
         try:
-            with Wait("its server", owner="collector", on=self.name, seconds=START_S):
-                while not await self._answers(address):
-                    if not child.running:
-                        raise UserError(f"{how_ended(child.code)}; its error is in the log above")
-                    await asyncio.sleep(PROBE_S)
+            await self._wait_for_answer(child, address)
         except BaseException as error:
             await self._end(child)
             if isinstance(error, DeadlineError | UserError):
-                what = f"a container of env.runtime.image={runtime.image} does not answer /health"
-                where = f"port {runtime.port} (env.runtime.port)"
-                raise UserError(f"{what} at {where}: {error}.") from error
+                raise UserError(
+                    f"a container of env.runtime.image={runtime.image} does not answer /health "
+                    f"at port {runtime.port} (env.runtime.port): {error}."
+                ) from error
             raise
         return child, address
+
+    async def _wait_for_answer(self, child: Child, address: str) -> None:
+        with Wait("its server", owner="collector", on=self.name, seconds=START_S):
+            while not await self._answers(address):
+                if not child.running:
+                    raise UserError(f"{how_ended(child.code)}; its error is in the log above")
+                await asyncio.sleep(PROBE_S)
 
     async def _answers(self, address: str) -> bool:
         with suppress(aiohttp.ClientError, OSError, EOFError):

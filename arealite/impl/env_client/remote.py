@@ -20,7 +20,7 @@ from arealite.api.observation import Observation
 from arealite.api.task import Task
 from arealite.api.trial import TrialConfig
 from arealite.base.errors import DeadlineError, UserError
-from arealite.impl.env_client.channel import Channel, EnvServerGarbage
+from arealite.impl.env_client.channel import Channel, EnvServerGarbage, ServerState
 from arealite.impl.env_client.children import Children
 from arealite.impl.env_client.docker import Containers
 from arealite.impl.env_client.servers import ServerPool
@@ -58,9 +58,10 @@ class RemoteEnv(Env):
         self.resumable = hosted.resumable
         runtime = config.runtime
         if runtime.type == "remote" and not runtime.addresses:
-            what = "env.runtime.type=remote needs env.runtime.addresses=[host:port,…]"
-            fix = f"the addresses of servers that `arealite serve env.type={config.type}` started"
-            raise UserError(f"{what}: {fix}.")
+            raise UserError(
+                "env.runtime.type=remote needs env.runtime.addresses=[host:port,…]: "
+                f"the addresses of servers that `arealite serve env.type={config.type}` started."
+            )
         self.servers = ServerPool(runtime, Reply)
         self._hosted: Hosted | None = None
 
@@ -77,17 +78,23 @@ class RemoteEnv(Env):
             children = HOSTS[runtime.type](self.args, self.config, self.servers)
             self.cleanup.push_async_callback(children.close)
             await children.start()
+        wait = waits.Wait(
+            "an environment server",
+            owner="collector",
+            on="environment servers",
+            seconds=runtime.wait_s,
+        )
         try:
-            what = "an environment server"
-            on = "environment servers"
-            with waits.Wait(what, owner="collector", on=on, seconds=runtime.wait_s):
+            with wait:
                 await self.servers.wait_until(self._is_any_alive)
         except DeadlineError as error:
-            where = ", ".join(runtime.addresses) or "the worker's child processes"
-            what = f"no server answers at {where} in wait_s={runtime.wait_s}"
-            fix = "Start the servers with `arealite serve`, or check env.runtime.addresses and"
-            what = f"env.runtime.type={runtime.type}: {what}. {fix} env.runtime.token_env."
-            raise UserError(what) from error
+            addresses = ", ".join(runtime.addresses) or "the worker's child processes"
+            raise UserError(
+                f"env.runtime.type={runtime.type}: "
+                f"no server answers at {addresses} in wait_s={runtime.wait_s}. "
+                "Start the servers with `arealite serve`, or check env.runtime.addresses and "
+                "env.runtime.token_env."
+            ) from error
         await self._read_metadata()
 
     async def run(self, task: Task, **agents: Agent) -> None:
@@ -104,23 +111,36 @@ class RemoteEnv(Env):
 
     async def _read_metadata(self) -> None:
         """Read seats and resumability from the servers: both may depend on the server's config."""
-        for server in [server for server in self.servers.known if server.alive]:
-            try:
-                default = decode_hosted(await self.servers.get(server, "metadata"))
-            except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
-                what = f"{server.name} does not describe its environment at /metadata"
-                is_unauthorized = getattr(error, "status", 0) == 401
-                fix = "it needs another token; set env.runtime.token_env"
-                raise UserError(f"{what}: {fix if is_unauthorized else error}") from error
-            named = {each.name: each for each in default.environments}
-            hosted = named.get(self.config.type, default)
+        living = [server for server in self.servers.known if server.alive]
+        for server in living:
+            default = await self._describe(server)
+            by_name = {hosted.name: hosted for hosted in default.environments}
+            hosted = by_name.get(self.config.type, default)
             self._hosted = self._hosted or hosted
             if hosted != self._hosted or hosted.name != self.config.type:
-                found = f"{', '.join(named) or hosted.name} with seats {hosted.seats}"
-                fix = f"This run needs {self.config.type}, with the same seats in all servers."
-                raise UserError(f"{server.name} hosts environment {found}. {fix}")
+                names = ", ".join(by_name) or hosted.name
+                raise UserError(
+                    f"{server.name} hosts environment {names} with seats {hosted.seats}. "
+                    f"This run needs {self.config.type}, with the same seats in all servers."
+                )
             self.seats = hosted.seats
             self.resumable = hosted.resumable
+
+    async def _describe(self, server: ServerState) -> Hosted:
+        """Return a server's description of its default environment.
+
+        Raises:
+            UserError: The server does not describe its environment.
+        """
+        try:
+            return decode_hosted(await self.servers.get(server, "metadata"))
+        except (aiohttp.ClientError, OSError, EOFError, msgspec.MsgspecError) as error:
+            is_unauthorized = getattr(error, "status", 0) == 401
+            token_hint = "it needs another token; set env.runtime.token_env"
+            raise UserError(
+                f"{server.name} does not describe its environment at /metadata: "
+                f"{token_hint if is_unauthorized else error}"
+            ) from error
 
 
 class _Episode:
@@ -138,32 +158,39 @@ class _Episode:
     async def play(self, reply: Reply) -> None:
         """Play from the answer to the reset until the episode is done."""
         try:
-            while not self._handle(reply).done:
-                reply = await self.channel.ask("step", await self._next_step())
+            self._handle(reply)
+            while not reply.done:
+                step = await self._next_step()
+                reply = await self.channel.ask("step", step)
+                self._handle(reply)
         finally:
             await waits.cancel_all(self._acting)
 
-    def _handle(self, reply: Reply) -> Reply:
+    def _handle(self, reply: Reply) -> None:
         """Pass the rewards of an answer to the agents; start `act` of seats that newly wait."""
-        view = reply.observation
+        observation = reply.observation
         try:
-            for given in view.rewards:
-                self._reward(given)
-            for wait in [] if reply.done else [*view.waiting, *([view] if view.turn else [])]:
-                self._start(wait)
+            for reward in observation.rewards:
+                self._reward(reward)
+            if not reply.done:
+                for wait in observation.waiting:
+                    self._start(wait)
+                if observation.turn:  # the observation of the only seat
+                    self._start(observation)
         except KeyError as error:
             raise EnvServerGarbage(f"{self.channel.server.name}: no seat {error}") from error
         if not self._acting and not reply.done:
             raise EnvServerGarbage(f"{self.channel.server.name}: no seat waits for a step")
-        return reply
 
     def _start(self, wait: SeatObservation) -> None:
         if wait.turn <= self._latest[wait.seat]:
             return  # an earlier answer held this wait
         self._latest[wait.seat] = wait.turn
-        extra = wait.choices or wait.tools
-        seen = Observation(wait.content, wait.choices, wait.tools) if extra else wait.content
-        self._acting[asyncio.ensure_future(self.agents[wait.seat].act(seen))] = wait
+        observation: object = wait.content
+        if wait.choices or wait.tools:
+            observation = Observation(wait.content, wait.choices, wait.tools)
+        task = asyncio.ensure_future(self.agents[wait.seat].act(observation))
+        self._acting[task] = wait
 
     async def _next_step(self) -> Step:
         """Wait until an agent has acted; return its step."""
@@ -174,16 +201,23 @@ class _Episode:
         wait = self._acting.pop(task)
         action = task.result()
         self._record_lengths[wait.seat, wait.turn] = len(self.agents[wait.seat].record.turns)
-        reason = action.response.stop_reason if action.response else ""
-        return Step(action.text, wait.seat, wait.turn, action.calls, action.is_last, reason)
+        return Step(
+            text=action.text,
+            seat=wait.seat,
+            turn=wait.turn,
+            calls=action.calls,
+            is_last=action.is_last,
+            stop_reason=action.response.stop_reason if action.response else "",
+        )
 
-    def _reward(self, given: SeatReward) -> None:
+    def _reward(self, reward: SeatReward) -> None:
         """Add a reward to the turn it was given for; the agent may have acted since."""
-        agent = self.agents[given.seat]
-        turns = self.agents[given.seat].record.turns
-        length = self._record_lengths.get((given.seat, given.turn), 0)
-        if given.value is None or not 0 < length < len(turns):
-            agent.reward(given.value, **given.parts)
+        agent = self.agents[reward.seat]
+        turns = agent.record.turns
+        record_length = self._record_lengths.get((reward.seat, reward.turn), 0)
+        has_acted_since = 0 < record_length < len(turns)
+        if reward.value is None or not has_acted_since:
+            agent.reward(reward.value, **reward.parts)
             return
-        agent.reward(0.0, **given.parts)
-        turns[length - 1].reward += given.value
+        agent.reward(0.0, **reward.parts)
+        turns[record_length - 1].reward += reward.value

@@ -62,10 +62,11 @@ class ServerPool(Generic[T]):
         """Start the health checks of the servers at `addresses`."""
         trace = aiohttp.TraceConfig()
         trace.on_request_redirect.append(_no_redirect)
-        connector = aiohttp.TCPConnector(limit=0)
-        jar = aiohttp.DummyCookieJar()
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=self._headers, trace_configs=[trace], cookie_jar=jar
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=self._headers,
+            trace_configs=[trace],
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         for url in self._urls:
             self.add(url)
@@ -120,10 +121,12 @@ class ServerPool(Generic[T]):
 
     async def wait_until(self, condition: Callable[[], V | None]) -> V:
         """Return the first true value of `condition`, evaluated after each change of a server."""
-        while not (found := condition()):
+        while True:
+            outcome = condition()
+            if outcome:
+                return outcome
             self.changed.clear()
             await self.changed.wait()
-        return found
 
     async def get(self, server: ServerState, path: str) -> bytes:
         """Return the body of a GET request, at most MAX_BODY bytes.
@@ -132,17 +135,19 @@ class ServerPool(Generic[T]):
             OSError: The server is not reachable.
             aiohttp.ClientError: The server does not answer with success.
         """
-        limit = aiohttp.ClientTimeout(total=self.config.silence_s)
-        async with self._session.get(server.url / path, timeout=limit) as response:
+        timeout = aiohttp.ClientTimeout(total=self.config.silence_s)
+        async with self._session.get(server.url / path, timeout=timeout) as response:
             response.raise_for_status()
-            return await response.content.readexactly(min(response.content_length or 0, MAX_BODY))
+            num_bytes = min(response.content_length or 0, MAX_BODY)
+            return await response.content.readexactly(num_bytes)
 
     async def _start_episode(self, reset: object) -> tuple[Channel[T], T]:
         """Try one server after the other until a server has a free session."""
         end = time.monotonic() + self.config.wait_s
         while True:
             server = await self._wait_for_server(end)
-            if (channel := await self._connect(server)) is None:
+            channel = await self._connect(server)
+            if channel is None:
                 continue
             try:
                 return channel, await channel.ask("reset", reset)
@@ -158,20 +163,25 @@ class ServerPool(Generic[T]):
 
     async def _wait_for_server(self, end: float) -> ServerState:
         """Return the free server with the fewest episodes; wait for one until `end`."""
-        what = "an environment server with room"
-        on = "environment servers"
-        seconds = max(0.0, end - time.monotonic())
+        wait = Wait(
+            "an environment server with room",
+            owner="episode",
+            on="environment servers",
+            seconds=max(0.0, end - time.monotonic()),
+        )
         try:
-            with Wait(what, owner="episode", on=on, seconds=seconds):
-                found = await self.wait_until(lambda: self.fatal or self._pick())
+            with wait:
+                server_or_error = await self.wait_until(lambda: self.fatal or self._pick())
         except DeadlineError as error:
-            kind = EnvServerFull if any(server.alive for server in self.known) else EnvServerLost
+            is_any_alive = any(server.alive for server in self.known)
+            error_class = EnvServerFull if is_any_alive else EnvServerLost
             names = ", ".join(server.name for server in self.known) or "none"
-            seconds = self.config.wait_s
-            raise kind(f"no server had a free session in wait_s={seconds} ({names})") from error
-        if isinstance(found, ServerState):
-            return found
-        raise found
+            raise error_class(
+                f"no server had a free session in wait_s={self.config.wait_s} ({names})"
+            ) from error
+        if isinstance(server_or_error, ServerState):
+            return server_or_error
+        raise server_or_error
 
     def _pick(self) -> ServerState | None:
         free = [server for server in self.known if server.is_free]
@@ -183,16 +193,18 @@ class ServerPool(Generic[T]):
         server.started += 1
         try:
             with Wait("a session", owner="episode", on=server.name, seconds=CONNECT_S):
-                size = self.config.max_message_kb * 1024
-                url = server.url / "ws"
-                socket = await self._session.ws_connect(url, max_msg_size=size)
+                max_bytes = self.config.max_message_kb * 1024
+                socket = await self._session.ws_connect(server.url / "ws", max_msg_size=max_bytes)
         except BaseException as error:
             server.load -= 1
             if not isinstance(error, aiohttp.ClientError | OSError | DeadlineError):
                 raise
             if server.alive:  # log once, also if several episodes connect at the same time
-                why = str(error) or repr(error)
-                logger.warning("environment server unreachable", server=server.name, error=why)
+                logger.warning(
+                    "environment server unreachable",
+                    server=server.name,
+                    error=str(error) or repr(error),
+                )
             server.alive = False
             return None
         return Channel(server, socket, self.config, self._decode)
@@ -204,16 +216,21 @@ class ServerPool(Generic[T]):
                 await self.get(server, "health")
             except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
                 is_silent = time.monotonic() - server.last_seen > self.config.silence_s
-                if server.alive and (is_silent or isinstance(error, aiohttp.ClientConnectorError)):
-                    why = f"{type(error).__name__}: {error}"  # repr(error) may contain the token
-                    logger.warning("environment server lost", server=server.name, why=why)
+                is_refused = isinstance(error, aiohttp.ClientConnectorError)
+                if server.alive and (is_silent or is_refused):
+                    logger.warning(
+                        "environment server lost",
+                        server=server.name,
+                        why=f"{type(error).__name__}: {error}",  # repr(error) may have the token
+                    )
                     server.mark_lost()
             else:
                 if not server.alive:
                     logger.info("environment server found", server=server.name)
                 server.last_seen = time.monotonic()
                 server.alive = True
-                server.full = server.lost = False
+                server.full = False
+                server.lost = False
                 self.changed.set()
             await asyncio.sleep(PROBE_S)
 
@@ -224,17 +241,20 @@ def parse(address: str) -> URL:
     Raises:
         UserError: The address has another form.
     """
+    has_scheme = "://" in address
     try:
-        url = URL(address if "://" in address else f"http://{address}")
-        if url.scheme in ("http", "https") and url.host and ("://" in address or url.explicit_port):
+        url = URL(address if has_scheme else f"http://{address}")
+        is_http = url.scheme in ("http", "https")
+        if is_http and url.host and (has_scheme or url.explicit_port):
             return url
     except ValueError:
         pass
-    rule = "the address must be host:port or http(s)://host[:port]"
-    raise UserError(f"environment server '{address}': {rule}.")
+    raise UserError(
+        f"environment server '{address}': the address must be host:port or http(s)://host[:port]."
+    )
 
 
 async def _no_redirect(_: object, __: object, params: aiohttp.TraceRequestRedirectParams) -> None:
     """Raise an error: episodes and the token go only to the servers in the config."""
-    where = params.response.headers.get("Location", "")
-    raise aiohttp.ClientError(f"{params.url} redirects to {where[:200]}; redirects are refused")
+    location = params.response.headers.get("Location", "")
+    raise aiohttp.ClientError(f"{params.url} redirects to {location[:200]}; redirects are refused")

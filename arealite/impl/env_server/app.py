@@ -55,16 +55,19 @@ class EnvServer:
         """
         self.config = config
         self.options = config.server
-        self.envs = {name: make_env(config, env) for name, env in config.hosted.items()}
+        self.envs = {
+            env_type: make_env(config, env_config) for env_type, env_config in config.hosted.items()
+        }
         """The environments by type; the first is the default."""
         self._default = next(iter(self.envs))
         self.sessions: dict[str, Session] = {}
         self.port = 0
         self._ending = set[asyncio.Task[None]]()
         """Cancelled episodes that still clean up."""
-        path = config.tasks
-        keep = reads_columns(config.env)
-        self._tasks = [] if path == GENERATED else load_tasks(path, "train", keep=keep)
+        self._tasks: list[Task] = []
+        if config.tasks != GENERATED:
+            keep = reads_columns(config.env)
+            self._tasks = load_tasks(config.tasks, "train", keep=keep)
         self._seeds = count(config.seed)
         self._max_bytes = self.options.max_message_kb * 1024
         self._token = wire.read_token(self.options.token_env, "server.")
@@ -87,30 +90,41 @@ class EnvServer:
                 stack.push_async_callback(env.close)
                 await env.setup()
             stack.push_async_callback(self._wait_for_cleanup)
-            at = ["", *(f"/env/{name}" for name in self.envs)]
-            bodies = {f"{a}/{end}": self._max_bytes for a in at for end in ("reset", "step")}
-            runner = LimitedRunner(self._app(), bodies=bodies, shutdown_timeout=0.1)
+            runner = LimitedRunner(
+                self._app(),
+                bodies=self._body_limits(),
+                shutdown_timeout=0.1,
+            )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, host, port).start()
             yield f"{host}:{runner.addresses[0][1]}"
 
+    def _body_limits(self) -> dict[str, int]:
+        """Return the longest body in bytes by path, of the paths that take a body."""
+        limits: dict[str, int] = {}
+        for prefix in ["", *(f"/env/{name}" for name in self.envs)]:
+            limits[f"{prefix}/reset"] = self._max_bytes
+            limits[f"{prefix}/step"] = self._max_bytes
+        return limits
+
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[guard(self._token, self.options.host)])
-        answers: dict[str, Callable[[str], object]] = {
+        request_guard = guard(self._token, self.options.host)
+        app = web.Application(middlewares=[request_guard])
+        descriptions: dict[str, Callable[[str], object]] = {
             "/health": self._health,
-            "/environments": lambda _: [*map(self._metadata, self.envs)],
-            "/metadata": lambda n: (
-                self._metadata(n) | {"environments": answers["/environments"](n)}
-            ),
+            "/environments": self._environments,
+            "/metadata": self._full_metadata,
             "/schema": self._schema,
-            "/state": lambda name: Session(self.envs[name], episode_s=0.0).describe(),
-            "/sessions": lambda _: [session.describe() for session in self.sessions.values()],
+            "/state": self._new_state,
+            "/sessions": self._session_list,
         }
-        for at in ("", "/env/{env}"):
-            routes = [web.get(at + path, self._get(answers[path])) for path in answers]
-            posts = [web.post(f"{at}/{end}", self._post) for end in ("reset", "step")]
-            app.add_routes([web.get(f"{at}/ws", self._socket), *routes, *posts])
+        for prefix in ("", "/env/{env}"):
+            app.router.add_get(f"{prefix}/ws", self._socket)
+            for path, describe in descriptions.items():
+                app.router.add_get(prefix + path, self._get(describe))
+            app.router.add_post(f"{prefix}/reset", self._post)
+            app.router.add_post(f"{prefix}/step", self._post)
         return app
 
     def _name(self, request: web.Request) -> str:
@@ -134,11 +148,18 @@ class EnvServer:
         Raises:
             Refused: `server.max_sessions` sessions are open.
         """
-        most = self.options.max_sessions
-        if len(self.sessions) + len(self._ending) >= most:
-            what = f"all sessions are in use (server.max_sessions={most})"
-            raise wire.Refused(what, wire.CAPACITY)
-        session = Session(self.envs[name], episode_s=self.options.episode_s, name=name)
+        max_sessions = self.options.max_sessions
+        num_open = len(self.sessions) + len(self._ending)
+        if num_open >= max_sessions:
+            raise wire.Refused(
+                f"all sessions are in use (server.max_sessions={max_sessions})",
+                wire.CAPACITY,
+            )
+        session = Session(
+            self.envs[name],
+            episode_s=self.options.episode_s,
+            name=name,
+        )
         self.sessions[session.id] = session
         return session
 
@@ -148,20 +169,24 @@ class EnvServer:
         The caller may be cancelled itself, so it must not wait.
         """
         del self.sessions[session.id]
-        if run := session.cancel():
+        run = session.cancel()
+        if run is not None:
             self._ending.add(run)
             run.add_done_callback(self._ending.discard)
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         """Answer each message of a socket until it closes or has been idle for `idle_s`."""
         name = self._name(request)
-        size = self._max_bytes
-        socket = web.WebSocketResponse(max_msg_size=size, compress=False, timeout=CLOSE_S)
+        socket = web.WebSocketResponse(
+            max_msg_size=self._max_bytes,
+            compress=False,
+            timeout=CLOSE_S,
+        )
         await socket.prepare(request)
         try:
             session = self._open(name)
         except wire.Refused as refused:
-            await socket.send_str(wire.frame("error", wire.refusal(refused), self._max_bytes))
+            await socket.send_str(self._error_frame(refused))
             await socket.close(code=WSCloseCode.TRY_AGAIN_LATER, message=b"full")
             return socket
         try:
@@ -176,10 +201,9 @@ class EnvServer:
 
     async def _converse(self, socket: web.WebSocketResponse, session: Session) -> None:
         """Answer the messages of a socket, all of which belong to its session."""
-        peer = {"owner": "env server", "on": "its peer", "seconds": self.options.idle_s}
         while True:
             try:
-                with Wait("a message", **peer):
+                with self._wait_for_peer("a message"):
                     received = await socket.receive()
             except DeadlineError:
                 await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"idle for too long")
@@ -192,13 +216,19 @@ class EnvServer:
                     await socket.close()
                     return
                 kind, data = await self._answer(message, session)
-                text = wire.frame(kind, data, self._max_bytes)
+                reply = wire.frame(kind, data, self._max_bytes)
             except Exception as error:  # noqa: BLE001  (the answer may be too long or not JSON)
                 if not isinstance(error, wire.Refused | msgspec.MsgspecError):
                     await session.end()
-                text = wire.frame("error", wire.refusal(error), self._max_bytes)
-            with Wait("an answer to be read", **peer):
-                await socket.send_str(text)
+                reply = self._error_frame(error)
+            with self._wait_for_peer("an answer to be read"):
+                await socket.send_str(reply)
+
+    def _wait_for_peer(self, event: str) -> Wait:
+        return Wait(event, owner="env server", on="its peer", seconds=self.options.idle_s)
+
+    def _error_frame(self, error: BaseException) -> str:
+        return wire.frame("error", wire.refusal(error), self._max_bytes)
 
     async def _answer(self, message: Message, session: Session) -> tuple[str, Any]:
         """Return the type and the data of the answer to a message."""
@@ -206,20 +236,31 @@ class EnvServer:
         try:
             match message.type:
                 case "step":
-                    return "observation", await session.step(decode_step(message.data))
+                    step = decode_step(message.data)
+                    return "observation", await session.step(step)
                 case "reset":
                     reset = decode_reset(message.data)
-                    name = reset.env or session.name
-                    if name not in self.envs:
-                        raise wire.Refused(unknown("environment", name, [*self.envs]))
-                    task = await self._task(reset, name)
-                    return "observation", await session.reset(task, reset, self.envs[name])
+                    return "observation", await self._reset(session, reset)
                 case "state" | "close":
                     return "state", session.describe()
-            known = "reset, step, state or close"
-            raise wire.Refused(f"type '{message.type}' is unknown; send {known}", "UNKNOWN_TYPE")
+            raise wire.Refused(
+                f"type '{message.type}' is unknown; send reset, step, state or close",
+                "UNKNOWN_TYPE",
+            )
         except Exception as error:  # noqa: BLE001  (an episode may raise any exception)
             return "error", wire.refusal(error)
+
+    async def _reset(self, session: Session, reset: Reset) -> Reply:
+        """Begin an episode of the environment that a reset names, else that of the session.
+
+        Raises:
+            Refused: The server does not host the environment, or the task is invalid.
+        """
+        name = reset.env or session.name
+        if name not in self.envs:
+            raise wire.Refused(unknown("environment", name, [*self.envs]))
+        task = await self._task(reset, name)
+        return await session.reset(task, reset, self.envs[name])
 
     async def _task(self, reset: Reset, env: str) -> Task:
         """Return the task of a reset or, without one, the task that its seed draws.
@@ -231,9 +272,10 @@ class EnvServer:
         """
         try:
             if reset.task is not None:
-                name = str(reset.task.get("task_id") or "task")
-                task = make_task(reset.task, name, "the task of the reset")
-                return structs.replace(task, columns=reset.task.get("columns") or {})
+                row = reset.task
+                task_id = str(row.get("task_id") or "task")
+                task = make_task(row, task_id, "the task of the reset")
+                return structs.replace(task, columns=row.get("columns") or {})
             seed = next(self._seeds) if reset.seed is None else reset.seed
             if self._tasks and env == self._default:
                 return self._tasks[seed % len(self._tasks)]
@@ -253,15 +295,18 @@ class EnvServer:
             action = decode_members(body).get("action", msgspec.Raw(b"{}"))
             session = self._open(self._name(request))
             try:
-                kind, data = await self._answer(Message("reset", msgspec.Raw(body)), session)
+                reset_message = Message("reset", msgspec.Raw(body))
+                kind, data = await self._answer(reset_message, session)
                 if request.path == "/step" and kind != "error":
-                    kind, data = await self._answer(Message("step", action), session)
+                    step_message = Message("step", action)
+                    kind, data = await self._answer(step_message, session)
             finally:
                 self._close(session)
         except (msgspec.MsgspecError, wire.Refused) as error:
             kind = "error"
             data = wire.refusal(error)
-        return _json(data, STATUS.get(data.code, 422) if kind == "error" else 200)
+        status = STATUS.get(data.code, 422) if kind == "error" else 200
+        return _json(data, status)
 
     def _get(self, describe: Callable[[str], object]) -> Handler:
         async def answer(request: web.Request) -> web.Response:
@@ -270,26 +315,49 @@ class EnvServer:
         return answer
 
     def _health(self, name: str) -> dict[str, object]:
-        most = self.options.max_sessions
-        sessions = len(self.sessions)
-        state = {"status": "healthy", "sessions": sessions, "max_sessions": most}
-        return {**state, "environments": [*self.envs]}
+        return {
+            "status": "healthy",
+            "sessions": len(self.sessions),
+            "max_sessions": self.options.max_sessions,
+            "environments": [*self.envs],
+        }
+
+    def _environments(self, name: str) -> list[dict[str, object]]:
+        return [self._metadata(env_type) for env_type in self.envs]
+
+    def _full_metadata(self, name: str) -> dict[str, object]:
+        return self._metadata(name) | {"environments": self._environments(name)}
+
+    def _new_state(self, name: str) -> dict[str, object]:
+        """Return the state of a new session, for the answer to GET /state."""
+        return Session(self.envs[name], episode_s=0.0).describe()
+
+    def _session_list(self, name: str) -> list[dict[str, object]]:
+        return [session.describe() for session in self.sessions.values()]
 
     def _metadata(self, name: str) -> dict[str, object]:
         env = self.envs[name]
+        docstring = type(env).__doc__ or ""
+        first_line, _, _ = docstring.strip().partition("\n")
         return {
             "name": name,
-            "description": (type(env).__doc__ or "").strip().partition("\n")[0],
+            "description": first_line,
             "version": arealite.__version__,
             "seats": list(env.seats),
             "resumable": env.resumable,
         }
 
     def _schema(self, name: str) -> dict[str, object]:
-        action = msgspec.json.schema(Step)
-        observation = msgspec.json.schema(Reply)
-        return {"action": action, "observation": observation, "state": {"type": "object"}}
+        return {
+            "action": msgspec.json.schema(Step),
+            "observation": msgspec.json.schema(Reply),
+            "state": {"type": "object"},
+        }
 
 
 def _json(data: object, status: int = 200) -> web.Response:
-    return web.Response(body=wire.encode(data), status=status, content_type="application/json")
+    return web.Response(
+        body=wire.encode(data),
+        status=status,
+        content_type="application/json",
+    )

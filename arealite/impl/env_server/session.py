@@ -7,9 +7,8 @@ import asyncio
 import time
 import uuid
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, cast
-
-import msgspec
 
 from arealite.api.agent import Agent
 from arealite.api.env import Env
@@ -33,6 +32,14 @@ SETTLE_TURNS = 10
 at the same time reach their next wait in these iterations, so that one answer holds all waits."""
 
 
+@dataclass
+class PendingWait:
+    """A seat that waits for a step message of the client."""
+
+    observation: SeatObservation
+    step: asyncio.Future[Step]
+
+
 class RemoteSeat(Agent):
     """Stands for an agent that runs in the client."""
 
@@ -40,8 +47,12 @@ class RemoteSeat(Agent):
 
     def __init__(self, name: str, session: "Session", *, trainable: bool) -> None:
         unused = cast(Any, None)
-        seat = Seat(name, episode_id=str(session.episode_id))
-        super().__init__(None, client=unused, tokenizer=unused, seat=seat)
+        super().__init__(
+            None,
+            client=unused,
+            tokenizer=unused,
+            seat=Seat(name, episode_id=str(session.episode_id)),
+        )
         self.trainable = trainable
         self._session = session
         self._turn = 0
@@ -49,14 +60,27 @@ class RemoteSeat(Agent):
     async def act(self, observation: object) -> Action:
         """Send the observation to the client and wait for its step."""
         self._turn, step = await self._session.wait_for(self.seat.name, observation)
-        response = LLMResponse([], [], [], step.stop_reason)
+        response = None
         if step.stop_reason:  # the client's agent generated the text
+            response = LLMResponse([], [], [], step.stop_reason)
             self.record.turns.append(Turn(response, 0.0))
-        return Action(step.text, response if step.stop_reason else None, step.calls, step.is_last)
+        return Action(
+            text=step.text,
+            response=response,
+            calls=step.calls,
+            is_last=step.is_last,
+        )
 
     def reward(self, value: float | None, /, **parts: float) -> None:
         """Keep the reward for the next answer."""
-        self._session.rewards.append(SeatReward(self.seat.name, self._turn, *finite(value, parts)))
+        finite_value, finite_parts = finite(value, parts)
+        reward = SeatReward(
+            seat=self.seat.name,
+            turn=self._turn,
+            value=finite_value,
+            parts=finite_parts,
+        )
+        self._session.rewards.append(reward)
 
 
 class Session:
@@ -68,11 +92,15 @@ class Session:
         """Type of the environment that a reset without `env` selects."""
         self.id = str(uuid.uuid4())
         self.episode_id: str | None = None
-        self.created = self.last_message = time.monotonic()
-        self.steps = self.episodes = 0
+        self.created = time.monotonic()
+        self.last_message = self.created
+        self.steps = 0
+        """Steps of the current episode."""
+        self.episodes = 0
         self.rewards: list[SeatReward] = []
+        """Rewards since the last reply."""
         self._episode_s = episode_s
-        self._waits: dict[tuple[str, int], tuple[SeatObservation, asyncio.Future[Step]]] = {}
+        self._waits: dict[tuple[str, int], PendingWait] = {}
         """Pending waits by seat and turn, oldest first."""
         self._turns: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -81,18 +109,23 @@ class Session:
 
     def describe(self) -> dict[str, object]:
         """Return the session's state, without the text of its messages."""
-        run = self._run
         now = time.monotonic()
-        playing = "waiting" if self._waits else "running"
         return {
             "id": self.id,
-            "status": "new" if run is None else "over" if run.done() else playing,
+            "status": self._status(),
             "seconds": round(now - self.created, 1),
             "silent_s": round(now - self.last_message, 1),
             "episodes": self.episodes,
             "episode_id": self.episode_id,
             "step_count": self.steps,
         }
+
+    def _status(self) -> str:
+        if self._run is None:
+            return "new"
+        if self._run.done():
+            return "over"
+        return "waiting" if self._waits else "running"
 
     async def reset(self, task: Task, reset: Reset, env: Env | None = None) -> Reply:
         """Cancel the current episode, if any, and begin an episode of a task.
@@ -113,9 +146,10 @@ class Session:
         self._failure = None
         self.episodes += 1
         self._turns.clear()
-        frozen = reset.untrained
-        names = self.env.seats
-        seats = {name: RemoteSeat(name, self, trainable=name not in frozen) for name in names}
+        seats = {
+            name: RemoteSeat(name, self, trainable=name not in reset.untrained)
+            for name in self.env.seats
+        }
         playing = self._play(task.copy(), seats)
         self._run = asyncio.create_task(playing, name=f"episode {self.episode_id}")
         return await self._reply()
@@ -134,17 +168,17 @@ class Session:
         key = self._find(step)
         if key is not None:
             self.steps += 1
-            future = self._waits.pop(key)[1]
-            if not future.done():  # done: the environment cancelled this `act`
-                future.set_result(step)
-            for _ in range(SETTLE_TURNS if self._waits else 0):
-                await asyncio.sleep(0)
+            wait = self._waits.pop(key)
+            if not wait.step.done():  # done: the environment cancelled this `act`
+                wait.step.set_result(step)
+            if self._waits:
+                await _settle()
         return await self._reply()
 
     def cancel(self) -> asyncio.Task[None] | None:
         """Cancel the episode; return its task if it still has to clean up, else None."""
-        for _, future in self._waits.values():
-            future.cancel()
+        for wait in self._waits.values():
+            wait.step.cancel()
         if self._run is None or self._run.done():
             return None
         if not self._run.cancelling():  # a second `cancel` would interrupt its cleanup
@@ -153,7 +187,8 @@ class Session:
 
     async def end(self) -> None:
         """Cancel the episode and wait until it has cleaned up, at most END_S seconds."""
-        if run := self.cancel():
+        run = self.cancel()
+        if run is not None:
             await asyncio.wait((run,), timeout=END_S)
             if not run.done():
                 logger.warning("cancelled episode still running", env=type(self.env).__name__)
@@ -164,21 +199,32 @@ class Session:
         Returns:
             The number of the seat's turn, from 1, and the step.
         """
-        seen = observe(observation)
+        observed = observe(observation)
         self._turns[seat] += 1
-        key = seat, self._turns[seat]
-        future = asyncio.get_running_loop().create_future()
-        self._waits[key] = SeatObservation(*key, seen.content, seen.choices, seen.tools), future
+        turn = self._turns[seat]
+        seat_observation = SeatObservation(
+            seat=seat,
+            turn=turn,
+            content=observed.content,
+            choices=observed.choices,
+            tools=observed.tools,
+        )
+        step: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
+        self._waits[seat, turn] = PendingWait(seat_observation, step)
         self._changed.set()
         try:
-            return key[1], await future
+            return turn, await step
         finally:
-            self._waits.pop(key, None)
+            self._waits.pop((seat, turn), None)
 
     async def _play(self, task: Task, seats: dict[str, RemoteSeat]) -> None:
-        on = "environment"
-        seconds = self._episode_s
-        wait = waits.Wait("an episode", owner="env server", on=on, seconds=seconds)
+        """Play an episode; keep the exception with which it fails."""
+        wait = waits.Wait(
+            "an episode",
+            owner="env server",
+            on="environment",
+            seconds=self._episode_s,
+        )
         try:
             with wait:
                 await self.env.run(task, **seats)
@@ -194,35 +240,55 @@ class Session:
 
     def _find(self, step: Step) -> tuple[str, int] | None:
         """Return the wait that a step answers, or None if that wait is over."""
-        waiting = [key for key in self._waits if step.seat in ("", key[0])]
-        if step.turn:
-            waiting = [key for key in waiting if key[1] == step.turn]
-            if not waiting and step.turn <= self._turns[step.seat or self.env.seats[0]]:
-                return None
-        if not waiting:
-            now = ", ".join(f"{seat} (turn {turn})" for seat, turn in self._waits) or "none"
-            raise Refused(f"seat '{step.seat}' does not wait for turn {step.turn}; waiting: {now}")
-        return waiting[0]
+        for seat, turn in self._waits:
+            is_seat = step.seat in ("", seat)
+            is_turn = step.turn in (0, turn)
+            if is_seat and is_turn:
+                return seat, turn
+        if step.turn and step.turn <= self._turns[step.seat or self.env.seats[0]]:
+            return None
+        waiting = ", ".join(f"{seat} (turn {turn})" for seat, turn in self._waits) or "none"
+        raise Refused(f"seat '{step.seat}' does not wait for turn {step.turn}; waiting: {waiting}")
 
     async def _reply(self) -> Reply:
         """Wait until a seat waits or the episode is over; return what has happened since."""
         run = self._run
-        seats = len(self.env.seats)
+        has_several_seats = len(self.env.seats) > 1
         assert run is not None
         while not self._waits and not run.done():
             self._changed.clear()
             await self._changed.wait()
-            for _ in range(SETTLE_TURNS if seats > 1 else 0):
-                await asyncio.sleep(0)
+            if has_several_seats:
+                await _settle()
         rewards = self.rewards
         self.rewards = []
         if self._failure is not None:
             raise self._failure
-        waits = [] if run.done() else [wait for wait, _ in self._waits.values()]
-        if seats > 1 or not waits:
-            view = EnvObservation(waiting=waits, rewards=rewards)
+        waiting: list[SeatObservation] = []
+        if not run.done():
+            waiting = [wait.observation for wait in self._waits.values()]
+        if has_several_seats or not waiting:
+            observation = EnvObservation(waiting=waiting, rewards=rewards)
         else:
-            view = EnvObservation(*msgspec.structs.astuple(waits[0]), rewards=rewards)
-        values = [given.value for given in rewards if given.value is not None]
-        total = sum(values) if values and seats == 1 else None
-        return Reply(view, total, not waits)
+            observation = _only_observation(waiting[0], rewards)
+        scores = [reward.value for reward in rewards if reward.value is not None]
+        total_reward = sum(scores) if scores and not has_several_seats else None
+        return Reply(observation, total_reward, done=not waiting)
+
+
+async def _settle() -> None:
+    """Let seats that act at the same time reach their next wait."""
+    for _ in range(SETTLE_TURNS):
+        await asyncio.sleep(0)
+
+
+def _only_observation(wait: SeatObservation, rewards: list[SeatReward]) -> EnvObservation:
+    """Return the observation of a reply if the environment has one seat."""
+    return EnvObservation(
+        seat=wait.seat,
+        turn=wait.turn,
+        content=wait.content,
+        choices=wait.choices,
+        tools=wait.tools,
+        rewards=rewards,
+    )

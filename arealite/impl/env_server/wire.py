@@ -56,18 +56,20 @@ def decoder(kind: type[T]) -> Callable[[bytes | str | msgspec.Raw], T]:
     """
     decode = msgspec.json.Decoder(kind).decode
 
-    def checked(raw: bytes | str | msgspec.Raw) -> T:
-        text = raw.encode() if isinstance(raw, str) else bytes(raw)
-        parts = text.count(b"[") + text.count(b"{")
-        if parts > MAX_PARTS:
-            text = f"the message has {parts} brackets and braces; the limit is {MAX_PARTS}"
-            raise Refused(text, "TOO_MANY_PARTS")
+    def checked_decode(raw: bytes | str | msgspec.Raw) -> T:
+        encoded = raw.encode() if isinstance(raw, str) else bytes(raw)
+        num_parts = encoded.count(b"[") + encoded.count(b"{")
+        if num_parts > MAX_PARTS:
+            raise Refused(
+                f"the message has {num_parts} brackets and braces; the limit is {MAX_PARTS}",
+                "TOO_MANY_PARTS",
+            )
         try:
-            return decode(text)
+            return decode(encoded)
         except (RecursionError, UnicodeDecodeError) as error:
             raise Refused(str(error), "INVALID_JSON") from error
 
-    return checked
+    return checked_decode
 
 
 def read_token(name: str, section: str = "") -> str:
@@ -80,8 +82,10 @@ def read_token(name: str, section: str = "") -> str:
         UserError: The variable is not set.
     """
     if name and not os.environ.get(name):
-        what = f"{section}token_env={name}: this environment variable is not set"
-        raise UserError(f"{what}. Export it with the server's token, or name another variable.")
+        raise UserError(
+            f"{section}token_env={name}: this environment variable is not set. "
+            "Export it with the server's token, or name another variable."
+        )
     return os.environ.get(name, "")
 
 
@@ -92,22 +96,25 @@ def frame(kind: str, data: object, max_bytes: int) -> str:
         MessageTooLarge: The message is longer than `max_bytes`.
         TypeError: JSON cannot represent the data.
     """
-    raw = encode({"type": kind, "data": data})
-    if len(raw) > max_bytes:
-        what = f"a message has {len(raw)} bytes, more than max_message_kb={max_bytes // 1024}"
-        raise MessageTooLarge(f"{what}. Raise max_message_kb of the server and of the runtime.")
-    return raw.decode()
+    encoded = encode({"type": kind, "data": data})
+    if len(encoded) > max_bytes:
+        raise MessageTooLarge(
+            f"a message has {len(encoded)} bytes, more than max_message_kb={max_bytes // 1024}. "
+            "Raise max_message_kb of the server and of the runtime."
+        )
+    return encoded.decode()
 
 
 def refusal(error: BaseException) -> Refusal:
     """Return the message that tells a client of an error."""
-    text = str(error)[:MAX_TEXT]
+    message = str(error)[:MAX_TEXT]
     if isinstance(error, Refused):
-        return Refusal(text, error.code)
+        return Refusal(message, error.code)
     if isinstance(error, msgspec.MsgspecError):
         is_json = isinstance(error, msgspec.ValidationError)
-        return Refusal(text, INVALID if is_json else "INVALID_JSON")
-    message = text if isinstance(error, ArealiteError) else f"{type(error).__name__}: {text}"
+        return Refusal(message, INVALID if is_json else "INVALID_JSON")
+    if not isinstance(error, ArealiteError):
+        message = f"{type(error).__name__}: {message}"
     return Refusal(message, failure_class=errors.failure_class(error))
 
 
@@ -118,9 +125,9 @@ def failure(refused: Refusal, server: str) -> ArealiteError:
         refused: The server's error message.
         server: Name of the server, for the exception's text.
     """
-    text = f"{refused.message[:MAX_TEXT]} ({server})"
-    name = refused.failure_class[:MAX_NAME]
-    if name in FATAL:
-        return FATAL[name](text)
-    default = INVALID_ACTION if refused.code == INVALID else "env_server_error"
-    return RemoteFailure(text, name or default)
+    message = f"{refused.message[:MAX_TEXT]} ({server})"
+    failure_class = refused.failure_class[:MAX_NAME]
+    if failure_class in FATAL:
+        return FATAL[failure_class](message)
+    default_class = INVALID_ACTION if refused.code == INVALID else "env_server_error"
+    return RemoteFailure(message, failure_class or default_class)

@@ -5,6 +5,8 @@ import signal
 
 ERROR = "error: "
 """Prefix of the line in which a command reports a deliberately raised error."""
+MAX_REASON = 500
+"""Longest reason, in characters."""
 RAISED = 4
 """Exit codes from 1 to this one follow an exception; higher codes are chosen by the program."""
 RANK = re.compile(r"^\[rank\d+\]: ?", re.M)
@@ -36,12 +38,26 @@ def exit_reason(output: str, code: int) -> str:
         output: What the process wrote.
         code: Its exit code; for a death by signal, the signal's number below zero.
     """
-    found = [line for line in output.splitlines() if line.strip()]
+    candidates = _candidates(output, code)
+    return " ".join(candidates[-1].split())[:MAX_REASON] if candidates else ""
+
+
+def _candidates(output: str, code: int) -> list[str]:
+    """Return the lines that may give the reason; the last one does."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    if code == -signal.SIGKILL:
+        return []
     if code < 0:
         aborts = ABORTS.findall(output)
-        found = {-signal.SIGKILL: [], -signal.SIGABRT: aborts or found}.get(code, aborts)
-    elif code <= RAISED:
-        plain = GROUP.sub(lambda group: MARGIN.sub("", group[0]), RANK.sub("", output))
-        reasons = [m[2] or m[3] for m in REASON.finditer(plain) if not m[1]]
-        found = [line for line in reasons if not NO_LEAF.search(line)] or found
-    return " ".join(found[-1].split())[:500] if found else ""
+        return aborts or lines if code == -signal.SIGABRT else aborts
+    if code > RAISED:
+        return lines
+    without_ranks = RANK.sub("", output)
+    plain = GROUP.sub(lambda group: MARGIN.sub("", group[0]), without_ranks)
+    reasons: list[str] = []
+    for match in REASON.finditer(plain):
+        ignored, exception, error = match.groups()
+        line = exception or error
+        if not ignored and not NO_LEAF.search(line):
+            reasons.append(line)
+    return reasons or lines

@@ -38,6 +38,7 @@ REPORTED = ("dead", "crashing")
 """Causes that the supervisor reports for its own roles, so that the health monitor does not."""
 STOPPED = 130
 """Exit code of a run that the user stopped."""
+OUT_OF_BALANCE = "the ledger is out of balance"
 
 
 class LocalLauncher(Launcher, Supervisor):
@@ -50,27 +51,33 @@ class LocalLauncher(Launcher, Supervisor):
 
     def __init__(self, config: ExperimentConfig) -> None:
         Launcher.__init__(self, config)
-        Supervisor.__init__(self, lambda text: self.progress.say(text))
+        Supervisor.__init__(self, lambda line: self.progress.say(line))
         self.options = config.launcher
         self.paths = run_paths(config)
         self.vitals = name_dir(config) / "vitals"
-        total = config.trainer.ppo.total_steps
-        evaluates = config.evaluates
-        self.progress = Progress(self.paths.metrics, total, evaluates=evaluates)
+        self.progress = Progress(
+            self.paths.metrics,
+            config.trainer.ppo.total_steps,
+            evaluates=config.evaluates,
+        )
         if not config.trainer.is_offline:  # a resumed run may have no step left to train
             self.progress.newest = max(self.paths.starts, default=0)
-        self.trained, self.over = asyncio.Event(), asyncio.Event()
-        """`trained` is set after the last step: ranks may exit. `over` is set after the last
-        evaluation: all roles may exit. Both are set when the user stops the run."""
+        self.trained = asyncio.Event()
+        """Set after the last step, or when the user stops the run: ranks may exit."""
+        self.over = asyncio.Event()
+        """Set after the last evaluation, or when the user stops the run: all roles may exit."""
         self.datapipe = self._role("datapipe-0")
-        rollouts = [self._role(f"rollout-{i}") for i in range(self.options.rollout_workers)]
-        ranks = [f"trainer-{i}" for i in range(self.options.trainer_ranks)]
+        ranks = [f"trainer-{rank}" for rank in range(self.options.trainer_ranks)]
         self.trainer = self._role(*ranks, leads=True)
-        servers = [self._role(f"llm_server-{i}") for i in range(self.options.llm_servers)]
-        others = [] if config.trainer.is_offline else [*servers, self.datapipe, *rollouts]
-        self.roles = [*others, self.trainer]
-        self._stops, self._end = 0, ""
-        """Number of stop requests by the user, and the error that ended the run."""
+        self.roles = [self.trainer]
+        if not config.trainer.is_offline:
+            servers = self._roles("llm_server", self.options.llm_servers)
+            rollouts = self._roles("rollout", self.options.rollout_workers)
+            self.roles = [*servers, self.datapipe, *rollouts, self.trainer]
+        self._stops = 0
+        """Number of stop requests by the user."""
+        self._end = ""
+        """The error that ended the run."""
         self._names = NameRegistry.of(config)
         self.local_ranks = self.options.trainer_ranks
         """Number of ranks on this host; they have its first GPUs."""
@@ -78,8 +85,15 @@ class LocalLauncher(Launcher, Supervisor):
         """Started with the first role that can start from it."""
 
     def _role(self, *names: str, leads: bool = False) -> Role:
-        over = self.trained if leads else self.over
-        return Role(names, supervisor.Budget(self.options.max_restarts, names[0]), leads, over)
+        return Role(
+            names=names,
+            budget=supervisor.Budget(self.options.max_restarts, names[0]),
+            leads=leads,
+            over=self.trained if leads else self.over,
+        )
+
+    def _roles(self, kind: str, count: int) -> list[Role]:
+        return [self._role(f"{kind}-{index}") for index in range(count)]
 
     def run(self) -> int:
         """Run until the end.
@@ -102,8 +116,12 @@ class LocalLauncher(Launcher, Supervisor):
         kinds = ("datapipe", "rollout", "trainer", *servers)
         await asyncio.to_thread(clear_leftovers, self.config, *kinds)
         with self.progress.shown():
-            limits = self.options.silent_s, self.options.blocked_s
-            monitor = supervisor.HealthMonitor(self.vitals, self, *limits)
+            monitor = supervisor.HealthMonitor(
+                self.vitals,
+                supervisor=self,
+                silent_s=self.options.silent_s,
+                blocked_s=self.options.blocked_s,
+            )
             monitoring = asyncio.ensure_future(monitor.run())
             try:
                 code = await self._supervise_all()
@@ -126,9 +144,12 @@ class LocalLauncher(Launcher, Supervisor):
         """Return the child that a finding is about; None if it may be about a predecessor."""
         if not self.is_remote:
             return super().child_of(finding)
-        latest = time.monotonic() - self.options.silent_s
-        named = [c for c in self.children if c.running and c.name == finding.blocker]
-        return next((child for child in named if child.started < latest), None)
+        latest_start = time.monotonic() - self.options.silent_s
+        for child in self.children:
+            is_named = child.running and child.name == finding.blocker
+            if is_named and child.started < latest_start:
+                return child
+        return None
 
     # ------------------------------------------------------------ starting
 
@@ -143,34 +164,51 @@ class LocalLauncher(Launcher, Supervisor):
         """Start all processes of a role."""
         if role.children:
             await asyncio.to_thread(clear_leftovers, self.config)
-        shared = processes.threads(self.options.trainer_threads)
+        threads = processes.threads(self.options.trainer_threads)
         role.children = []
-        count = len(role.names)
-        own = [dict[str, str]()] * count
+        environments: list[dict[str, str]]
         if role is self.trainer:
-            address, local = await self.rank_places()
-            own = processes.rank_environments(count, address=address, local=local)
-        for name, rank in zip(role.names, own, strict=True):
+            address, local_ranks = await self.rank_places()
+            environments = processes.rank_environments(
+                len(role.names),
+                address=address,
+                local=local_ranks,
+            )
+        else:
+            environments = [{} for _ in role.names]
+        for name, environment in zip(role.names, environments, strict=True):
             kind, index = name.split("-")
             (self.vitals / f"{name}.json").unlink(missing_ok=True)  # a predecessor's
-            command = self.command(kind, int(index))
-            log = self.paths.logs / f"{name}.log"
-            role.children.append(await self.spawn(name, command, log, shared | rank))
+            child = await self.spawn(
+                name,
+                self.command(kind, int(index)),
+                self.paths.logs / f"{name}.log",
+                threads | environment,
+            )
+            role.children.append(child)
 
     async def spawn(self, name: str, words: Sequence[str], log: Path, env: dict[str, str]) -> Child:
         """Start one process of a role; servers share the GPUs that local ranks do not use."""
         role, _, index = name.rpartition("-")
         if role == "llm_server":
-            count = self.options.llm_servers
-            gpus = processes.server_gpus(int(index), count, ranks=self.local_ranks)
-            env = env | gpus | {supervisor.ROLE: name}
+            env = env | {supervisor.ROLE: name}
+            env |= processes.server_gpus(
+                int(index),
+                self.options.llm_servers,
+                ranks=self.local_ranks,
+            )
         if self.warm is None and not self.is_remote and warm_starts.can_start(words):
             has_torch = self.trainer in self.roles or self.options.llm_servers > 0
             self.warm = warm_modules.of_run(self.config, has_torch=has_torch)
         if self.warm is None:
             return await processes.spawn(name, words, log=log, environment=env)
-        stage = warm_modules.STAGE_OF_ROLE.get(role, warm_modules.LAST_STAGE)
-        return await self.warm.start_role(name, words, log, env, stage)
+        return await self.warm.start_role(
+            name,
+            words,
+            log=log,
+            env=env,
+            stage=warm_modules.STAGE_OF_ROLE.get(role, warm_modules.LAST_STAGE),
+        )
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         """Return `address` and `local` of `rank_environments`."""
@@ -218,7 +256,8 @@ class LocalLauncher(Launcher, Supervisor):
     def is_up(self, role: Role) -> bool:
         """Return whether all processes of a role have vitals; servers are not checked here."""
         names = [name for name in role.names if "server" not in name]
-        return all((self.vitals / f"{name}.json").exists() for name in names)
+        files = [self.vitals / f"{name}.json" for name in names]
+        return all(file.exists() for file in files)
 
     async def _rescale(self) -> list[Role]:
         """Stop workers that the datapipe no longer needs; return a new one if it needs more."""
@@ -230,20 +269,27 @@ class LocalLauncher(Launcher, Supervisor):
         return []
 
     def _resized(self, wanted: int) -> list[Role]:
-        there = {name: role for role in self.roles for name in role.names if "rollout" in name}
-        count = min(wanted or len(there), self.options.max_workers)
-        for name, role in there.items():
-            if int(name.rpartition("-")[2]) >= count and not role.leaving:
+        """Stop workers beyond the number that the datapipe wants; return a new one below it.
+
+        Args:
+            wanted: Number of workers; 0: the datapipe wants no change.
+        """
+        workers = {name: role for role in self.roles for name in role.names if "rollout" in name}
+        num_wanted = min(wanted or len(workers), self.options.max_workers)
+        for name, role in workers.items():
+            worker_number = int(name.rpartition("-")[2])
+            if worker_number >= num_wanted and not role.leaving:
                 role.leaving = True
                 self.say(f"{name} is stopped: fewer workers are needed")
                 for child in role.children:
                     child.send(self.stop)
-        if len(there) >= count:
+        if len(workers) >= num_wanted:
             return []
-        names = (f"rollout-{number}" for number in range(count))
-        added = self._role(next(name for name in names if name not in there))
+        names = [f"rollout-{number}" for number in range(num_wanted)]
+        free_name = next(name for name in names if name not in workers)
+        added = self._role(free_name)
         self.roles.append(added)
-        self.say(f"{added.names[0]} is started: the other workers are full")
+        self.say(f"{free_name} is started: the other workers are full")
         return [added]
 
     async def _supervise_all(self) -> int:
@@ -270,29 +316,37 @@ class LocalLauncher(Launcher, Supervisor):
         loop = asyncio.get_running_loop()
         deadline = None
         while self._tasks and self._stops < 2:
-            first = asyncio.FIRST_COMPLETED
-            done, _ = await asyncio.wait(self._tasks, timeout=REFRESH_S, return_when=first)
+            done, _ = await asyncio.wait(
+                self._tasks,
+                timeout=REFRESH_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             for task in done:
                 self._tasks.remove(task)
                 task.result()
-            self._tasks |= {asyncio.ensure_future(self.supervise(r)) for r in await self._rescale()}
+            for role in await self._rescale():
+                self._tasks.add(asyncio.ensure_future(self.supervise(role)))
             self.progress.poll()
             if self.progress.trained:
                 self.trained.set()
             if self.progress.finished:
                 self.over.set()
             # After the trainer's last step, any role may end first.
-            if deadline is None and (self._stops or any(role.ended for role in self.roles)):
+            is_ending = self._stops > 0 or any(role.ended for role in self.roles)
+            if deadline is None and is_ending:
                 deadline = loop.time() + self.options.drain_timeout_s
             if deadline is not None and loop.time() > deadline and self._tasks:
                 names = ", ".join(child.name for child in self.children if child.running)
-                seconds = self.options.drain_timeout_s
-                raise RoleFailed(f"{names} did not exit within {seconds:g} s; killed.", 1)
+                raise RoleFailed(
+                    f"{names} did not exit within {self.options.drain_timeout_s:g} s; killed.",
+                    1,
+                )
 
     async def _explain(self) -> None:
         """Print the text of `arealite why` before the roles are stopped."""
         with suppress(Exception):  # an error here must not hide the reason of the run's end
-            if findings := await asyncio.to_thread(examine, self.vitals):
+            findings = await asyncio.to_thread(examine, self.vitals)
+            if findings:
                 self.say(explain(self.vitals, findings, logs=self.paths.logs))
 
     # ------------------------------------------------------------ ending
@@ -315,34 +369,44 @@ class LocalLauncher(Launcher, Supervisor):
 
         0 requires a balanced ledger, every step trained, and a result of the last evaluation.
         """
-        progress = self.progress
-        lack = ""
-        # A resumed offline run may have no step left to train.
-        trained = progress.newest or progress.total
-        if not self.config.trainer.is_offline:
-            try:
-                report = audit(self.paths.ledger, new_only=True)
-                is_empty = report.ok and not report.groups.offered
-                self.say("no episode was offered" if is_empty else report.table())
-                trained = report.steps
-                lack = "" if report.ok else "the ledger is out of balance"
-                # A ledger out of balance also fails a run that the user stopped.
-                code = 0 if lack and code == STOPPED else code
-            except UserError as error:  # the run ended before a ledger was created
-                self.say(f"no audit: {error}")
-                lack = "the ledger cannot be audited"
-        if not lack and trained < progress.total and self.trainer in self.roles:
-            lack = f"the trainer exited after {trained} of {progress.total} steps without a request"
-        elif not lack and progress.is_unevaluated:
-            lack = "every sample of the last evaluation failed"
-        if lack and not code:
-            self.say(f"error: {lack}")
-            self._end = lack
+        failure = ""
+        if self.config.trainer.is_offline:
+            # A resumed offline run may have no step left to train.
+            num_trained = self.progress.newest or self.progress.total
+        else:
+            failure, num_trained = self._audit()
+            # A ledger out of balance also fails a run that the user stopped.
+            if failure == OUT_OF_BALANCE and code == STOPPED:
+                code = 0
+        failure = failure or self._incomplete_work(num_trained)
+        if failure and not code:
+            self.say(f"error: {failure}")
+            self._end = failure
             code = 1
         with suppress(OSError):
             self.paths.end.write_text(f"exit code {code}. {self._end}\n")
         self.say(f"run folder: {self.paths.root}")
         return code
+
+    def _audit(self) -> tuple[str, int]:
+        """Print the ledger's balance; return its fault, "" for none, and the trained steps."""
+        try:
+            report = audit(self.paths.ledger, new_only=True)
+            is_empty = report.ok and not report.groups.offered
+            self.say("no episode was offered" if is_empty else report.table())
+        except UserError as error:  # the run ended before a ledger was created
+            self.say(f"no audit: {error}")
+            return "the ledger cannot be audited", 0
+        return "" if report.ok else OUT_OF_BALANCE, report.steps
+
+    def _incomplete_work(self, num_trained: int) -> str:
+        """Return the work that the run has not done, "" for none."""
+        total = self.progress.total
+        if num_trained < total and self.trainer in self.roles:
+            return f"the trainer exited after {num_trained} of {total} steps without a request"
+        if self.progress.is_unevaluated:
+            return "every sample of the last evaluation failed"
+        return ""
 
 
 def clear_leftovers(config: ExperimentConfig, *kinds: str) -> None:
@@ -357,19 +421,27 @@ def clear_leftovers(config: ExperimentConfig, *kinds: str) -> None:
     """
     folder = name_dir(config) / "vitals"
     names = NameRegistry.of(config, ttl_s=math.inf)
-    dead = {role.name: role.vitals.pid for role in read_roles(folder) if not is_alive(role)}
-    words = [*(f"{name}." for name in dead), *(f"{kind}-" for kind in kinds)]
-    words += [STACKS_REQUEST] if kinds else []
-    own = config.trainer.ppo.publisher.disk.dir
+    dead = [role for role in read_roles(folder) if not is_alive(role)]
+    prefixes = [f"{role.name}." for role in dead]
+    prefixes += [f"{kind}-" for kind in kinds]
+    if kinds:
+        prefixes.append(STACKS_REQUEST)
     with suppress(OSError):  # the folder is away: nothing depends on this
-        for word in words:
-            for file in [*folder.glob(f"{word}*"), *folder.glob(f".{word}*")]:
+        for prefix in prefixes:
+            for file in [*folder.glob(f"{prefix}*"), *folder.glob(f".{prefix}*")]:
                 file.unlink(missing_ok=True)
-        for parent in (TMPFS, run_paths(config).weights, Path(own or TMPFS).expanduser()):
-            for pid in dead.values():
-                remove_unlocked(parent.glob(f"arealite-{os.getuid()}-{pid}-*"))
-        for name in dead:
-            names.remove(*name.split("-", 1))
+        for parent in _weights_folders(config):
+            for role in dead:
+                remove_unlocked(parent.glob(f"arealite-{os.getuid()}-{role.vitals.pid}-*"))
+        for role in dead:
+            kind, entry_id = role.name.split("-", 1)
+            names.remove(kind, entry_id)
         for kind in kinds:
             for entry in names.list(kind):
                 names.remove(kind, entry.id)
+
+
+def _weights_folders(config: ExperimentConfig) -> list[Path]:
+    """Return the folders in which a process of the trial may have staged weights."""
+    publisher_folder = config.trainer.ppo.publisher.disk.dir or TMPFS
+    return [TMPFS, run_paths(config).weights, Path(publisher_folder).expanduser()]

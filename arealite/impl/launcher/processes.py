@@ -98,9 +98,11 @@ class Child:
         """One line: the child's name, how it exited, and the reason in its output, if any."""
         return self._summary(exit_reason(self._output(), self.code) if self.code else "")
 
-    def _summary(self, words: str) -> str:
-        why = self.reason or words.removeprefix(ERROR)
-        return f"{self.name} died ({how_ended(self.code)}{f': {why}' if why else ''})"
+    def _summary(self, last_line: str) -> str:
+        reason = self.reason or last_line.removeprefix(ERROR)
+        if reason:
+            return f"{self.name} died ({how_ended(self.code)}: {reason})"
+        return f"{self.name} died ({how_ended(self.code)})"
 
     @property
     def exit_report(self) -> str:
@@ -110,18 +112,25 @@ class Child:
         """
         if self.log is None:
             return self.exit_summary
-        words = exit_reason(output := self._output(), self.code)
-        lines = [words] if words.startswith(ERROR) else output.splitlines()[-TAIL_LINES:]
-        if words not in " ".join("\n".join(lines).split()):
-            lines = [words, "...", *lines]
-        tail = "\n".join(f"    {line}" for line in lines or ["(empty: is the disk full?)"])
+        output = self._output()
+        reason = exit_reason(output, self.code)
+        is_deliberate = reason.startswith(ERROR)
+        lines = [reason] if is_deliberate else output.splitlines()[-TAIL_LINES:]
+        one_line = " ".join("\n".join(lines).split())
+        if reason not in one_line:
+            lines = [reason, "...", *lines]
+        if not lines:
+            lines = ["(empty: is the disk full?)"]
+        tail = "\n".join(f"    {line}" for line in lines)
         return f"{self._summary('')}. Its last lines ({self.log}):\n{tail}"
 
     def _output(self) -> str:
+        """Return the end of what the process wrote to its log, at most TAIL_BYTES."""
         if self.log is None:
             return ""
         with self.log.open("rb") as file:
-            file.seek(max(self.log_begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            log_end = file.seek(0, os.SEEK_END)
+            file.seek(max(self.log_begin, log_end - TAIL_BYTES))
             return file.read().decode(errors="replace").rstrip()
 
 
@@ -165,7 +174,13 @@ async def spawn(
                 pass_fds=pass_fds,
                 start_new_session=True,  # Ctrl-C reaches only the parent, which stops the children
             )
-            return Child(name, await _started(asyncio.ensure_future(creating)), log, begin)
+            process = await _started(asyncio.ensure_future(creating))
+            return Child(
+                name=name,
+                process=process,
+                log=log,
+                log_begin=begin,
+            )
     except OSError as error:
         raise UserError(f"{name} cannot be started: {error}") from error
 
@@ -189,8 +204,9 @@ async def end_all(
     running = [child for child in children if child.running]
     for child in running:
         child.send(number)
-    if ends := [asyncio.ensure_future(child.process.wait()) for child in running]:
-        await asyncio.wait(ends, timeout=grace_s)
+    if running:
+        exits = [asyncio.ensure_future(child.process.wait()) for child in running]
+        await asyncio.wait(exits, timeout=grace_s)
     for child in children:
         child.kill()
     await asyncio.gather(*(child.process.wait() for child in children))
@@ -223,8 +239,9 @@ def how_ended(code: int) -> str:
         code: Exit code, as in `Child.code`.
     """
     if code < 0:
-        known = {number.value: number.name for number in signal.Signals}
-        return f"killed by {known.get(-code, f'signal {-code}')}"
+        signal_names = {number.value: number.name for number in signal.Signals}
+        signal_name = signal_names.get(-code, f"signal {-code}")
+        return f"killed by {signal_name}"
     return f"exit code {code}" if code else "exited too early"
 
 
@@ -239,10 +256,14 @@ def take_ports(host: str, port: int, count: int) -> list[int]:
     Raises:
         OSError: a port is in use, or `host` is no address of this machine.
     """
+    ports: list[int] = []
     with ExitStack() as stack:
-        wanted = [(host, port and port + i) for i in range(count)]
-        sockets = [stack.enter_context(socket.create_server(address)) for address in wanted]
-        return [each.getsockname()[1] for each in sockets]
+        for index in range(count):
+            wanted_port = port + index if port else 0
+            server = socket.create_server((host, wanted_port))
+            stack.enter_context(server)
+            ports.append(server.getsockname()[1])
+    return ports
 
 
 def own_address() -> str:
@@ -251,14 +272,14 @@ def own_address() -> str:
     This is the address of the host's name. If that is a loopback address, it is the address of the
     default route; without a network, 127.0.0.1.
     """
-    own = "127.0.0.1"
+    address = "127.0.0.1"
     with suppress(OSError):
-        own = socket.gethostbyname(socket.gethostname())
-    if own.startswith("127."):
+        address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127."):
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))  # chooses a route; sends no packet
-            own = str(probe.getsockname()[0])
-    return own
+            address = str(probe.getsockname()[0])
+    return address
 
 
 def rank_environments(
@@ -273,10 +294,16 @@ def rank_environments(
     """
     # If the port is in use on another host, the next attempt chooses another one.
     port = random.randint(20_000, 29_999) if address else free_port()
-    shared = {"MASTER_ADDR": address or "127.0.0.1", "MASTER_PORT": str(port)}
-    shared["WORLD_SIZE"] = str(count)
-    numbers = enumerate(local or range(count))
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(place)} for rank, place in numbers]
+    shared = {
+        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+    }
+    local_ranks = local or range(count)
+    return [
+        shared | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        for rank, local_rank in enumerate(local_ranks)
+    ]
 
 
 def counts(config: ExperimentConfig) -> dict[str, int]:
@@ -287,23 +314,29 @@ def counts(config: ExperimentConfig) -> dict[str, int]:
     options = config.launcher
     if config.trainer.is_offline:
         return {"trainer": options.trainer_ranks}
-    rollouts = max(options.rollout_workers, options.max_workers)
-    workers = {"llm_server": options.llm_servers, "rollout": rollouts}
-    return workers | {"trainer": options.trainer_ranks}
+    return {
+        "llm_server": options.llm_servers,
+        "rollout": max(options.rollout_workers, options.max_workers),
+        "trainer": options.trainer_ranks,
+    }
 
 
 def needed_paths(config: ExperimentConfig) -> list[Path]:
     """Return the paths that a role on another host reads, besides the run's folders."""
-    given = [each for each in (config.model.path, config.model.adapter) if each]
-    folders = [Path(each).expanduser().absolute() for each in given]
-    return [Path(sys.executable), Path.cwd(), *folders]
+    paths = [Path(sys.executable), Path.cwd()]
+    for folder in (config.model.path, config.model.adapter):
+        if folder:
+            paths.append(Path(folder).expanduser().absolute())
+    return paths
 
 
 def not_shared(path: object, here: str, host: str) -> UserError:
     """Return the error for a path that exists on host `here` and not on `host`."""
-    what = f"{path} is not shared between {here} and {host}"
-    needed = "The working directory, cluster.run_root, cluster.name_root, model.path and Python"
-    return UserError(f"{what}. {needed} must be on a file system that every node mounts.")
+    return UserError(
+        f"{path} is not shared between {here} and {host}. "
+        "The working directory, cluster.run_root, cluster.name_root, model.path and Python "
+        "must be on a file system that every node mounts."
+    )
 
 
 def threads(count: int) -> dict[str, str]:
@@ -327,27 +360,35 @@ def server_gpus(
     Returns:
         {} if no GPU is left for servers.
     """
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = [str(number) for number in range(len([*devices.glob("nvidia[0-9]*")]))]
-    rest = (named.split(",") if named else there)[ranks:]
-    each = max(1, len(rest) // count)
-    mine = rest[index * each : (index + 1) * each] or rest[-each:]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        gpus = visible.split(",")
+    else:
+        num_devices = len([*devices.glob("nvidia[0-9]*")])
+        gpus = [str(number) for number in range(num_devices)]
+    shared_gpus = gpus[ranks:]
+    per_server = max(1, len(shared_gpus) // count)
+    begin = index * per_server
+    server_gpus = shared_gpus[begin : begin + per_server]
+    if not server_gpus:  # more servers than GPUs
+        server_gpus = shared_gpus[-per_server:]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(server_gpus)} if server_gpus else {}
 
 
 def server_overrides(config: ExperimentConfig) -> list[str]:
     """Return the command-line arguments with which serve-llm serves this experiment."""
-    values = {
+    overrides = {
         "experiment_name": config.experiment_name,
         "trial_name": config.trial_name,
         "seed": config.seed,
         "model.path": config.model.path,
         "model.dtype": config.model.dtype,
         "llm_server.host": config.cluster.bound,
-        **{f"cluster.{f.name}": getattr(config.cluster, f.name) for f in fields(config.cluster)},
     }
-    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    return [*words, *config.launcher.server_args]
+    for option in fields(config.cluster):
+        overrides[f"cluster.{option.name}"] = getattr(config.cluster, option.name)
+    arguments = [f"{option}={json.dumps(setting)}" for option, setting in overrides.items()]
+    return [*arguments, *config.launcher.server_args]
 
 
 @asynccontextmanager
@@ -359,14 +400,18 @@ async def own_servers(config: ExperimentConfig, logs: Path) -> AsyncGenerator[No
             exception group.
     """
     children = list[Child]()
-    count = config.launcher.llm_servers
-    words = [sys.executable, "-m", "arealite.cli.main", "serve-llm", *server_overrides(config)]
+    num_servers = config.launcher.llm_servers
+    command = [sys.executable, "-m", "arealite.cli.main", "serve-llm", *server_overrides(config)]
     try:
         async with asyncio.TaskGroup() as watching:
-            for index in range(count):
+            for index in range(num_servers):
                 name = f"llm_server-{index}"
-                gpus = server_gpus(index, count, ranks=0)
-                child = await spawn(name, words, log=logs / f"{name}.log", environment=gpus)
+                child = await spawn(
+                    name,
+                    command,
+                    log=logs / f"{name}.log",
+                    environment=server_gpus(index, num_servers, ranks=0),
+                )
                 children.append(child)
             watches = [watching.create_task(_until_dead(child)) for child in children]
             yield

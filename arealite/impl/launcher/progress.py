@@ -23,8 +23,10 @@ COLUMNS = (
     ("accuracy", "train/accuracy", "{:.3f}"),
 )
 """Label, metric and format of each number in a line."""
-DRAW_S, LAST_S = 1.0, 5.0
-"""Seconds between two drawings of the panel, and the time limit of the last drawing."""
+DRAW_S = 1.0
+"""Seconds between two drawings of the panel."""
+LAST_S = 5.0
+"""Time limit of the last drawing of the panel."""
 
 
 class Progress:
@@ -68,31 +70,39 @@ class Progress:
     def show(self, metrics: Mapping[str, float]) -> None:
         """Show one line of metrics."""
         step = int(metrics["step"])
-        if any(key.startswith("eval/") for key in metrics):
-            self._evaluated = step
-            held_out = [n for n in ("reward", "loss", "accuracy") if f"eval/{n}" in metrics]
-            result = ", ".join(f"{name} {metrics[f'eval/{name}']:.3f}" for name in held_out)
-            self.is_unevaluated = not result
-            nothing = (
-                "no sample has a score" if "eval/unscored" in metrics else "every sample failed"
-            )
-            result = f"held-out {result}" if result else nothing
-            self.say(f"eval at step {step}: {result}")
+        if any(metric.startswith("eval/") for metric in metrics):
+            self._show_evaluation(step, metrics)
         if not is_step(metrics):
             return
         self.newest = max(self.newest, step)
         self.total = int(metrics.get("train/total_steps", self.total))
-        parts = [f"step {step}/{self.total}"]
-        shown = [column for column in COLUMNS if column[1] in metrics]
-        parts += [f"{label} {form.format(metrics[key])}" for label, key, form in shown]
+        columns = [f"step {step}/{self.total}"]
+        for label, metric, number_format in COLUMNS:
+            if metric in metrics:
+                columns.append(f"{label} {number_format.format(metrics[metric])}")
         is_due = step == 1 or step % self._every == 0 or step == self.total
         if is_due and not self._has_panel():
-            self.say("  ".join(parts))
+            self.say("  ".join(columns))
 
-    def say(self, text: str) -> None:
+    def _show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._evaluated = step
+        scores: list[str] = []
+        for name in ("reward", "loss", "accuracy"):
+            if f"eval/{name}" in metrics:
+                scores.append(f"{name} {metrics[f'eval/{name}']:.3f}")
+        self.is_unevaluated = not scores
+        if scores:
+            summary = f"held-out {', '.join(scores)}"
+        elif "eval/unscored" in metrics:
+            summary = "no sample has a score"
+        else:
+            summary = "every sample failed"
+        self.say(f"eval at step {step}: {summary}")
+
+    def say(self, line: str) -> None:
         """Print a line."""
         self._has_panel()
-        self._terminal.print(text)
+        self._terminal.print(line)
 
     def _has_panel(self) -> bool:
         """Return whether the panel is drawn; without its terminal, the panel ends."""

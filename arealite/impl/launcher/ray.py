@@ -48,11 +48,15 @@ class Host:
         Returns:
             Its process id, and the length of the log before the start.
         """
-        own = os.environ | environment | {PARENT: str(os.getpid())}
         with Path(log).open("ab") as output:
             begin = output.tell()
             self.process = subprocess.Popen(
-                command, cwd=folder, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command,
+                cwd=folder,
+                env=os.environ | environment | {PARENT: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
         return self.process.pid, begin
 
@@ -81,13 +85,13 @@ class Process:
         except Exception as error:  # noqa: BLE001  (the actor was killed, or its node was lost)
             code = LOST
             reason = " ".join(str(error).split())
-            await asyncio.to_thread(self._note, f"Ray: {reason[:500]}\n")
+            await asyncio.to_thread(self._append_to_log, f"Ray: {reason[:500]}\n")
         self.returncode = code
         return code
 
-    def _note(self, text: str) -> None:
+    def _append_to_log(self, line: str) -> None:
         with self.log.open("a") as log:
-            log.write(text)
+            log.write(line)
 
     async def wait(self) -> int:
         return await asyncio.shield(self._end)
@@ -128,16 +132,22 @@ class RayLauncher(LocalLauncher):
         """Start a role in its bundle; the datapipe stays with the supervisor."""
         if name not in self.bundles:
             return await super().spawn(name, words, log, env)
-        actor, address, missing = await self._place(name)
-        if missing:
-            raise not_shared(missing[0], socket.gethostname(), address)
+        actor, address, missing_folders = await self._place(name)
+        if missing_folders:
+            raise not_shared(missing_folders[0], socket.gethostname(), address)
         try:
             pid, begin = await actor.start.remote(words, str(Path.cwd()), str(log), env)
         except library().exceptions.RayActorError:  # lost meanwhile; Ray chooses another node
             return await self.spawn(name, words, log, env)
         except OSError as error:
             raise UserError(f"{name} cannot be started on {address}: {error}") from error
-        return RayChild(name, Process(actor, pid, log), log, begin)  # type: ignore[arg-type]
+        process = Process(actor, pid, log)
+        return RayChild(
+            name=name,
+            process=process,  # type: ignore[arg-type]
+            log=log,
+            log_begin=begin,
+        )
 
     async def _place(self, name: str) -> tuple[Any, str, list[str]]:
         """Return an actor in a role's bundle, its node's address, and the folders it lacks.
@@ -145,24 +155,35 @@ class RayLauncher(LocalLauncher):
         Raises:
             DeadlineError: Ray has had no place for it for `launcher.ray.start_s`.
         """
-        lost = library().exceptions.RayActorError
-        seconds = self.options.ray.start_s
-        with Wait(f"a place for {name}", owner="launcher", on="ray", seconds=seconds):
+        lost_error = library().exceptions.RayActorError
+        start_s = self.options.ray.start_s
+        with Wait(f"a place for {name}", owner="launcher", on="ray", seconds=start_s):
             while True:
                 actor = self._actor(name)
-                with suppress(lost):  # Ray placed the actor on a node that was just lost
-                    return actor, *await actor.place.remote()
+                with suppress(lost_error):  # Ray placed the actor on a node that was just lost
+                    address, missing_folders = await actor.place.remote()
+                    return actor, address, missing_folders
 
     def _actor(self, name: str) -> Any:
-        needs = self.bundles[name]
-        number = [*self.bundles].index(name)
+        """Start an actor in the bundle of a role."""
+        bundle = self.bundles[name]
+        bundle_index = [*self.bundles].index(name)
         strategies = import_module("ray.util.scheduling_strategies")
-        place = strategies.PlacementGroupSchedulingStrategy(self.group, number)
-        needed = (self.paths.root, self.vitals.parent, *needed_paths(self.config))
-        # Two concurrent calls: `send` must work during `wait`.
-        options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_concurrency": 2}
-        made = library().remote(Host).options(**options, scheduling_strategy=place, name=None)
-        return made.remote([str(path) for path in needed])
+        actor_class = (
+            library()
+            .remote(Host)
+            .options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                max_concurrency=2,  # `send` must work during `wait`
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    self.group, bundle_index
+                ),
+                name=None,
+            )
+        )
+        folders = [self.paths.root, self.vitals.parent, *needed_paths(self.config)]
+        return actor_class.remote([str(folder) for folder in folders])
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         scout, address, _ = await self._place("trainer-0")
@@ -175,11 +196,14 @@ def bundles(config: ExperimentConfig) -> dict[str, dict[str, float]]:
     ray = config.launcher.ray
     cpus = {"llm_server": ray.cpus, "rollout": ray.cpus, "trainer": ray.trainer_cpus}
     gpus = {"llm_server": ray.server_gpus, "trainer": ray.trainer_gpus}
-    return {
-        f"{role}-{index}": {"CPU": cpus[role]} | ({"GPU": gpus[role]} if gpus.get(role) else {})
-        for role, count in counts(config).items()
-        for index in range(count)
-    }
+    resources: dict[str, dict[str, float]] = {}
+    for role, count in counts(config).items():
+        bundle = {"CPU": cpus[role]}
+        if gpus.get(role):
+            bundle["GPU"] = gpus[role]
+        for index in range(count):
+            resources[f"{role}-{index}"] = dict(bundle)
+    return resources
 
 
 def library() -> ModuleType:
@@ -200,28 +224,44 @@ def reserve(config: ExperimentConfig, wanted: Sequence[dict[str, float]]) -> obj
     """
     options = config.launcher.ray
     ray = library()
-    try:
-        host, _, port = options.address.rpartition(":")
-        if host:  # Ray itself tries for minutes
-            socket.create_connection((host, int(port)), CONNECT_S).close()
-        ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
-    except (OSError, ValueError, RuntimeError) as error:
-        line = str(error).strip().splitlines()[0]
-        what = f"no Ray cluster at launcher.ray.address={options.address}"
-        raise UserError(f"{what}: {line} Start one: ray start --head") from error
-    has = ray.cluster_resources()
+    _connect(ray, options.address)
+    resources = ray.cluster_resources()
     for kind in ("CPU", "GPU"):
-        needs = sum(bundle.get(kind, 0.0) for bundle in wanted)
-        if needs > has.get(kind, 0.0):
-            what = f"the run needs {needs:g} {kind}s, the cluster has {has.get(kind, 0.0):g}"
-            fix = "Lower launcher.* or launcher.ray.*, or add nodes."
-            raise UserError(f"the Ray cluster is too small: {what}. {fix}")
+        needed = sum(bundle.get(kind, 0.0) for bundle in wanted)
+        available = resources.get(kind, 0.0)
+        if needed > available:
+            raise UserError(
+                "the Ray cluster is too small: "
+                f"the run needs {needed:g} {kind}s, the cluster has {available:g}. "
+                "Lower launcher.* or launcher.ray.*, or add nodes."
+            )
     group = ray.util.placement_group([*wanted], strategy="PACK")
     if not group.wait(options.start_s):
         ray.util.remove_placement_group(group)
         free = ray.available_resources()
-        left = f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free"
-        what = f"{len(wanted)} processes within launcher.ray.start_s={options.start_s:g} s: {left}"
-        fix = "End other jobs, wait longer, or take less (launcher.ray.*)."
-        raise UserError(f"Ray found no place for {what}. {fix}")
+        raise UserError(
+            f"Ray found no place for {len(wanted)} processes "
+            f"within launcher.ray.start_s={options.start_s:g} s: "
+            f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free. "
+            "End other jobs, wait longer, or take less (launcher.ray.*)."
+        )
     return group
+
+
+def _connect(ray: ModuleType, address: str) -> None:
+    """Connect to the cluster.
+
+    Raises:
+        UserError: The cluster does not respond.
+    """
+    try:
+        host, _, port = address.rpartition(":")
+        if host:  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, ValueError, RuntimeError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"no Ray cluster at launcher.ray.address={address}: {first_line} "
+            "Start one: ray start --head"
+        ) from error

@@ -36,7 +36,7 @@ class ServerSupervisor(supervisor.Supervisor):
     def __init__(
         self, config: ServerConfig, command: Sequence[str], warm: WarmParent | None
     ) -> None:
-        super().__init__(lambda text: sys.stderr.write(text + "\n"))
+        super().__init__(lambda line: sys.stderr.write(line + "\n"))
         self.command = command
         self.warm = warm
         self._vitals = name_dir(config) / "vitals"
@@ -56,7 +56,8 @@ class ServerSupervisor(supervisor.Supervisor):
         vitals.watch(loop)
         keeping = asyncio.ensure_future(self.supervise(self._server))
         on_stop(loop, lambda _: self._stop(keeping))
-        monitoring = asyncio.ensure_future(supervisor.HealthMonitor(self._vitals, self).run())
+        monitor = supervisor.HealthMonitor(self._vitals, supervisor=self)
+        monitoring = asyncio.ensure_future(monitor.run())
         try:
             await keeping
             return max(self.children[0].code, 0)
@@ -73,19 +74,26 @@ class ServerSupervisor(supervisor.Supervisor):
     def _stop(self, keeping: asyncio.Task[None]) -> None:
         """Request the server to exit; kill the server if it does not exit in time."""
         self._server.leaving = True
-        if not (running := [child for child in self.children if child.running]):
+        running = [child for child in self.children if child.running]
+        if not running:
             keeping.cancel()
         for child in running:
             child.send(STOP)
             asyncio.get_running_loop().call_later(TERMINATE_S, child.kill)
 
     async def start(self, role: Role) -> None:
-        kept = {IS_KEPT: "1"}
+        environment = {IS_KEPT: "1"}
         if self.warm is None:
-            role.children = [await spawn(KIND, self.command, log=None, environment=kept)]
+            child = await spawn(KIND, self.command, log=None, environment=environment)
         else:
-            started = await self.warm.start_role(KIND, self.command, None, kept, 0)
-            role.children = [started]
+            child = await self.warm.start_role(
+                KIND,
+                self.command,
+                log=None,
+                env=environment,
+                stage=0,
+            )
+        role.children = [child]
 
     def mark(self) -> float:
         return len(self._served)
@@ -96,7 +104,8 @@ class ServerSupervisor(supervisor.Supervisor):
     def is_up(self, role: Role) -> bool:
         """Return whether the server has a name in the registry."""
         pid = role.children[0].pid
-        if names := self._named(pid):
+        names = self._named(pid)
+        if names:
             self._served.add(pid)
         return bool(names)
 
@@ -104,9 +113,9 @@ class ServerSupervisor(supervisor.Supervisor):
         """Remove the name and the vitals of the killed server, so that no client waits for it."""
         await super().clear(role)
         pid = role.children[0].pid
-        for process in diagnosis.read_roles(self._vitals):
-            if (process.vitals.pid, process.state) == (pid, "X"):
-                for file in self._vitals.glob(f"{process.name}.*"):
+        for status in diagnosis.read_roles(self._vitals):
+            if status.vitals.pid == pid and status.state == "X":
+                for file in self._vitals.glob(f"{status.name}.*"):
                     file.unlink(missing_ok=True)
         for name in self._named(pid):
             self._names.remove(KIND, name)
@@ -114,9 +123,9 @@ class ServerSupervisor(supervisor.Supervisor):
 
     def _named(self, pid: int) -> list[str]:
         """Return the ids of the names that the server process `pid` holds."""
-        own = {"pid": pid, "host": self._host}
+        process = {"pid": pid, "host": self._host}
         entries = self._names.list(KIND)
-        return [entry.id for entry in entries if own.items() <= entry.value.items()]
+        return [entry.id for entry in entries if process.items() <= entry.value.items()]
 
 
 def supervise(

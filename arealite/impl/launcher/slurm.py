@@ -4,13 +4,14 @@ A role's number determines its node among the nodes of its part. Steps share the
 """
 
 import asyncio
+import math
 import os
 import secrets
 import signal
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from arealite.api.config import ExperimentConfig, name_dir
 from arealite.base.errors import UserError
@@ -42,20 +43,48 @@ class Nodes:
         """Read Slurm's environment variables of component `number` of the job."""
         suffix = "" if is_alone else f"_HET_GROUP_{number}"
         try:
-            names = os.environ[f"SLURM_JOB_NODELIST{suffix}"]
+            node_list = os.environ[f"SLURM_JOB_NODELIST{suffix}"]
             job = os.environ[f"SLURM_JOB_ID{suffix}"]
-            cpus = os.environ[f"SLURM_JOB_CPUS_PER_NODE{suffix}"]
+            cpus_per_node = os.environ[f"SLURM_JOB_CPUS_PER_NODE{suffix}"]
         except KeyError as error:
-            what = f"launcher.type=slurm outside of a Slurm job ({error} is not set). Submit a job"
-            raise UserError(f"{what}: arealite launch slurm CONFIG [key=value …]") from error
-        hosts = output(["scontrol", "show", "hostnames", names]).split()
-        fewest = min(int(each.partition("(")[0]) for each in cpus.split(","))  # 8(x2),16
-        return cls([] if is_alone else [f"--het-group={number}"], job, hosts, fewest)
+            raise UserError(
+                f"launcher.type=slurm outside of a Slurm job ({error} is not set). "
+                "Submit a job: arealite launch slurm CONFIG [key=value …]"
+            ) from error
+        return cls(
+            group=[] if is_alone else [f"--het-group={number}"],
+            job=job,
+            hosts=output(["scontrol", "show", "hostnames", node_list]).split(),
+            cpus=_fewest_cpus(cpus_per_node),
+        )
 
     def srun(self, *words: str) -> list[str]:
         """Return the first words of a step's command line."""
-        shared = ["--overlap", "--mem=0", "--unbuffered", f"--cpus-per-task={self.cpus}"]
-        return ["srun", *self.group, *shared, *words]
+        return [
+            "srun",
+            *self.group,
+            "--overlap",
+            "--mem=0",
+            "--unbuffered",
+            f"--cpus-per-task={self.cpus}",
+            *words,
+        ]
+
+
+def _fewest_cpus(cpus_per_node: str) -> int:
+    """Return the smallest number in SLURM_JOB_CPUS_PER_NODE, as in "8(x2),16"."""
+    groups = cpus_per_node.split(",")
+    return min(int(group.partition("(")[0]) for group in groups)
+
+
+class Place(NamedTuple):
+    """The place of one process in the job."""
+
+    nodes: Nodes
+    """The nodes of its part."""
+    host: str
+    number: int
+    """Its number among the processes of its role on this host."""
 
 
 class SlurmLauncher(LocalLauncher):
@@ -68,7 +97,8 @@ class SlurmLauncher(LocalLauncher):
     def __init__(self, config: ExperimentConfig) -> None:
         super().__init__(config)
         names = list(parts(config))
-        self.nodes = {part: Nodes.of(number, len(names) == 1) for number, part in enumerate(names)}
+        is_alone = len(names) == 1
+        self.nodes = {part: Nodes.of(number, is_alone) for number, part in enumerate(names)}
         self.devices = dict[tuple[str, str], list[str]]()
         """The GPUs that each part has on each of its hosts, by job and host."""
 
@@ -77,23 +107,29 @@ class SlurmLauncher(LocalLauncher):
         asyncio.run(self._probe())
         return super().run()
 
-    def place(self, role: str, index: int) -> tuple[Nodes, str, int]:
-        """Return the nodes of a process's part, its host, and its number on that host."""
+    def place(self, role: str, index: int) -> Place:
+        """Return the place of a process; its part's nodes get equally many, in their order."""
         nodes = self.nodes.get(PARTS[role], self.nodes["head"])
-        each = -(-counts(self.config)[role] // len(nodes.hosts))
-        return nodes, nodes.hosts[index // each], index % each
+        num_processes = counts(self.config)[role]
+        per_host = math.ceil(num_processes / len(nodes.hosts))
+        return Place(
+            nodes=nodes,
+            host=nodes.hosts[index // per_host],
+            number=index % per_host,
+        )
 
     def command(self, role: str, index: int) -> list[str]:
         """Return the step that runs one role. The datapipe runs outside of steps."""
-        own = [f"{OWN_STOP}=1"]
+        variables = [f"{OWN_STOP}=1"]
         command = super().command(role, index)
         if role not in PARTS:
-            return ["env", *own, *command]
+            return ["env", *variables, *command]
         nodes, host, _ = self.place(role, index)
         if self.devices[nodes.job, host]:
-            own.append(f"CUDA_VISIBLE_DEVICES={','.join(self._gpus(role, index))}")
+            gpus = ",".join(self._gpus(role, index))
+            variables.append(f"CUDA_VISIBLE_DEVICES={gpus}")
         step = nodes.srun("-N1", "-n1", f"--nodelist={host}", f"--job-name={role}-{index}")
-        return [*step, "env", "-u", PARENT, *own, *command]
+        return [*step, "env", "-u", PARENT, *variables, *command]
 
     def _gpus(self, role: str, index: int) -> list[str]:
         """Return the GPUs of a process.
@@ -102,27 +138,40 @@ class SlurmLauncher(LocalLauncher):
         Servers share the other GPUs evenly.
         """
         nodes, host, number = self.place(role, index)
-        every = [(kind, i) for kind, count in counts(self.config).items() for i in range(count)]
-        there = Counter(kind for kind, i in every if self.place(kind, i)[:2] == (nodes, host))
         gpus = self.devices[nodes.job, host]
-        servers = there["llm_server"]
-        cut = there["trainer"] if servers else len(gpus)
-        each = (len(gpus) - cut) // max(servers, 1)
-        begin = cut + number * each
-        return {"trainer": gpus[:cut], "llm_server": gpus[begin : begin + each]}.get(role, [])
+        num_servers = self._num_processes("llm_server", nodes, host)
+        num_rank_gpus = len(gpus)
+        if num_servers:
+            num_rank_gpus = self._num_processes("trainer", nodes, host)
+        if role == "trainer":
+            return gpus[:num_rank_gpus]
+        if role == "llm_server":
+            per_server = (len(gpus) - num_rank_gpus) // max(num_servers, 1)
+            begin = num_rank_gpus + number * per_server
+            return gpus[begin : begin + per_server]
+        return []
+
+    def _num_processes(self, role: str, nodes: Nodes, host: str) -> int:
+        """Return the number of processes of a role on a host of a part of the job."""
+        num_processes = counts(self.config).get(role, 0)
+        places = [self.place(role, index) for index in range(num_processes)]
+        return sum(
+            (place_nodes, place_host) == (nodes, host) for place_nodes, place_host, _ in places
+        )
 
     async def rank_places(self) -> tuple[str, Sequence[int]]:
         places = [self.place("trainer", rank) for rank in range(self.options.trainer_ranks)]
-        return places[0][1], [number for _, _, number in places]
+        return places[0].host, [place.number for place in places]
 
     async def clear(self, role: Role) -> None:
         """Kill the remaining processes of a role; a step may outlive its srun."""
         await super().clear(role)
         jobs = ",".join(nodes.job for nodes in self.nodes.values())
-        listed = await asyncio.to_thread(output, ["squeue", "-hs", "-j", jobs, "-o", "%i %j"])
-        steps = [line.split() for line in listed.splitlines()]
-        if mine := [step for step, name in steps if name in role.names]:
-            await asyncio.to_thread(output, ["scancel", "--signal=KILL", *mine])
+        listing = await asyncio.to_thread(output, ["squeue", "-hs", "-j", jobs, "-o", "%i %j"])
+        steps = [line.split() for line in listing.splitlines()]
+        steps_of_role = [step for step, name in steps if name in role.names]
+        if steps_of_role:
+            await asyncio.to_thread(output, ["scancel", "--signal=KILL", *steps_of_role])
 
     # ------------------------------------------------------------ before the start
 
@@ -132,37 +181,61 @@ class SlurmLauncher(LocalLauncher):
         Raises:
             UserError: a node did not reply in time, or does not have a file.
         """
-        name = f".seen-{secrets.token_hex(4)}"
+        mark_name = f".seen-{secrets.token_hex(4)}"
         folders = (self.paths.root, name_dir(self.config))
-        marks = {folder / name: folder for folder in folders}
-        files = [*marks, *needed_paths(self.config)]
-        for mark in marks:
+        folders_by_mark = {folder / mark_name: folder for folder in folders}
+        files = [*folders_by_mark, *needed_paths(self.config)]
+        for mark in folders_by_mark:
             mark.touch()
         try:
             probes = [self._probe_part(nodes, files) for nodes in self.nodes.values()]
-            answers = zip(self.nodes.values(), await asyncio.gather(*probes), strict=True)
+            outputs = await asyncio.gather(*probes)
         finally:
-            for mark in marks:
+            for mark in folders_by_mark:
                 mark.unlink(missing_ok=True)
-        for nodes, line in [(nodes, line) for nodes, lines in answers for line in lines]:
-            host, _, rest = line.partition(" ")
-            if rest.startswith("lacks "):
-                path = Path(rest.removeprefix("lacks "))
-                raise not_shared(marks.get(path, path), self.nodes["head"].hosts[0], host)
-            self.devices[nodes.job, host] = [] if rest == "-" else rest.split(",")
-        expected = [(nodes.job, host) for nodes in self.nodes.values() for host in nodes.hosts]
-        if silent := [host for job, host in expected if (job, host) not in self.devices]:
-            start_s = f"launcher.slurm.start_s={self.options.slurm.start_s:g} s"
-            what = f"no answer from {', '.join(sorted({*silent}))} within {start_s}"
-            fix = f"See `scontrol show node {silent[0]}`, exclude it (--exclude={silent[0]})"
-            raise UserError(f"{what}. {fix}, or increase start_s.")
+        for nodes, lines in zip(self.nodes.values(), outputs, strict=True):
+            for line in lines:
+                host, _, answer = line.partition(" ")
+                if answer.startswith("lacks "):
+                    path = Path(answer.removeprefix("lacks "))
+                    missing = folders_by_mark.get(path, path)
+                    this_host = self.nodes["head"].hosts[0]
+                    raise not_shared(missing, this_host, host)
+                gpus = [] if answer == "-" else answer.split(",")
+                self.devices[nodes.job, host] = gpus
+        self._check_answers()
+
+    def _check_answers(self) -> None:
+        """Check that every node has reported its GPUs.
+
+        Raises:
+            UserError: a node did not reply in time.
+        """
+        silent: list[str] = []
+        for nodes in self.nodes.values():
+            silent += [host for host in nodes.hosts if (nodes.job, host) not in self.devices]
+        if silent:
+            names = ", ".join(sorted({*silent}))
+            start_s = self.options.slurm.start_s
+            raise UserError(
+                f"no answer from {names} within launcher.slurm.start_s={start_s:g} s. "
+                f"See `scontrol show node {silent[0]}`, exclude it (--exclude={silent[0]}), "
+                "or increase start_s."
+            )
 
     async def _probe_part(self, nodes: Nodes, files: Sequence[Path]) -> list[str]:
         """Run PROBE on the nodes of a part; return the lines printed within `start_s`."""
-        size = str(len(nodes.hosts))
+        num_nodes = str(len(nodes.hosts))
         start_s = self.options.slurm.start_s
-        step = nodes.srun("-N", size, "-n", size, "--ntasks-per-node=1", "--job-name=probe")
+        step = nodes.srun(
+            "-N",
+            num_nodes,
+            "-n",
+            num_nodes,
+            "--ntasks-per-node=1",
+            "--job-name=probe",
+        )
         words = [*step, "sh", "-c", PROBE, "probe", *files]
         with Wait("nodes", owner="launcher-0", on="Slurm"):
-            printed = await asyncio.to_thread(output, words, start_s, stderr=None)
-        return [line.strip() for line in printed.splitlines()]
+            answers = await asyncio.to_thread(output, words, start_s, stderr=None)
+        return [line.strip() for line in answers.splitlines()]

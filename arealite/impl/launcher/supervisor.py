@@ -17,7 +17,7 @@ from arealite.base import log
 from arealite.base.errors import InvariantError, RoleError, UserError
 from arealite.impl.launcher.processes import Child
 from arealite.system.health import waits
-from arealite.system.health.diagnosis import Finding, examine
+from arealite.system.health.diagnosis import Cause, Finding, examine
 
 ROLE = "AREALITE_ROLE"
 """Environment variable with the name that a server's parent has in the run."""
@@ -73,23 +73,28 @@ class Budget:
     wait: waits.Wait = field(default_factory=lambda: waits.Wait("start", owner=waits.SUPERVISOR))
     """The published wait for the role to be up."""
 
-    def mark_down(self, what: str, why: str = "") -> None:
+    def mark_down(self, attempt: str, death_report: str = "") -> None:
         """Publish that the role is not up.
 
         Args:
-            what: The present attempt, for example "restart 1 of 5".
-            why: Reason of the last death; "": there was none.
+            attempt: The present attempt, for example "restart 1 of 5".
+            death_report: Exit report of the last death; "": there was none.
         """
         waits.table.discard(self.wait)
-        detail = why.partition("\n")[0]
-        self.wait = waits.Wait(what, owner=waits.SUPERVISOR, on=self.role, detail=detail)
+        self.wait = waits.Wait(
+            attempt,
+            owner=waits.SUPERVISOR,
+            on=self.role,
+            detail=death_report.partition("\n")[0],
+        )
         if self.role:
             waits.table.add(self.wait)
 
     def mark_up(self, mark: float = math.inf) -> bool:
         """Publish that the role is up, and return True; after a second death, only if `mark` shows
         progress."""
-        if is_up := self.deaths < 2 or mark > self._mark:
+        is_up = self.deaths < 2 or mark > self._mark
+        if is_up:
             waits.table.discard(self.wait)
         return is_up
 
@@ -105,11 +110,15 @@ class Budget:
             self._early = 0
         self.deaths += 1
         self.mark_down(f"restart {self.deaths} of {self.limit}", report)
-        self._early = 0 if lived_s > self.steady_s else self._early + 1
+        was_steady = lived_s > self.steady_s
+        self._early = 0 if was_steady else self._early + 1
         if self.deaths > self.limit:
             self.mark_down(f"given up after {self.deaths} deaths", report)
             return None
-        return self.pauses_s[min(self._early, len(self.pauses_s)) - 1] if self._early else 0.0
+        if was_steady:
+            return 0.0
+        pause_number = min(self._early, len(self.pauses_s))
+        return self.pauses_s[pause_number - 1]
 
 
 @dataclass
@@ -133,27 +142,36 @@ class Role:
 
     async def end(self) -> Child | None:
         """Wait until one of its processes died, and return it; None: all ended as planned."""
-        exits = {asyncio.ensure_future(c.process.wait()): c for c in self.children}
-        left: list[Child] = []
+        exits = {asyncio.ensure_future(child.process.wait()): child for child in self.children}
+        exited: list[Child] = []
         try:
             while exits:
-                limit = self.grace_s if left and not self.over.is_set() else None
-                first = asyncio.FIRST_COMPLETED
-                done, _ = await asyncio.wait(exits, timeout=limit, return_when=first)
+                is_early = bool(exited) and not self.over.is_set()
+                done, _ = await asyncio.wait(
+                    exits,
+                    timeout=self.grace_s if is_early else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
                 if not done and not self.over.is_set():
-                    return left[0]
+                    return exited[0]
                 if len(exits) > 1 and any(exits[task].code > 0 for task in done):
                     done, _ = await asyncio.wait(exits, timeout=EXIT_REASON_S)
-                left += [exits.pop(task) for task in done]
-                if dead := [child for child in left if child.code]:
-                    return min(dead, key=lambda child: (child.code not in STOPPING, child.code))
+                exited += [exits.pop(task) for task in done]
+                failed = [child for child in exited if child.code]
+                if failed:
+                    return _child_with_reason(failed)
         finally:
             for task in exits:
                 task.cancel()
         if not (self.leads or self.leaving):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.over.wait(), self.grace_s)
-        return None if self.leads or self.over.is_set() else left[0]
+        return None if self.leads or self.over.is_set() else exited[0]
+
+
+def _child_with_reason(failed: Sequence[Child]) -> Child:
+    """Return the child whose exit explains the others: one of STOPPING, else one by a signal."""
+    return min(failed, key=lambda child: (child.code not in STOPPING, child.code))
 
 
 class Supervisor(ABC):
@@ -203,7 +221,10 @@ class Supervisor(ABC):
 
     async def _mark_up(self, role: Role) -> None:
         """Publish that a role is up, once it is. Waits for: its files. Unblocks: no process."""
-        while not (await asyncio.to_thread(self.is_up, role) and role.budget.mark_up(self.mark())):  # noqa: ASYNC110  (files have no event)
+        while True:
+            has_started = await asyncio.to_thread(self.is_up, role)
+            if has_started and role.budget.mark_up(self.mark()):
+                return
             await asyncio.sleep(EXAMINE_S)
 
     async def clear(self, role: Role) -> None:
@@ -224,37 +245,46 @@ class Supervisor(ABC):
             RoleFailed: the restart budget is spent.
         """
         budget = role.budget
-        again = ""
+        restart_line = ""
         budget.mark_down("start")
         while not role.leaving:
             await self.start(role)
             if role.leaving:  # it was stopped before its process could receive a signal
                 await self.clear(role)
                 break
-            if again:
-                self.say(again)
+            if restart_line:
+                self.say(restart_line)
             dead = await self.end(role)
             await self.clear(role)
             if dead is None or not self.is_needed(role, dead):
                 break
             lived_s = time.monotonic() - dead.started
-            pause = budget.spend(dead.exit_report, mark=self.mark(), lived_s=lived_s)
+            pause_s = budget.spend(dead.exit_report, mark=self.mark(), lived_s=lived_s)
             budget.wait.detail = dead.exit_summary
-            if pause is None:
-                text = budget.first
-                if budget.limit:
-                    text = f"{dead.exit_summary}, {budget.deaths} times without {self.milestone}; "
-                    text += f"{self.option}={budget.limit}. The first: {budget.first}"
-                raise RoleFailed(text, max(dead.code, 1))
-            await self.pause(role, dead, pause)
+            if pause_s is None:
+                raise RoleFailed(self._budget_report(budget, dead), max(dead.code, 1))
+            await self.pause(role, dead, pause_s)
             if not self.is_needed(role, dead):
                 break
-            again = f"{dead.exit_summary}; started again ({budget.deaths} of {budget.limit})"
+            attempt = f"{budget.deaths} of {budget.limit}"
+            restart_line = f"{dead.exit_summary}; started again ({attempt})"
         budget.mark_up()
+
+    def _budget_report(self, budget: Budget, dead: Child) -> str:
+        """Return the error for a spent restart budget."""
+        if not budget.limit:
+            return budget.first
+        return (
+            f"{dead.exit_summary}, {budget.deaths} times without {self.milestone}; "
+            f"{self.option}={budget.limit}. The first: {budget.first}"
+        )
 
     def child_of(self, finding: Finding) -> Child | None:
         """Return the running child that a finding is about; None: it is about another process."""
-        return next((c for c in self.children if c.running and c.pid == finding.pid), None)
+        for child in self.children:
+            if child.running and child.pid == finding.pid:
+                return child
+        return None
 
     def is_shown(self, finding: Finding) -> bool:
         """Return whether the health monitor reports a finding."""
@@ -309,11 +339,17 @@ class HealthMonitor:
         self._seen[key] = now
 
     def _kill_if_due(self, finding: Finding) -> None:
-        # The child may be srun, which still runs although the role's process is dead.
-        limits: dict[str, float] = dict.fromkeys(("stopped", "silent", "dead"), self.silent_s)
-        limits["blocked"] = self.blocked_s
-        is_due = finding.since_s >= limits.get(finding.cause, math.inf)
-        if is_due and (child := self.supervisor.child_of(finding)):
+        limits_s: dict[Cause, float] = {
+            "stopped": self.silent_s,
+            "silent": self.silent_s,
+            # The child may be srun, which still runs although the role's process is dead.
+            "dead": self.silent_s,
+            "blocked": self.blocked_s,
+        }
+        if finding.since_s < limits_s.get(finding.cause, math.inf):
+            return
+        child = self.supervisor.child_of(finding)
+        if child is not None:
             self.supervisor.say(f"{finding.blocker} is killed after {finding.since_s:.0f} s")
             child.kill()
 
@@ -325,11 +361,14 @@ def finding_key(finding: Finding) -> FindingKey:
 
 def describe(finding: Finding) -> str:
     """Return one line: the blocking role, the cause, the place, and the roles that wait."""
-    text = f"{finding.blocker} is {finding.cause}: {finding.detail}"
-    if frames := list(FRAME.finditer(finding.stack)):
+    description = f"{finding.blocker} is {finding.cause}: {finding.detail}"
+    frames = list(FRAME.finditer(finding.stack))
+    if frames:
         file, line, function = frames[-1].groups()
-        text += f" (at {file}:{line} in {function})"
+        description += f" (at {file}:{line} in {function})"
     if finding.waiters:
         first, *others = finding.waiters
-        text += f"; waiting: {first}" + (f" and {len(others)} more" if others else "")
-    return text
+        description += f"; waiting: {first}"
+        if others:
+            description += f" and {len(others)} more"
+    return description

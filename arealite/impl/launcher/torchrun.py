@@ -23,6 +23,7 @@ OF_RANKS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_", "LOCAL_RANK", "RANK",
 """Prefixes of torchrun's variables; a server with ranks of its own must not read them."""
 NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a rank needs besides RANK."""
+HINT = "Set RANK and the others as torchrun and a PyTorchJob do; or, for a run here, unset RANK."
 
 
 def read_rank(variables: Mapping[str, str]) -> tuple[int, int]:
@@ -31,24 +32,26 @@ def read_rank(variables: Mapping[str, str]) -> tuple[int, int]:
     Raises:
         UserError: A variable is missing, or its value is wrong.
     """
-    fix = "Set RANK and the others as torchrun and a PyTorchJob do; or, for a run here, unset RANK."
-    if missing := [name for name in NEEDED if not variables.get(name)]:
-        what = f"RANK={variables['RANK']} is set, but {', '.join(missing)} not"
-        raise UserError(f"{what}. {fix}")
+    missing = [name for name in NEEDED if not variables.get(name)]
+    if missing:
+        raise UserError(f"RANK={variables['RANK']} is set, but {', '.join(missing)} not. {HINT}")
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not re.fullmatch(r"[0-9]+", variables[name]):
-            raise UserError(f"{name}={variables[name]} must be a whole number. {fix}")
+            raise UserError(f"{name}={variables[name]} must be a whole number. {HINT}")
     rank = int(variables["RANK"])
-    size = int(variables["WORLD_SIZE"])
-    if rank >= size:
-        raise UserError(f"RANK={rank} must be below WORLD_SIZE={size}. {fix}")
+    world_size = int(variables["WORLD_SIZE"])
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} must be below WORLD_SIZE={world_size}. {HINT}")
     if not 0 < int(variables["MASTER_PORT"]) < 1 << 16:
-        raise UserError(f"MASTER_PORT={variables['MASTER_PORT']} must be 1 to 65535. {fix}")
-    per_pod = variables.get("PET_NPROC_PER_NODE", "1")
-    if per_pod not in ("1", "auto") and "TORCHELASTIC_RUN_ID" not in variables:
-        what = f"PET_NPROC_PER_NODE={per_pod}: this command runs one rank per pod"
-        raise UserError(f"{what}. Start `torchrun train.py …` in the pods.")
-    return rank, size
+        raise UserError(f"MASTER_PORT={variables['MASTER_PORT']} must be 1 to 65535. {HINT}")
+    ranks_per_pod = variables.get("PET_NPROC_PER_NODE", "1")
+    is_one_per_pod = ranks_per_pod in ("1", "auto")
+    if not is_one_per_pod and "TORCHELASTIC_RUN_ID" not in variables:
+        raise UserError(
+            f"PET_NPROC_PER_NODE={ranks_per_pod}: this command runs one rank per pod. "
+            "Start `torchrun train.py …` in the pods."
+        )
+    return rank, world_size
 
 
 def check_host(config: ExperimentConfig) -> None:
@@ -63,8 +66,11 @@ def check_host(config: ExperimentConfig) -> None:
         resolved = socket.gethostbyname(master)
     is_here = resolved.startswith("127.") or resolved == own_address()
     if not is_here and config.cluster.bound == "127.0.0.1":
-        what = f"MASTER_ADDR={master} is another host, but cluster.host={config.cluster.host}"
-        raise UserError(f"{what} is reachable from one host only. Set cluster.host=auto.")
+        raise UserError(
+            f"MASTER_ADDR={master} is another host, "
+            f"but cluster.host={config.cluster.host} is reachable from one host only. "
+            "Set cluster.host=auto."
+        )
 
 
 class Sidecar(LocalLauncher):
@@ -99,10 +105,16 @@ def sidecar(config: ExperimentConfig) -> Generator[None]:
     """
     root = str(run_paths(config).root)
     command = [sys.executable, "-m", "arealite.cli.main", "role", "sidecar", "0", root]
-    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
+    environment = {
+        name: setting for name, setting in os.environ.items() if not name.startswith(OF_RANKS)
+    }
+    environment[PARENT] = str(os.getpid())
     # A separate session: after Ctrl-C, the trainer finishes its step, which needs the datapipe.
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, env=own | {PARENT: str(os.getpid())}, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
     ) as process:
         try:
             yield
@@ -111,5 +123,5 @@ def sidecar(config: ExperimentConfig) -> Generator[None]:
             raise
         process.communicate()
     if process.returncode:
-        ended = how_ended(process.returncode)
-        raise RoleError(f"the sidecar of the trainer failed ({ended}): see {root}/logs")
+        exit_report = how_ended(process.returncode)
+        raise RoleError(f"the sidecar of the trainer failed ({exit_report}): see {root}/logs")

@@ -32,7 +32,10 @@ def of_run(config: ExperimentConfig, *, has_torch: bool = True) -> WarmParent:
     """
     if _early:
         return _early[0]
-    warm = WarmParent(_stages(config, has_torch), threads(config.launcher.trainer_threads))
+    warm = WarmParent(
+        _stages(config, has_torch),
+        environment=threads(config.launcher.trainer_threads),
+    )
     warm.start()
     return warm
 
@@ -85,10 +88,11 @@ def _stages(config: ExperimentConfig, has_torch: bool) -> list[list[str]]:
         "train_engine": config.trainer.own.engine.type,
         "weight_publisher": ppo.publisher.type,
     }
-    heavy = [*SERVER, *_part_modules(trainer_parts), *_model_modules(config.model.path)]
-    for logger in config.logger.types:
-        heavy += _part_modules({"logger": logger})
-    heavy = heavy if has_torch else []
+    heavy: list[str] = []
+    if has_torch:
+        heavy += [*SERVER, *_part_modules(trainer_parts), *_model_modules(config.model.path)]
+        for logger in config.logger.types:
+            heavy += _part_modules({"logger": logger})
     if config.trainer.is_offline:
         return [[*ALL_ROLES], [], heavy]
     return [[*DATAPIPE], [*WORKER, *_part_modules(worker_parts)], heavy]
@@ -97,18 +101,23 @@ def _stages(config: ExperimentConfig, has_torch: bool) -> list[list[str]]:
 def _part_modules(types: dict[str, str]) -> list[str]:
     """Return the modules of built-in parts; parts of users are not imported here."""
     table = read_toml(registry.__file__, "parts.toml")
-    lines = [table[kind].get(name, "") for kind, name in types.items()]
-    return [line.partition(":")[0] for line in lines if line]
+    modules: list[str] = []
+    for kind, name in types.items():
+        place = table[kind].get(name, "")  # "module:Class"
+        if place:
+            modules.append(place.partition(":")[0])
+    return modules
 
 
 def _model_modules(path: str | None) -> Sequence[str]:
     """Return transformers' modules for the model in a folder."""
     with suppress(OSError, ValueError, AttributeError):
-        facts = json.loads((Path(path or "").expanduser() / "config.json").read_text())
-        kind = str(facts.get("model_type"))
-        if kind.isidentifier():
+        file = Path(path or "").expanduser() / "config.json"
+        model_config = json.loads(file.read_text())
+        model_type = str(model_config.get("model_type"))
+        if model_type.isidentifier():
             return (
                 "transformers.models.auto.tokenization_auto",
-                f"transformers.models.{kind}.modeling_{kind}",
+                f"transformers.models.{model_type}.modeling_{model_type}",
             )
     return ()

@@ -144,13 +144,21 @@ def serve(control: socket.socket, stages: Sequence[Sequence[str]]) -> Request:
         for module in stage:
             with suppress(Exception):  # the role that needs the module reports the error
                 importlib.import_module(module)
-            while select.select([control], [], [], 0)[0]:
-                if request := _answer(control):
+            while _is_readable(control):
+                request = _answer(control)
+                if request is not None:
                     return request
         control.sendall(IMPORTED)
     while True:
-        if request := _answer(control):
+        request = _answer(control)
+        if request is not None:
             return request
+
+
+def _is_readable(control: socket.socket) -> bool:
+    """Return whether a request has arrived, or the supervisor has exited."""
+    readable, _, _ = select.select([control], [], [], 0)
+    return bool(readable)
 
 
 def _answer(control: socket.socket) -> Request | None:
@@ -192,7 +200,8 @@ def can_fork() -> bool:
         with suppress(OSError):
             paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     has_device = any(path.startswith("/dev/nvidia") for path in paths)
-    return len(os.listdir("/proc/self/task")) == 1 and not (has_cuda or has_device)
+    num_threads = len(os.listdir("/proc/self/task"))
+    return num_threads == 1 and not (has_cuda or has_device)
 
 
 def _become_role(request: Request) -> None:
@@ -217,11 +226,7 @@ def run(request: Request) -> NoReturn:
     """Run the command of a role in this process, as a new interpreter would, and exit."""
     global is_warm
     is_warm = True
-    os.fchdir(request.folder)
-    for number, descriptor in enumerate(request.streams):
-        os.dup2(descriptor, number)
-    for descriptor in (request.line, request.folder, *request.streams):
-        os.close(descriptor)
+    _take_over_descriptors(request)
     _open_streams()
     vars(weakref.finalize)["_registry"].clear()  # those of the warm parent: it is not ending
     threads = os.environ.get(THREADS)
@@ -238,6 +243,15 @@ def run(request: Request) -> NoReturn:
             raise
         _exit(end.code or 0)
     _exit(0)
+
+
+def _take_over_descriptors(request: Request) -> None:
+    """Enter the role's folder, and use its standard streams."""
+    os.fchdir(request.folder)
+    for number, descriptor in enumerate(request.streams):
+        os.dup2(descriptor, number)
+    for descriptor in (request.line, request.folder, *request.streams):
+        os.close(descriptor)
 
 
 def _run_command(words: Sequence[str]) -> None:
@@ -276,7 +290,7 @@ def _exit(code: int) -> NoReturn:
 
 def _files() -> list[io.IOBase]:
     """Return the file objects that the garbage collector knows: not those that are frozen."""
-    return [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
+    return [file for file in gc.get_objects() if issubclass(type(file), io.IOBase)]
 
 
 def freeze() -> None:
@@ -290,15 +304,19 @@ def show_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Set the command line and the environment that /proc shows of this process, as for `ps`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = ctypes.c_void_p
-    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    code_data_heap = [int(stat[number - 3]) for number in (26, 27, 45, 46, 47)]
-    stack = int(stat[28 - 3])
-    shown = ["\0".join(words), "\0".join(f"{name}={v}" for name, v in environment.items())]
-    buffers = [ctypes.create_string_buffer(os.fsencode(text)) for text in shown]
-    for buffer in buffers:  # /proc shows this memory until the process is gone
+    # The fields of `man proc_pid_stat` that come after the name of the command, from number 3.
+    stat_fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    code_data_heap = [int(stat_fields[number - 3]) for number in (26, 27, 45, 46, 47)]
+    stack = int(stat_fields[28 - 3])
+    addresses: list[int] = []
+    variables = [f"{name}={setting}" for name, setting in environment.items()]
+    for strings in (words, variables):
+        buffer = ctypes.create_string_buffer(os.fsencode("\0".join(strings)))
+        # /proc shows this memory until the process is gone.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))
-    texts = [ctypes.addressof(buffer) + end for buffer in buffers for end in (0, len(buffer))]
-    areas = MEMORY_MAP.pack(*code_data_heap, libc.sbrk(0), stack, *texts, 0, 0, -1)
+        begin = ctypes.addressof(buffer)
+        addresses += [begin, begin + len(buffer)]
+    areas = MEMORY_MAP.pack(*code_data_heap, libc.sbrk(0), stack, *addresses, 0, 0, -1)
     if libc.prctl(PR_SET_MM, PR_SET_MM_MAP, areas, len(areas), 0):
         raise OSError(ctypes.get_errno(), "the command line cannot be set")
 
@@ -350,8 +368,10 @@ def _reset_libraries(threads: str | None) -> None:
 def _set_blas_threads(count: str) -> None:
     """Set the number of threads of the OpenBLAS that numpy brings; "": the number of CPUs."""
     number = int(count) if count.isdecimal() else len(os.sched_getaffinity(0))
+    if number <= 1:
+        return
     maps = Path("/proc/self/maps").read_text()
-    for path in {*re.findall(r"/\S*libscipy_openblas64_\S*", maps)} if number > 1 else ():
+    for path in {*re.findall(r"/\S*libscipy_openblas64_\S*", maps)}:
         with suppress(OSError, AttributeError):  # another build of numpy
             ctypes.CDLL(path).scipy_openblas_set_num_threads64_(number)
 

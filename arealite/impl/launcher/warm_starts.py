@@ -61,13 +61,19 @@ def start_process(
         OSError: The system has no place for a process.
     """
     control, theirs = socket.socketpair()
-    words = [sys.executable, "-m", warm_parent.__name__, str(theirs.fileno()), json.dumps(stages)]
-    fixed = {warm_parent.BLAS_THREADS: "1", PARENT: str(os.getpid())}
+    command = [
+        sys.executable,
+        "-m",
+        warm_parent.__name__,
+        str(theirs.fileno()),
+        json.dumps(stages),
+    ]
+    variables = {warm_parent.BLAS_THREADS: "1", PARENT: str(os.getpid())}
     try:
         with theirs:
             process = subprocess.Popen(
-                words,
-                env=os.environ | environment | fixed,
+                command,
+                env=os.environ | environment | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -90,7 +96,8 @@ class ForkedParent:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        _, wait_status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(wait_status)
 
 
 class ForkedRole:
@@ -113,8 +120,8 @@ class ForkedRole:
     def _reap(self) -> None:
         self._loop.remove_reader(self._descriptor)
         os.close(self._descriptor)
-        _, status = os.waitpid(self.pid, 0)
-        self.returncode = os.waitstatus_to_exitcode(status)
+        _, wait_status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(wait_status)
         self._exit_code.set_result(self.returncode)
 
     async def wait(self) -> int:
@@ -200,8 +207,14 @@ class WarmParent:
             with suppress(OSError), log.open("ab") if log else nullcontext() as output:
                 begin = output.tell() if output else 0
                 streams = [output.fileno()] * 2 if output else [1, 2]
-                if (role := await self.fork(words, env, stage, streams)) is not None:
-                    return Child(name, role, log, begin)
+                role = await self.fork(words, env, stage, streams)
+                if role is not None:
+                    return Child(
+                        name=name,
+                        process=role,
+                        log=log,
+                        log_begin=begin,
+                    )
         return await spawn(name, words, log=log, environment=env)
 
     async def fork(
@@ -239,8 +252,8 @@ class WarmParent:
                     self._restart()
                 return None
             environment = os.environ | env | {PARENT: str(os.getpid())}
-            body = json.dumps({"words": [*words], "environment": environment}).encode()
-            return await self._fork(body, streams)
+            request = {"words": [*words], "environment": environment}
+            return await self._fork(json.dumps(request).encode(), streams)
 
     async def _fork(self, body: bytes, streams: Sequence[int]) -> ForkedRole | None:
         """Send a request, and return its role; after a failure, no part of the role remains."""
@@ -301,11 +314,12 @@ class WarmParent:
         if answer != FORKED:
             raise OSError("the warm parent has exited")
         while received.count(b"\n") < 2:
-            if not (data := await asyncio.get_running_loop().sock_recv(line, 64)):
+            chunk = await asyncio.get_running_loop().sock_recv(line, 64)
+            if not chunk:
                 raise OSError("the role exited before it began")
-            received += data
-        pid = int(received.split()[1])
-        role = ForkedRole(pid)
+            received += chunk
+        _, role_pid = received.split()
+        role = ForkedRole(int(role_pid))
         with suppress(OSError):  # the role has exited; role.wait returns its code
             line.send(GO)
         return role
@@ -316,8 +330,8 @@ class WarmParent:
         with suppress(OSError):
             line.settimeout(END_S)
             line.shutdown(socket.SHUT_WR)  # the role exits
-            while data := line.recv(64):
-                received += data
+            while chunk := line.recv(64):
+                received += chunk
         for pid in received.split():
             with suppress(ChildProcessError):
                 os.waitpid(int(pid), 0)
@@ -377,13 +391,18 @@ def is_possible() -> bool:
     prctl = ctypes.CDLL(None).prctl
     number = ctypes.byref(ctypes.c_int())
     has_subreapers = prctl(PR_GET_CHILD_SUBREAPER, number) == 0
-    return has_subreapers and prctl(warm_parent.PR_SET_MM, PR_SET_MM_MAP_SIZE, number, 0, 0) == 0
+    if not has_subreapers:
+        return False
+    # Whether the kernel lets a process set its command line.
+    return prctl(warm_parent.PR_SET_MM, PR_SET_MM_MAP_SIZE, number, 0, 0) == 0
 
 
 def can_start(words: Sequence[str]) -> bool:
     """Return whether a warm parent can run a command: a module or a file with this interpreter."""
-    is_python = words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
-    return is_python and is_possible()
+    if words[0] != sys.executable:
+        return False
+    is_module_or_file = words[1] == "-m" or words[1].endswith(".py")
+    return is_module_or_file and is_possible()
 
 
 def fork_here() -> WarmParent | None:

@@ -34,15 +34,21 @@ PROBE_S = 30.0
 SYSTEM = "/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"
 """Files and folders that programs may read, in addition to those of Python."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
-PROCESS_OPTIONS: Any = dict(stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True)
-PROCESS_OPTIONS |= {"cwd": "/", "env": ENVIRONMENT}
+PROCESS_OPTIONS: Any = {
+    "stdin": PIPE,
+    "stdout": PIPE,
+    "stderr": PIPE,
+    "start_new_session": True,
+    "cwd": "/",
+    "env": ENVIRONMENT,
+}
 """A new session receives no signals of the terminal, and gets its own scheduling group."""
 BOOT = """import marshal, os
 def receive(count):
-    text = b""
-    while len(text) < count:
-        text += os.read(0, count - len(text)) or os._exit(0)
-    return text
+    received = b""
+    while len(received) < count:
+        received += os.read(0, count - len(received)) or os._exit(0)
+    return received
 exec(marshal.loads(receive(int.from_bytes(receive(4), "little"))))"""
 """Program of the new Python process: it reads the code of `sandbox_init` from stdin and runs it."""
 PROBE = "import os\nif os.fork() == 0: os._exit(0)\nos.wait()\nprint('works')"
@@ -75,10 +81,11 @@ class Sandbox:
             problem = f"a program cannot fork: {done.stderr[-300:]}"
         except SandboxFailed as error:
             problem = str(error)
-        what = f"this host cannot confine programs: {problem}"
-        fix = "Run `apt install bubblewrap` and allow user namespaces. Or set"
-        other = "sandbox.backend=unsafe: programs then run with all rights of this user."
-        raise UserError(f"{what}. {fix} {other}")
+        raise UserError(
+            f"this host cannot confine programs: {problem}. "
+            "Run `apt install bubblewrap` and allow user namespaces. "
+            "Or set sandbox.backend=unsafe: programs then run with all rights of this user."
+        )
 
     async def run(self, program: str, *, stdin: str = "") -> Outcome:
         """Run a program until it exits or reaches a limit. Cancelling this call kills the program.
@@ -92,15 +99,20 @@ class Sandbox:
         Raises:
             SandboxFailed: The sandbox could not start or end the program.
         """
-        seconds = START_S + self.config.timeout_s
-        what = "a program in the sandbox"
-        data = request(program, stdin)
+        encoded_request = request(program, stdin)
         async with self._slots:
+            wait = Wait(
+                "a program in the sandbox",
+                owner="sandbox",
+                on="sandbox_init",
+                seconds=START_S + self.config.timeout_s,
+            )
             try:
-                with Wait(what, owner="sandbox", on="sandbox_init", seconds=seconds):
+                with wait:
                     process = await spawn(self.command)
                     try:
-                        return outcome(*await communicate(process, data))
+                        stdout, stderr = await communicate(process, encoded_request)
+                        return outcome(stdout, stderr)
                     finally:
                         await stop(process)
             except (DeadlineError, OSError) as error:
@@ -116,16 +128,25 @@ def init_code() -> bytes:
 
 def command(config: SandboxConfig) -> list[str]:
     """Return the command that starts Python for `sandbox_init`, in bubblewrap if confined."""
-    folders = [sys.base_prefix, *([config.packages] if config.packages else [])]
-    sizes = config.memory_mb << 20, config.processes, config.output_kb << 10, config.disk_mb << 20
-    outer = []
+    folders = [sys.base_prefix]
+    if config.packages:
+        folders.append(config.packages)
+    disk_bytes = config.disk_mb << 20
+    confinement: list[str] = []
     seccomp = b""
     if config.backend == "bwrap":
-        outer = bubblewrap(folders, config.disk_mb << 20)
+        confinement = bubblewrap(folders, disk_bytes)
         seccomp = seccomp_filter()
-    arguments = [seccomp.hex(), config.timeout_s, *sizes, *folders]
     python = [os.path.realpath(sys.executable), "-I", "-S", "-c", BOOT]
-    return [*outer, *python, *map(str, arguments)]
+    limits = [  # in the order of `sandbox_init.Limits`
+        seccomp.hex(),
+        str(config.timeout_s),
+        str(config.memory_mb << 20),
+        str(config.processes),
+        str(config.output_kb << 10),
+        str(disk_bytes),
+    ]
+    return [*confinement, *python, *limits, *folders]
 
 
 def bubblewrap(
@@ -145,11 +166,9 @@ def bubblewrap(
         folder: The command's working directory.
     """
     system: list[str] = []
-    for path in [*SYSTEM, *(path for path in readable if not path.startswith("/usr/"))]:
-        for parent in [*PurePath(path).parents][-2::-1]:  # implicit parents are not readable
-            system += ["--perms", "0755", "--dir", str(parent)]
-        link = ["--symlink", os.readlink(path), path] if os.path.islink(path) else []
-        system += link or ["--ro-bind-try", path, path]
+    outside_usr = [path for path in readable if not path.startswith("/usr/")]
+    for path in [*SYSTEM, *outside_usr]:
+        system += _bind_readable(path)
     if os.getuid() == 0:  # RLIMIT_NPROC does not bind root: sandbox_init changes to another user
         user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
@@ -166,15 +185,29 @@ def bubblewrap(
     ]
 
 
+def _bind_readable(path: str) -> list[str]:
+    """Return the arguments of bubblewrap that show a file or folder, and create its parents."""
+    arguments: list[str] = []
+    parents_below_root = [*PurePath(path).parents][-2::-1]
+    for parent in parents_below_root:  # implicit parents are not readable
+        arguments += ["--perms", "0755", "--dir", str(parent)]
+    if os.path.islink(path):
+        arguments += ["--symlink", os.readlink(path), path]
+    else:
+        arguments += ["--ro-bind-try", path, path]
+    return arguments
+
+
 def request(program: str, stdin: str) -> bytes:
     """Return the stdin of a new process: the code of `sandbox_init`, then its request.
 
     Characters that UTF-8 cannot encode become "?".
     """
     code = init_code()
-    texts = (program.encode(errors="replace"), stdin.encode(errors="replace"))
-    head = pack("<I", len(code)) + code + pack("<3I", next(USERS), *map(len, texts))
-    return head + b"".join(texts)
+    encoded_program = program.encode(errors="replace")
+    encoded_stdin = stdin.encode(errors="replace")
+    lengths = pack("<3I", next(USERS), len(encoded_program), len(encoded_stdin))
+    return pack("<I", len(code)) + code + lengths + encoded_program + encoded_stdin
 
 
 async def spawn(command: list[str], **options: Any) -> Process:
@@ -196,11 +229,11 @@ async def spawn(command: list[str], **options: Any) -> Process:
         raise
 
 
-async def communicate(process: Process, data: bytes) -> tuple[bytes, bytes]:
-    """Write `data` to the process; return its whole stdout and stderr."""
+async def communicate(process: Process, stdin: bytes) -> tuple[bytes, bytes]:
+    """Write `stdin` to the process; return its whole stdout and stderr."""
     assert process.stdin and process.stdout and process.stderr
     with suppress(ConnectionError):  # the process failed: its stderr holds the reason
-        process.stdin.write(data)
+        process.stdin.write(stdin)
         await process.stdin.drain()
     return await process.stdout.read(), await process.stderr.read()
 
@@ -226,12 +259,19 @@ def outcome(stdout: bytes, stderr: bytes) -> Outcome:
     Raises:
         SandboxFailed: The output holds no outcome; the message is the end of `stderr`.
     """
-    head, _, texts = stdout.partition(b"\n")
+    head, _, outputs = stdout.partition(b"\n")
     fields = head.decode().split()
     if len(fields) != 4:
         problem = stderr.decode(errors="replace").strip()[-500:]
         raise SandboxFailed(problem or "sandbox_init was killed")
-    size = int(fields[3])
-    out, err = (text.decode(errors="replace") for text in (texts[:size], texts[size:]))
-    status: Any = fields[0]
-    return Outcome(status, int(fields[1]), out, err, float(fields[2]))
+    status: Any
+    status, code, seconds, num_stdout_bytes = fields
+    program_stdout = outputs[: int(num_stdout_bytes)]
+    program_stderr = outputs[int(num_stdout_bytes) :]
+    return Outcome(
+        status=status,
+        code=int(code),
+        stdout=program_stdout.decode(errors="replace"),
+        stderr=program_stderr.decode(errors="replace"),
+        seconds=float(seconds),
+    )

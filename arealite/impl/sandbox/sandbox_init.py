@@ -27,6 +27,7 @@ TYPE_CHECKING = False
 CHECK_S = 0.05
 """Interval for counting memory, processes and files. An rlimit binds one process, not their sum."""
 MAX_FILES = 4096
+CHUNK_BYTES = 1 << 16
 SIGKILL = 9
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -51,10 +52,11 @@ def call(name: str, *args: object) -> int:
     Raises:
         OSError: The call failed.
     """
-    result = getattr(libc, name)(*[c_ulong(a) if isinstance(a, int) else a for a in args])
-    if result < 0:
+    c_args = [c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
+    code = getattr(libc, name)(*c_args)
+    if code < 0:
         raise OSError(get_errno(), f"{name}{args[:1]}: {os.strerror(get_errno())}")
-    return result
+    return code
 
 
 def drop_root(user: int) -> None:
@@ -65,11 +67,12 @@ def drop_root(user: int) -> None:
     call("capset", pack("Ii", CAP_VERSION_3, 0), bytes(24))
 
 
-def filter_calls(text: bytes) -> None:
+def filter_calls(bpf_program: bytes) -> None:
     """Install a seccomp filter, which refuses system calls."""
-    buffer = create_string_buffer(text, len(text))
+    buffer = create_string_buffer(bpf_program, len(bpf_program))
+    num_instructions = len(bpf_program) // 8
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    call("prctl", PR_SET_SECCOMP, 2, pack("HP", len(text) // 8, addressof(buffer)), 0, 0)
+    call("prctl", PR_SET_SECCOMP, 2, pack("HP", num_instructions, addressof(buffer)), 0, 0)
 
 
 class Limits:
@@ -112,27 +115,35 @@ class Limits:
     def is_exceeded(self) -> bool:
         """Return whether the processes exceed a limit: their number, their memory, their files."""
         pids = [os.getpid()]
-        pages = 0
+        num_pages = 0
         for pid in pids:  # the loop appends children
             with suppress(OSError):
                 pids += children(pid)
-                with open(f"/proc/{pid}/statm") as file:
-                    _, resident, shared, *_ = map(int, file.read().split())
-                pages += resident - shared
+                num_pages += private_pages(pid)
             if len(pids) > self.processes + 2:
                 return True
-        disks = map(os.statvfs, ["/tmp", "/dev/shm"] if self.filter else [])
-        used = sum(disk.f_files - disk.f_ffree for disk in disks)
-        return pages * resource.getpagesize() > self.memory or used > MAX_FILES
+        num_files = 0
+        if self.filter:
+            for folder in ("/tmp", "/dev/shm"):
+                disk = os.statvfs(folder)
+                num_files += disk.f_files - disk.f_ffree
+        return num_pages * resource.getpagesize() > self.memory or num_files > MAX_FILES
+
+
+def private_pages(pid: int) -> int:
+    """Return the number of resident pages that a process does not share."""
+    with open(f"/proc/{pid}/statm") as file:
+        _, num_resident, num_shared, *_ = map(int, file.read().split())
+    return num_resident - num_shared
 
 
 def children(pid: int) -> list[int]:
     """Return the ids of a process's children."""
-    found: list[int] = []
+    child_pids: list[int] = []
     for thread in os.listdir(f"/proc/{pid}/task"):
         with open(f"/proc/{pid}/task/{thread}/children") as file:
-            found += map(int, file.read().split())
-    return found
+            child_pids += map(int, file.read().split())
+    return child_pids
 
 
 def start(user: int, size: int, limits: Limits) -> tuple[int, dict[int, bytearray]]:
@@ -152,57 +163,62 @@ def start(user: int, size: int, limits: Limits) -> tuple[int, dict[int, bytearra
     Raises:
         OSError: The child could not be confined.
     """
-    stdin, out, err, ready, go = os.memfd_create("stdin"), *(os.pipe() for _ in range(4))
+    stdin = os.memfd_create("stdin")
+    out_reader, out_writer = os.pipe()
+    err_reader, err_writer = os.pipe()
+    ready_reader, ready_writer = os.pipe()
+    go_reader, go_writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
-        for target, source in enumerate((stdin, out[1], err[1])):
-            os.dup2(source, target)
+        os.dup2(stdin, 0)
+        os.dup2(out_writer, 1)
+        os.dup2(err_writer, 2)
         try:
             limits.confine(user)
         except Exception as error:  # noqa: BLE001  (the parent raises it)
-            os.write(ready[1], f"{type(error).__name__}: {error}".encode())
+            os.write(ready_writer, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
-        os.close(ready[1])
-        os.read(go[0], 1)
+        os.close(ready_writer)
+        os.read(go_reader, 1)
         os.closerange(3, 256)
         return 0, {}
-    for file in (out[1], err[1], ready[1], go[0]):
-        os.close(file)
-    with open(ready[0], "rb") as report:
+    for descriptor in (out_writer, err_writer, ready_writer, go_reader):
+        os.close(descriptor)
+    with open(ready_reader, "rb") as report:
         problem = report.read()
     if problem:
         raise OSError(problem.decode())
     with open(stdin, "wb") as file:
         while size:
-            size -= file.write(receive(min(size, 1 << 16)))
+            size -= file.write(receive(min(size, CHUNK_BYTES)))
         file.seek(0)
-    os.write(go[1], b"x")
-    os.close(go[1])
-    return pid, {out[0]: bytearray(), err[0]: bytearray()}
+    os.write(go_writer, b"x")
+    os.close(go_writer)
+    return pid, {out_reader: bytearray(), err_reader: bytearray()}
 
 
-def watch(pid: int, texts: dict[int, bytearray], limits: Limits) -> str:
-    """Read the program's output into `texts` until it exits or exceeds a limit.
+def watch(pid: int, buffers: dict[int, bytearray], limits: Limits) -> str:
+    """Read the program's output into `buffers` until it exits or exceeds a limit.
 
     Returns:
         "exited" (or stdin was closed), "output", "timeout", or "killed" for another limit.
     """
     poll = select.poll()
     ended = os.pidfd_open(pid)
-    for file in (0, ended, *texts):
-        poll.register(file, select.POLLIN)
+    for descriptor in (0, ended, *buffers):
+        poll.register(descriptor, select.POLLIN)
     deadline = time.monotonic() + limits.seconds
     next_check = 0.0
     while True:
-        for file, _ in poll.poll(1000 * CHECK_S):
-            if file in (0, ended):
+        for descriptor, _ in poll.poll(1000 * CHECK_S):
+            if descriptor in (0, ended):
                 return "exited"
-            piece = os.read(file, 1 << 16)
-            texts[file] += piece
-            if not piece:
-                poll.unregister(file)
-            elif len(texts[file]) > limits.output:
+            chunk = os.read(descriptor, CHUNK_BYTES)
+            buffers[descriptor] += chunk
+            if not chunk:
+                poll.unregister(descriptor)
+            elif len(buffers[descriptor]) > limits.output:
                 return "output"
         now = time.monotonic()
         if now > deadline:
@@ -213,7 +229,7 @@ def watch(pid: int, texts: dict[int, bytearray], limits: Limits) -> str:
                 return "killed"
 
 
-def end(pid: int, texts: dict[int, bytearray], limits: Limits) -> int:
+def end(pid: int, buffers: dict[int, bytearray], limits: Limits) -> int:
     """Kill and reap the program and its descendants, read the rest of its output.
 
     Killing the process group ends fork bombs at once: a confined process cannot leave its group. An
@@ -223,19 +239,22 @@ def end(pid: int, texts: dict[int, bytearray], limits: Limits) -> int:
         The program's exit code; negative: the signal that killed it.
     """
     os.killpg(pid, SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _, wait_status = os.waitpid(pid, 0)
     with suppress(ChildProcessError):
         while True:
-            for left in children(os.getpid()):
+            for child in children(os.getpid()):
                 with suppress(ProcessLookupError):
-                    os.kill(left, SIGKILL)
+                    os.kill(child, SIGKILL)
             os.waitpid(-1, 0)
-    for file, text in texts.items():
-        os.set_blocking(file, False)
+    for descriptor, buffer in buffers.items():
+        os.set_blocking(descriptor, False)
         with suppress(BlockingIOError):
-            while len(text) <= limits.output and (piece := os.read(file, 1 << 16)):
-                text += piece
-    return code
+            while len(buffer) <= limits.output:
+                chunk = os.read(descriptor, CHUNK_BYTES)
+                if not chunk:
+                    break
+                buffer += chunk
+    return os.waitstatus_to_exitcode(wait_status)
 
 
 def execute(program: bytes, folders: list[str]) -> None:
@@ -271,21 +290,23 @@ def main() -> None:
     user, length, size = unpack("<3I", receive(12))
     program = receive(length)
     begin = time.monotonic()
-    pid, texts = start(user, size, limits)
+    pid, buffers = start(user, size, limits)
     if pid == 0:
         execute(program, limits.folders[1:])
         return
     try:
-        status = watch(pid, texts, limits)
+        status = watch(pid, buffers, limits)
     finally:
-        code = end(pid, texts, limits)
+        code = end(pid, buffers, limits)
     if status == "exited" and code < 0:
         status = "killed"
-    out, err = (bytes(text[: limits.output]) for text in texts.values())
+    out, err = (bytes(buffer[: limits.output]) for buffer in buffers.values())
     seconds = time.monotonic() - begin
-    answer = f"{status} {code} {seconds:.6f} {len(out)}\n".encode() + out + err
-    while answer:
-        answer = answer[os.write(1, answer) :]
+    head = f"{status} {code} {seconds:.6f} {len(out)}\n".encode()
+    unsent = head + out + err
+    while unsent:
+        num_written = os.write(1, unsent)
+        unsent = unsent[num_written:]
     os._exit(0)
 
 

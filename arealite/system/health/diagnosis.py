@@ -95,30 +95,64 @@ class RoleStatus:
 
     def finding(self, *, silent_s: float, blocked_s: float) -> Finding | None:
         """Return the finding about this role alone; None if the role is healthy."""
-        vitals = self.vitals
-        age_s = self.age_s
         pid = self.vitals.pid
-        blocked = vitals.blocked_s + age_s if vitals.blocked_s else 0.0
-        if self.state and self.state in "Tt":
-            what = f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it"
-            return Finding(self.name, "stopped", age_s, what)
-        if self.state and self.state in "XZ":
-            return Finding(self.name, "dead", age_s, f"pid {pid} crashed or was killed")
-        late_s, limit_s = (age_s, silent_s) if age_s > silent_s else (blocked, blocked_s)
-        if late_s <= limit_s:
+        if self.state in ("T", "t"):
+            detail = f"SIGSTOP or a debugger stopped pid {pid}; kill -CONT {pid} continues it"
+            return Finding(
+                blocker=self.name,
+                cause="stopped",
+                since_s=self.age_s,
+                detail=detail,
+            )
+        if self.state in ("X", "Z"):
+            return Finding(
+                blocker=self.name,
+                cause="dead",
+                since_s=self.age_s,
+                detail=f"pid {pid} crashed or was killed",
+            )
+        is_silent = self.age_s > silent_s
+        loop_blocked_s = self.vitals.blocked_s + self.age_s if self.vitals.blocked_s else 0.0
+        if not is_silent and loop_blocked_s <= blocked_s:
             return None
-        share = self.cpu_wait_share(late_s)
-        if share and late_s * (1.0 - share) <= MAX_BUSY_S:
-            load = f"load {os.getloadavg()[0]:.0f}, {os.cpu_count()} CPUs: run fewer processes"
-            what = f"pid {pid} waited for a CPU for {share:.0%} of {late_s:.1f} s ({load})"
-            return Finding(self.name, "starved", late_s, what, vitals.blocked_stack)
-        if age_s > silent_s:
-            what = f"pid {pid} on {vitals.host} exists, but writes no vitals: C code or the kernel "
-            what += "blocks its interpreter" + (", or it gets no CPU" if share is None else "")
-            what += f" (state {self.state or 'unknown'})"
-            return Finding(self.name, "silent", age_s, what)
-        what = f"the event loop of pid {pid} runs no task, because a call does not return"
-        return Finding(self.name, "blocked", blocked, what, vitals.blocked_stack)
+        late_s = self.age_s if is_silent else loop_blocked_s
+        cpu_wait_share = self.cpu_wait_share(late_s)
+        if cpu_wait_share and late_s * (1.0 - cpu_wait_share) <= MAX_BUSY_S:
+            return self._starved(late_s, cpu_wait_share)
+        if is_silent:
+            return self._silent(is_cpu_wait_unknown=cpu_wait_share is None)
+        return Finding(
+            blocker=self.name,
+            cause="blocked",
+            since_s=loop_blocked_s,
+            detail=f"the event loop of pid {pid} runs no task, because a call does not return",
+            stack=self.vitals.blocked_stack,
+        )
+
+    def _starved(self, late_s: float, cpu_wait_share: float) -> Finding:
+        pid = self.vitals.pid
+        load = f"load {os.getloadavg()[0]:.0f}, {os.cpu_count()} CPUs: run fewer processes"
+        detail = f"pid {pid} waited for a CPU for {cpu_wait_share:.0%} of {late_s:.1f} s ({load})"
+        return Finding(
+            blocker=self.name,
+            cause="starved",
+            since_s=late_s,
+            detail=detail,
+            stack=self.vitals.blocked_stack,
+        )
+
+    def _silent(self, *, is_cpu_wait_unknown: bool) -> Finding:
+        detail = f"pid {self.vitals.pid} on {self.vitals.host} exists, but writes no vitals: "
+        detail += "C code or the kernel blocks its interpreter"
+        if is_cpu_wait_unknown:
+            detail += ", or it gets no CPU"
+        detail += f" (state {self.state or 'unknown'})"
+        return Finding(
+            blocker=self.name,
+            cause="silent",
+            since_s=self.age_s,
+            detail=detail,
+        )
 
     def cpu_wait_share(self, late_s: float) -> float | None:
         """Return the share of `late_s` in which the process waited for a CPU, from 0 to 1.
@@ -133,37 +167,55 @@ class RoleStatus:
         share = 0.0
         pid = self.vitals.pid
         for thread, before in self.vitals.cpu.items():
-            if not (self.state and before and (now := cpu_times(pid, thread))):
+            now = cpu_times(pid, thread) if self.state else None
+            if before is None or now is None:
                 return None
-            passed_s, ran_s, waited_s, slices = (a - b for a, b in zip(now, before, strict=True))
+            passed_s = now.clock - before.clock
+            ran_s = now.ran_s - before.ran_s
+            waited_s = now.waited_s - before.waited_s
+            num_slices = now.num_slices - before.num_slices
             is_main = thread == pid
-            rest_s = 0.0 if is_main else BEAT_S
+            sleep_s = 0.0 if is_main else BEAT_S
             if is_main:
                 share = max(share, waited_s / min(late_s, passed_s))
-            if slices <= FEW_TIMESLICES and (process_state(pid, thread) or "?")[0] == "R":
-                share = max(share, (passed_s - rest_s - ran_s) / (late_s - rest_s))
+            if num_slices <= FEW_TIMESLICES and _is_runnable(pid, thread):
+                share = max(share, (passed_s - sleep_s - ran_s) / (late_s - sleep_s))
         return min(1.0, share)
+
+
+def _is_runnable(pid: int, thread: int) -> bool:
+    """Return whether a thread runs, or waits for a CPU."""
+    process = process_state(pid, thread)
+    return process is not None and process[0] == "R"
 
 
 def read_roles(folder: Path) -> list[RoleStatus]:
     """Read the vitals in `folder`, and the kernel's state of each process of this host."""
-    found: list[RoleStatus] = []
+    roles: list[RoleStatus] = []
     now = folder_time(folder)
     for path in sorted(folder.glob("[!.]*.json")):
         try:
             vitals = msgspec.json.decode(path.read_bytes(), type=Vitals)
-            written = path.stat().st_mtime
+            age_s = now - path.stat().st_mtime
         except (OSError, msgspec.DecodeError):
             continue  # removed in the meantime
-        ages = [now - written]
         state = ""
         if vitals.host == socket.gethostname():
-            ages.append(time.monotonic() - vitals.clock)
-            if vitals.started:
-                state, started = process_state(vitals.pid) or ("X", vitals.started)
-                state = state if started == vitals.started else "X"
-        found.append(RoleStatus(vitals, max(0.0, min(ages)), state))
-    return found
+            age_s = min(age_s, time.monotonic() - vitals.clock)
+            state = _kernel_state(vitals)
+        roles.append(RoleStatus(vitals, max(0.0, age_s), state))
+    return roles
+
+
+def _kernel_state(vitals: Vitals) -> str:
+    """Return the state letter of a process of this host; "X" if it is gone, "" if unknown."""
+    if not vitals.started:
+        return ""
+    process = process_state(vitals.pid)
+    if process is None:
+        return "X"
+    state, started = process
+    return state if started == vitals.started else "X"
 
 
 def examine(
@@ -172,7 +224,7 @@ def examine(
     silent_s: float = SILENT_S,
     blocked_s: float = BLOCKED_S,
     overdue_s: float = OVERDUE_S,
-    known: Sequence[RoleStatus] | None = None,
+    roles: Sequence[RoleStatus] | None = None,
 ) -> list[Finding]:
     """Return the roles that block the run, the worst cause first.
 
@@ -181,29 +233,71 @@ def examine(
         silent_s: Age of a heartbeat after which a role is silent.
         blocked_s: Seconds without a callback after which an event loop is blocked.
         overdue_s: Seconds without a sign of life after which a reply is overdue.
-        known: The roles, if they were read already; None: read `folder`.
+        roles: The roles, if they were read already; None: read `folder`.
     """
-    roles = {role.name: role for role in (read_roles(folder) if known is None else known)}
-    found: dict[str, Finding] = {}
-    for role in roles.values():
-        limit_s = silent_s if role.state else max(silent_s, REMOTE_SILENT_S)
-        if (finding := role.finding(silent_s=limit_s, blocked_s=blocked_s)) is not None:
-            found[role.name] = replace(finding, pid=role.vitals.pid if role.state else 0)
-    silent = [name for name, finding in found.items() if finding.cause == "silent"]
+    if roles is None:
+        roles = read_roles(folder)
+    roles_by_name = {role.name: role for role in roles}
+    findings: dict[str, Finding] = {}
+    for role in roles_by_name.values():
+        is_remote = not role.state
+        limit_s = max(silent_s, REMOTE_SILENT_S) if is_remote else silent_s
+        finding = role.finding(silent_s=limit_s, blocked_s=blocked_s)
+        if finding is not None:
+            pid = 0 if is_remote else role.vitals.pid
+            findings[role.name] = replace(finding, pid=pid)
+    findings = _blame_unwritable_folder(folder, findings)
+    graph = WaitGraph(roles_by_name, unhealthy=findings)
+    restarted = {finding.blocker: finding for finding in graph.restarted()}
+    for name, finding in restarted.items():
+        if name not in findings or findings[name].cause == "dead":
+            findings[name] = finding
+    further = chain(
+        graph.reported(),
+        graph.absent(),
+        graph.overdue(overdue_s),
+        graph.slow(),
+    )
+    for finding in further:
+        findings.setdefault(finding.blocker, finding)
+    complete = [
+        replace(finding, waiters=tuple(graph.waiters(name))) for name, finding in findings.items()
+    ]
+    return sorted(filter(_is_relevant, complete), key=_severity)
+
+
+def _blame_unwritable_folder(folder: Path, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Replace the findings about silent roles if no role can write its vitals.
+
+    Such a role may be healthy: the disk of the folder is full or is away.
+    """
+    silent = {name for name, finding in findings.items() if finding.cause == "silent"}
+    if not silent:
+        return findings
     try:
-        if silent:
-            check_folder(folder, "the folder of vitals", "cluster.name_root")
-    except UserError as error:  # then a silent role may be healthy
-        found = {name: each for name, each in found.items() if name not in silent}
-        found[str(folder)] = Finding(str(folder), "overdue", 0.0, f"no role can write: {error}")
-    graph = WaitGraph(roles, unhealthy=found)
-    crashing = {each.blocker: each for each in graph.restarted()}
-    found |= {n: each for n, each in crashing.items() if n not in found or found[n].cause == "dead"}
-    for late in chain(graph.reported(), graph.absent(), graph.overdue(overdue_s), graph.slow()):
-        found.setdefault(late.blocker, late)
-    whole = [replace(each, waiters=tuple(graph.waiters(name))) for name, each in found.items()]
-    kept = [f for f in whole if f.cause != "dead" or f.waiters or f.since_s < FORGET_DEAD_S]
-    return sorted(kept, key=lambda f: (ORDER.index(f.cause), -len(f.waiters), -f.since_s))
+        check_folder(folder, "the folder of vitals", "cluster.name_root")
+    except UserError as error:
+        others = {name: finding for name, finding in findings.items() if name not in silent}
+        blocker = str(folder)
+        others[blocker] = Finding(
+            blocker=blocker,
+            cause="overdue",
+            since_s=0.0,
+            detail=f"no role can write: {error}",
+        )
+        return others
+    return findings
+
+
+def _is_relevant(finding: Finding) -> bool:
+    """Return whether to report a finding: a role that died long ago matters only to waiters."""
+    is_old_death = finding.cause == "dead" and finding.since_s >= FORGET_DEAD_S
+    return bool(finding.waiters) or not is_old_death
+
+
+def _severity(finding: Finding) -> tuple[int, int, float]:
+    """Return the sort key that puts the worst cause, then the most waiters, first."""
+    return ORDER.index(finding.cause), -len(finding.waiters), -finding.since_s
 
 
 class WaitGraph:
@@ -211,7 +305,6 @@ class WaitGraph:
 
     def __init__(self, roles: dict[str, RoleStatus], *, unhealthy: Container[str] = ()) -> None:
         self.roles = roles
-        self.unhealthy = unhealthy
         self.all = [
             (role, wait, self.targets(role, wait))
             for role in roles.values()
@@ -224,52 +317,89 @@ class WaitGraph:
         for role, wait, _ in self.all:
             if wait.owner == SUPERVISOR:
                 cause: Cause = "crashing" if wait.detail else "starting"
-                what = f"{wait.what}: {wait.detail or 'the process is not ready yet'}"
-                yield Finding(wait.on, cause, wait.waited_s + role.age_s, what)
+                detail = f"{wait.what}: {wait.detail or 'the process is not ready yet'}"
+                yield Finding(
+                    blocker=wait.on,
+                    cause=cause,
+                    since_s=wait.waited_s + role.age_s,
+                    detail=detail,
+                )
 
     def reported(self) -> Iterator[Finding]:
         """Find paused servers and a datapipe that filters every group, as roles report them."""
         for role, wait, _ in self.all:
-            if (cause := REPORTS.get(wait.owner)) is not None:
-                yield Finding(wait.on, cause, wait.waited_s + role.age_s, wait.detail)
+            cause = REPORTS.get(wait.owner)
+            if cause is not None:
+                yield Finding(
+                    blocker=wait.on,
+                    cause=cause,
+                    since_s=wait.waited_s + role.age_s,
+                    detail=wait.detail,
+                )
 
     def absent(self) -> Iterator[Finding]:
         """Find ranks that exited before a collective in which other ranks wait."""
         for role, wait, targets in self.all:
             if wait.on == OTHER_RANKS and wait.waited_s > ABSENT_S:
                 for name in sorted(targets - self.roles.keys()):
-                    what = f"the rank exited before a collective; {role.name} waits there"
-                    what += f" (see the log of {name})"
-                    yield Finding(name, "dead", wait.waited_s, what)
+                    detail = f"the rank exited before a collective; {role.name} waits there"
+                    detail += f" (see the log of {name})"
+                    yield Finding(
+                        blocker=name,
+                        cause="dead",
+                        since_s=wait.waited_s,
+                        detail=detail,
+                    )
 
     def overdue(self, overdue_s: float) -> Iterator[Finding]:
         """Find roles whose reply is overdue, and that wait for no other role."""
         for role, wait, _ in self.all:
             name = self._last_in_chain(wait.on)
+            target = self.roles.get(name)
             # A process that was stopped or blocked needs time to read its messages and to reply.
-            awake = [each.vitals.awake_s for each in (role, self.roles.get(name)) if each]
-            quiet_s = min(wait.quiet_s, *awake) + role.age_s
+            quiet_s = min(wait.quiet_s, role.vitals.awake_s)
+            if target is not None:
+                quiet_s = min(quiet_s, target.vitals.awake_s)
+            quiet_s += role.age_s
             if not wait.replies_soon or quiet_s <= overdue_s:
                 continue
-            lives = name in self.roles
-            cause: Cause = "overdue" if lives or not ROLE.fullmatch(name) else "dead"
-            what = "the process runs, but" if lives else "there is no such process; it"
-            what += f" does not reply to {role.name}: {wait.what}"
-            yield Finding(name, cause, quiet_s, what)
+            is_missing = target is None and ROLE.fullmatch(name)
+            cause: Cause = "dead" if is_missing else "overdue"
+            detail = "there is no such process; it" if target is None else "the process runs, but"
+            detail += f" does not reply to {role.name}: {wait.what}"
+            yield Finding(
+                blocker=name,
+                cause=cause,
+                since_s=quiet_s,
+                detail=detail,
+            )
 
     def slow(self) -> Iterator[Finding]:
         """Find ranks whose computation takes longer than any before.
 
         Ranks that wait in a collective are left out, unless all late ranks do.
         """
-        found = [(role, wait) for role, wait, _ in self.all if wait.on == ITSELF]
-        # A role with several waits is left out: another wait explains it.
-        busy = [each for each in found if len(each[0].vitals.waits) == 1]
-        if any(wait.waited_s > (wait.seconds or math.inf) for _, wait in busy):
-            alone = [each for each in busy if not each[0].vitals.counters.get("in_collective")]
-            for role, wait in alone or busy:
-                what = f"{wait.what} never took so long; `arealite why` shows its stack"
-                yield Finding(role.name, "overdue", wait.waited_s + role.age_s, what)
+        computing = [
+            (role, wait)
+            for role, wait, _ in self.all
+            # A role with several waits is left out: another wait explains it.
+            if wait.on == ITSELF and len(role.vitals.waits) == 1
+        ]
+        if not any(wait.waited_s > (wait.seconds or math.inf) for _, wait in computing):
+            return
+        outside_collectives = [
+            (role, wait)
+            for role, wait in computing
+            if not role.vitals.counters.get("in_collective")
+        ]
+        for role, wait in outside_collectives or computing:
+            detail = f"{wait.what} never took so long; `arealite why` shows its stack"
+            yield Finding(
+                blocker=role.name,
+                cause="overdue",
+                since_s=wait.waited_s + role.age_s,
+                detail=detail,
+            )
 
     def waiters(self, blocker: str) -> Iterator[str]:
         """Describe the waits for a role, directly or through other waiting roles."""
@@ -288,13 +418,15 @@ class WaitGraph:
         """Return the roles this wait depends on, including any named by its target."""
         if wait.on != OTHER_RANKS:
             return {wait.on, *ROLE.findall(wait.detail)} - {role.name, ITSELF}
-        mine = role.vitals.counters
-        return {
-            name
-            for name in [f"trainer-{rank}" for rank in range(int(mine.get("ranks", 0)))]
-            if (rank := self.roles.get(name)) is None
-            or rank.vitals.counters.get("collectives", 0) < mine.get("collectives", 0)
-        }
+        num_ranks = int(role.vitals.counters.get("ranks", 0))
+        num_entered = role.vitals.counters.get("collectives", 0)
+        targets: set[str] = set()
+        for number in range(num_ranks):
+            name = f"trainer-{number}"
+            rank = self.roles.get(name)
+            if rank is None or rank.vitals.counters.get("collectives", 0) < num_entered:
+                targets.add(name)
+        return targets
 
     def _last_in_chain(self, name: str) -> str:
         """Follow the waits from a role to a role that waits for no other role or is unhealthy."""

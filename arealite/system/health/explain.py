@@ -12,17 +12,20 @@ from pathlib import Path
 from textwrap import wrap
 
 from arealite.system.health.diagnosis import ABSENT_S, Finding, RoleStatus, WaitGraph, read_roles
-from arealite.system.health.vitals import STACKS_REQUEST, modified_ns, process_state
+from arealite.system.health.vitals import STACKS_REQUEST, Waits, modified_ns, process_state
 from arealite.system.health.waits import ITSELF, OTHER_RANKS
 
 WIDTH = 118
-ANSWER_S, SIGNAL_S = 2.0, 0.5
-"""How long to wait for stacks that roles write, and for stacks that faulthandler writes."""
+ANSWER_S = 2.0
+"""How long to wait for stacks that roles write."""
+SIGNAL_S = 0.5
+"""How long to wait for stacks that faulthandler writes."""
 POLL_S = 0.05
 MAX_WAITERS = 6
 MAX_STACKS = 3
 MAX_PLACES = 4
 MAX_FRAMES = 12
+DETAIL_INDENT = 12
 LOG_LINES = 6
 EPISODE = " task episode "
 IDLE = (": thread.py:", ": selectors.py:", ": runners.py:")
@@ -43,23 +46,35 @@ def explain(folder: Path, findings: Sequence[Finding], *, logs: Path | None = No
     if not roles and not findings:
         return f"The run is not running: no process writes vitals to {folder}."
     stacks = collect_stacks(folder, roles)
-    causes = {each.blocker: each.cause for each in findings}
+    causes = {finding.blocker: finding.cause for finding in findings}
     roles.sort(key=lambda role: role.name not in causes)
-    graph = WaitGraph({role.name: role for role in roles})
-    is_over = all(role.state == "X" for role in roles if not role.name.startswith("llm_server"))
-    head = "BLOCKING ROLES" if findings else f"No role blocks the run.{_longest_wait(roles)}"
-    lines = [_truncate("The run is not running." if is_over else head)]
+    lines = [_truncate(_headline(roles, findings))]
     for finding in findings:
         lines += _describe(finding, logs)
-    lines += ["", f"{'ROLE':<28} {'PID':>7} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR"]
+    lines.append("")
+    lines.append(f"{'ROLE':<28} {'PID':>7} {'STATE':<8} {'BEAT':>6} {'LAG':>7}  WAITS FOR")
+    graph = WaitGraph({role.name: role for role in roles})
     for role in roles:
         state = causes.get(role.name, "gone" if role.state == "X" else "ok")
         lines += [_truncate(line) for line in _table_row(role, state, graph)]
-    lines += ["", "STACKS (innermost call < its caller)"]
+    lines.append("")
+    lines.append("STACKS (innermost call < its caller)")
     for role in roles:
-        found = stacks.get(role.name, [])
-        lines += [f"{role.name}:", *(_truncate(f"  {line}") for line in found or ["(no reply)"])]
-    return "\n".join([*lines, f"(complete stacks of roles that replied: {folder}/ROLE.dump)"])
+        lines.append(f"{role.name}:")
+        stacks_of_role = stacks.get(role.name) or ["(no reply)"]
+        lines += [_truncate(f"  {stack}") for stack in stacks_of_role]
+    lines.append(f"(complete stacks of roles that replied: {folder}/ROLE.dump)")
+    return "\n".join(lines)
+
+
+def _headline(roles: Sequence[RoleStatus], findings: Sequence[Finding]) -> str:
+    """Return the first line: whether the run is running, and whether roles block it."""
+    of_run = [role for role in roles if not role.name.startswith("llm_server")]
+    if all(role.state == "X" for role in of_run):
+        return "The run is not running."
+    if findings:
+        return "BLOCKING ROLES"
+    return f"No role blocks the run.{_longest_wait(roles)}"
 
 
 def collect_stacks(folder: Path, roles: Sequence[RoleStatus]) -> dict[str, list[str]]:
@@ -68,90 +83,150 @@ def collect_stacks(folder: Path, roles: Sequence[RoleStatus]) -> dict[str, list[
     The vitals thread of a role writes them. If it does not reply, SIGUSR1 makes faulthandler write
     them, which works inside C code.
     """
-    living = {role.name: role for role in roles if role.state not in ("X", "T", "t")}
-    files = {name: folder / role.vitals.stacks for name, role in living.items() if role.state}
-    sizes = {name: _size(file) for name, file in files.items()}
-    found: dict[str, list[str]] = {}
+    living = [role for role in roles if role.state not in ("X", "T", "t")]
+    of_this_host = [role for role in living if role.state]
+    files = [_StacksFile(role, folder / role.vitals.stacks) for role in of_this_host]
+    stacks: dict[str, list[str]] = {}
     with suppress(OSError):
-        (folder / STACKS_REQUEST).touch()
-        since_ns = (folder / STACKS_REQUEST).stat().st_mtime_ns
-        dumps = {name: folder / f"{name}.dump" for name in living}
-        _wait_until(lambda: all(modified_ns(dump) >= since_ns for dump in dumps.values()), ANSWER_S)
-        replied = {name: dump for name, dump in dumps.items() if modified_ns(dump) >= since_ns}
-        found = {name: _shorten(dump.read_text()) for name, dump in replied.items()}
-    blocked = [name for name in files if name not in found and files[name].exists()]
-    for name in blocked:
-        vitals = living[name].vitals
-        if (process_state(vitals.pid) or ("", 0))[1] == vitals.started:
-            with suppress(OSError):  # it belongs to another user, or has just exited
-                os.kill(vitals.pid, signal.SIGUSR1)
-    _wait_until(lambda: all(_size(files[name]) > sizes[name] for name in blocked), SIGNAL_S)
+        stacks = _request_stacks(folder, [role.name for role in living])
+    blocked = [file for file in files if file.role.name not in stacks and file.path.exists()]
+    for file in blocked:
+        _send_signal(file.role)
+    _wait_until(lambda: all(file.has_grown() for file in blocked), SIGNAL_S)
     time.sleep(POLL_S if blocked else 0.0)  # faulthandler writes in pieces
-    for name in blocked:
+    for file in blocked:
         with suppress(OSError):
-            text = files[name].read_bytes()[sizes[name] :].decode(errors="replace")
-            found[name] = text.splitlines()[:MAX_FRAMES]
-    return found
+            stacks[file.role.name] = file.read_new()[:MAX_FRAMES]
+    return stacks
+
+
+def _request_stacks(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """Make the vitals threads of all roles write their stacks; return those written in time.
+
+    Raises:
+        OSError: The folder or a file is not accessible.
+    """
+    request = folder / STACKS_REQUEST
+    request.touch()
+    since_ns = request.stat().st_mtime_ns
+    dumps = {name: folder / f"{name}.dump" for name in names}
+
+    def replied() -> list[str]:
+        return [name for name, dump in dumps.items() if modified_ns(dump) >= since_ns]
+
+    _wait_until(lambda: len(replied()) == len(dumps), ANSWER_S)
+    return {name: _shorten(dumps[name].read_text()) for name in replied()}
+
+
+class _StacksFile:
+    """The file to which faulthandler appends the stacks of a role of this host."""
+
+    def __init__(self, role: RoleStatus, path: Path) -> None:
+        self.role = role
+        self.path = path
+        self._old_bytes = _size(path)
+
+    def has_grown(self) -> bool:
+        return _size(self.path) > self._old_bytes
+
+    def read_new(self) -> list[str]:
+        """Return the lines that were appended to the file."""
+        new_bytes = self.path.read_bytes()[self._old_bytes :]
+        return new_bytes.decode(errors="replace").splitlines()
+
+
+def _send_signal(role: RoleStatus) -> None:
+    """Make faulthandler write the stacks of a role, unless another process has its id."""
+    vitals = role.vitals
+    _, started = process_state(vitals.pid) or ("", 0)
+    if started == vitals.started:
+        with suppress(OSError):  # it belongs to another user, or has just exited
+            os.kill(vitals.pid, signal.SIGUSR1)
 
 
 def _describe(finding: Finding, logs: Path | None) -> Iterator[str]:
+    """Yield the lines about a blocking role: its state, its stack or log, and its waiters."""
     since = f" for {finding.since_s:.1f} s" if finding.since_s else ""
     yield f"* {finding.blocker} is {finding.cause.upper()}{since}: {finding.detail}"
-    yield from (f"    {line}" for line in finding.stack.rstrip().splitlines()[-MAX_FRAMES:])
+    for line in finding.stack.rstrip().splitlines()[-MAX_FRAMES:]:
+        yield f"    {line}"
     if finding.cause in ("dead", "crashing") and logs is not None:
         log = logs / f"{finding.blocker}.log"
         with suppress(OSError):  # some roles have no log in this folder
-            yield from (f"    | {line}" for line in log.read_text().splitlines()[-LOG_LINES:])
+            for line in log.read_text().splitlines()[-LOG_LINES:]:
+                yield f"    | {line}"
             yield f"    log: {log}"
     for waiter in finding.waiters[:MAX_WAITERS]:
         yield f"    <- {waiter}"
-    if (more := len(finding.waiters) - MAX_WAITERS) > 0:
-        yield f"    <- and {more} more waits"
+    num_hidden = len(finding.waiters) - MAX_WAITERS
+    if num_hidden > 0:
+        yield f"    <- and {num_hidden} more waits"
 
 
 def _longest_wait(roles: Sequence[RoleStatus]) -> str:
     """Describe the longest wait for anything but a role, for example for an environment."""
-    known = {role.name for role in roles} | {ITSELF, OTHER_RANKS}
-    found = [
+    role_names = {role.name for role in roles} | {ITSELF, OTHER_RANKS}
+    waits = [
         (wait.waited_s + role.age_s, f"{role.name}: {wait.what} on {wait.on}")
         for role in roles
         for wait in role.vitals.waits
-        if wait.on not in known
+        if wait.on not in role_names
     ]
-    seconds, what = max(found, default=(0.0, ""))
-    return f" Longest wait: {what}, {seconds:.1f} s" if seconds > ABSENT_S else ""
+    waited_s, description = max(waits, default=(0.0, ""))
+    return f" Longest wait: {description}, {waited_s:.1f} s" if waited_s > ABSENT_S else ""
 
 
 def _table_row(role: RoleStatus, state: str, graph: WaitGraph) -> Iterator[str]:
+    """Yield the lines of a role in the table: one or more for each of its waits."""
     vitals = role.vitals
     head = f"{role.name:<28} {vitals.pid:>7} {state:<8} {role.age_s:>4.1f} s "
     head += f"{vitals.lag_s * 1000:>4.0f} ms  "
     if not vitals.waits:
         yield f"{head}-"
     for wait in vitals.waits:
-        on = wait.on
-        if on == OTHER_RANKS:
-            on = ", ".join(sorted(graph.targets(role, wait))) or on
-        text = f"{wait.count} x {wait.what}" if wait.count > 1 else wait.what
-        text += "" if on == ITSELF else f" on {on}"
-        text += f", {wait.waited_s + role.age_s:.1f} s"
-        text += f" of {wait.seconds:.0f} s" if wait.seconds else ""
-        for line in wrap(text, WIDTH - len(head), subsequent_indent="  "):
+        description = _describe_wait(role, wait, graph)
+        for line in wrap(description, WIDTH - len(head), subsequent_indent="  "):
             yield head + line
             head = " " * len(head)
-        yield from (" " * 12 + line for line in wrap(wait.detail, WIDTH - 12))
+        for line in wrap(wait.detail, WIDTH - DETAIL_INDENT):
+            yield " " * DETAIL_INDENT + line
+
+
+def _describe_wait(role: RoleStatus, wait: Waits, graph: WaitGraph) -> str:
+    description = f"{wait.count} x {wait.what}" if wait.count > 1 else wait.what
+    on = wait.on
+    if on == OTHER_RANKS:
+        on = ", ".join(sorted(graph.targets(role, wait))) or on
+    if on != ITSELF:
+        description += f" on {on}"
+    description += f", {wait.waited_s + role.age_s:.1f} s"
+    if wait.seconds:
+        description += f" of {wait.seconds:.0f} s"
+    return description
 
 
 def _shorten(dump: str) -> list[str]:
     """Keep the most frequent stacks of tasks and threads, and the innermost calls of each."""
-    lines = [line for line in dump.splitlines() if not any(place in line for place in IDLE)]
-    kept = [line for kind in ("task", "thread") for line in _of_kind(kind, lines)[:MAX_STACKS]]
-    return [" < ".join(line.split(" < ")[:MAX_PLACES]) for line in kept] or ["(idle)"]
+    lines = [line for line in dump.splitlines() if not _is_idle(line)]
+    shortened: list[str] = []
+    for kind in ("task", "thread"):
+        for line in _of_kind(kind, lines)[:MAX_STACKS]:
+            innermost_calls = line.split(" < ")[:MAX_PLACES]
+            shortened.append(" < ".join(innermost_calls))
+    return shortened or ["(idle)"]
+
+
+def _is_idle(line: str) -> bool:
+    return any(call in line for call in IDLE)
 
 
 def _of_kind(kind: str, lines: Sequence[str]) -> list[str]:
-    found = (line for line in lines if line.split(" ", 3)[2:3] == [kind])
-    return sorted(found, key=lambda line: EPISODE not in line)  # the user's code runs in episodes
+    """Return the stacks of one kind, "task" or "thread", those of episodes first.
+
+    A line is "COUNT x KIND NAME: STACK". The user's code runs in episodes.
+    """
+    of_kind = [line for line in lines if line.split(" ", 3)[2:3] == [kind]]
+    return sorted(of_kind, key=lambda line: EPISODE not in line)
 
 
 def _truncate(line: str) -> str:

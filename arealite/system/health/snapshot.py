@@ -45,7 +45,8 @@ class Metrics:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._inode = self._offset = 0
+        self._inode = 0
+        self._offset = 0
         self._seen_times = set[float]()
         """Times of all lines read. A line with a known time was read before; times are not
         compared otherwise, because the hosts' clocks may differ."""
@@ -73,27 +74,32 @@ class Metrics:
 
     def poll(self) -> list[Line]:
         """Read the lines written since the last call; return those never read before."""
-        found = list[Line]()
+        new_lines = list[Line]()
         try:
-            with self._file.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != self._inode or stat.st_size < self._offset:
-                    self._inode = stat.st_ino
-                    self._offset = 0
-                    self._reset()
-                file.seek(self._offset)
-                lines = file.read().split(b"\n")
+            raw_lines = self._read_raw()
         except OSError:  # not written yet, or moved
-            return found
-        for line in lines[:-1]:
-            self._offset += len(line) + 1
+            return new_lines
+        for raw_line in raw_lines:
+            self._offset += len(raw_line) + 1
             with suppress(msgspec.DecodeError, KeyError):  # incomplete: its writer was killed
-                metrics = msgspec.json.decode(line, type=dict[str, float])
-                self._add_line(metrics)
-                if metrics["time"] not in self._seen_times:
-                    self._seen_times.add(metrics["time"])
-                    found.append(metrics)
-        return found
+                line = msgspec.json.decode(raw_line, type=dict[str, float])
+                self._add_line(line)
+                if line["time"] not in self._seen_times:
+                    self._seen_times.add(line["time"])
+                    new_lines.append(line)
+        return new_lines
+
+    def _read_raw(self) -> list[bytes]:
+        """Return the complete lines after `_offset`; begin anew if the file was rewritten."""
+        with self._file.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self._offset:
+                self._inode = stat.st_ino
+                self._offset = 0
+                self._reset()
+            file.seek(self._offset)
+            *complete_lines, _ = file.read().split(b"\n")
+            return complete_lines
 
     def _add_line(self, line: Line) -> None:
         if not is_step(line):
@@ -101,14 +107,20 @@ class Metrics:
             return
         if line["step"] == self.steps:  # written by 0.1.0, which counted from 0
             line["step"] += 1
-        for key, value in line.items():
-            if key in CURVES:
-                self.curves[key].append(value)
-            if key.startswith(f"rollout/{FAILED}") and key.count("/") == 1:  # not of one source
-                # A restarted worker counts from 0.
-                more = max(0, int(value - self.newest.get(key, 0.0)))
-                self.failures[key.removeprefix(f"rollout/{FAILED}")] += more
+        for metric, number in line.items():
+            if metric in CURVES:
+                self.curves[metric].append(number)
+            self._count_failures(metric, number)
         self.recent.append(line)
+
+    def _count_failures(self, metric: str, number: float) -> None:
+        """Add the increase of a counter of failed episodes; other metrics are ignored."""
+        prefix = f"rollout/{FAILED}"
+        is_of_one_source = metric.count("/") > 1
+        if metric.startswith(prefix) and not is_of_one_source:
+            increase = int(number - self.newest.get(metric, 0.0))
+            # A restarted worker counts from 0.
+            self.failures[metric.removeprefix(prefix)] += max(0, increase)
 
 
 def is_step(line: Mapping[str, float]) -> bool:
@@ -164,59 +176,78 @@ class RunReader:
         config = self._config
         servers = self._names.list("llm_server")
         roles = diagnosis.read_roles(self._vitals)
-        failures = Counter[str]()
-        for role in roles:
-            of_role = {k: int(v) for k, v in role.vitals.counters.items() if k.startswith(FAILED)}
-            failures.update({k.removeprefix(FAILED): v for k, v in of_role.items()})
-        living = {role.name.partition("-")[0] for role in roles if is_alive(role)} - {"llm_server"}
-        is_offline = TrainerConfig(type=config.trainer.type).is_offline  # metrics have its total
-        total = 0 if is_offline else config.trainer.ppo.total_steps
-        total = int(metrics.newest.get("train/total_steps", total))
-        is_trained = 0 < total <= metrics.steps
-        findings = diagnosis.examine(self._vitals, known=roles) if living else []
-        is_running = any(f.cause in ("crashing", "starting") for f in findings)
-        is_running |= bool(living - {"launcher"})
-        self.is_over = not living and (is_trained or self._is_quiet())
-        now = starting(roles, has_servers=bool(servers)) if is_running and not metrics.steps else ""
+        living = [role for role in roles if is_alive(role)]
+        living_kinds = {role.name.partition("-")[0] for role in living}
+        living_kinds -= {"llm_server"}  # a server may outlive its run
+        total_steps = self._total_steps()
+        is_trained = 0 < total_steps <= metrics.steps
+        findings = diagnosis.examine(self._vitals, roles=roles) if living_kinds else []
+        is_starting = any(finding.cause in ("crashing", "starting") for finding in findings)
+        is_running = is_starting or bool(living_kinds - {"launcher"})
+        self.is_over = not living_kinds and (is_trained or self._is_quiet())
+        now = ""
+        if is_running and not metrics.steps:
+            now = starting(roles, has_servers=bool(servers))
         return Snapshot(
             name=f"{config.experiment_name}/{config.trial_name}",
             kind=config.trainer.type,
             state="running" if is_running else "finished" if is_trained else "not running",
-            total_steps=total,
+            total_steps=total_steps,
             metrics=metrics,
-            failures=metrics.failures | failures,
+            failures=metrics.failures | _failures_by_class(roles),
             servers=servers,
             findings=findings if is_running else [],
             now=now,
         )
+
+    def _total_steps(self) -> int:
+        """Return the number of steps of the run; 0 if it is not known yet."""
+        trainer = self._config.trainer
+        is_offline = TrainerConfig(type=trainer.type).is_offline
+        # Only the metrics of an offline run have its number of steps.
+        configured = 0 if is_offline else trainer.ppo.total_steps
+        return int(self.metrics.newest.get("train/total_steps", configured))
 
     def _read_config(self) -> None:
         """Read the config without `imports`, which may not be importable here."""
         file = self.paths.config
         config = base_config.read(file) if file.exists() else DictConfig({})
         if not config.keys() >= {"experiment_name", "trial_name", "trainer", "cluster"}:
-            what = f"{file.parent} is no run folder: it has no valid {file.name}"
-            raise UserError(f"{what}. Give a run folder, as in runs/EXPERIMENT/TRIAL.")
-        filled = OmegaConf.merge({"cluster": asdict(ClusterConfig())}, config)  # an older version's
-        self._config = cast(ExperimentConfig, filled)
+            raise UserError(
+                f"{file.parent} is no run folder: it has no valid {file.name}. "
+                "Give a run folder, as in runs/EXPERIMENT/TRIAL."
+            )
+        # The config of an older version may lack options of the cluster.
+        default_cluster = asdict(ClusterConfig())
+        self._config = cast(ExperimentConfig, OmegaConf.merge({"cluster": default_cluster}, config))
         self._changed = file.stat().st_mtime
         self._names = NameRegistry.of(self._config)
         self._vitals = name_dir(self._config) / "vitals"
 
     def _is_quiet(self) -> bool:
         """Return whether the run's files did not change for QUIET_S."""
-        written = self._changed
+        changed = self._changed
         with suppress(OSError):
-            written = max(written, self.paths.metrics.stat().st_mtime)
-        return folder_time(self.paths.root) - written > QUIET_S
+            changed = max(changed, self.paths.metrics.stat().st_mtime)
+        return folder_time(self.paths.root) - changed > QUIET_S
+
+
+def _failures_by_class(roles: Sequence[RoleStatus]) -> Counter[str]:
+    """Return the failed episodes by class, as the workers count them."""
+    failures = Counter[str]()
+    for role in roles:
+        for counter, number in role.vitals.counters.items():
+            if counter.startswith(FAILED):
+                failures[counter.removeprefix(FAILED)] += int(number)
+    return failures
 
 
 def starting(roles: Sequence[RoleStatus], *, has_servers: bool) -> str:
     """Return what a run does before its first step: the wait of its trainer, or the start."""
-    trainer = next((role for role in roles if role.name == "trainer-0" and is_alive(role)), None)
-    if trainer is None:
+    trainers = [role for role in roles if role.name == "trainer-0" and is_alive(role)]
+    if not trainers:
         return "the processes start"
-    for wait in trainer.vitals.waits:
+    for wait in trainers[0].vitals.waits:
         if wait.on == "datapipe-0" and not has_servers:
             return "the trainer is ready; no language-model server has started yet"
         return wait.detail or f"the trainer waits for {wait.what} of {wait.on or 'any process'}"

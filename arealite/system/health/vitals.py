@@ -18,6 +18,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,14 +36,24 @@ BLOCKED_S = 1.0
 """An event loop that runs no callback for this long is reported as blocked."""
 COLLECTIVES = os.path.join("torch", "distributed", "")
 """Part of the file name of the main thread's innermost frame during a collective."""
-CpuTimes = tuple[float, float, float, float]
-"""Scheduler statistics of a thread: the time of reading (monotonic clock), seconds on a CPU,
-seconds in the run queue (added when a wait for a CPU ends), number of time slices."""
 MAX_GROUPS = 30
 STACK_FRAMES = 12
 STACKS_REQUEST = "ask"
 """Name of a file in the vitals folder. A new modification time makes every role write its stacks.
 """
+
+
+class CpuTimes(NamedTuple):
+    """Scheduler statistics of a thread."""
+
+    clock: float
+    """Time of reading, by the monotonic clock."""
+    ran_s: float
+    """Seconds on a CPU."""
+    waited_s: float
+    """Seconds in the run queue. A wait for a CPU is added when it ends."""
+    num_slices: float
+    """Number of time slices."""
 
 
 class Waits(msgspec.Struct):
@@ -92,7 +103,8 @@ class LoopWatch:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.thread = threading.get_ident()
-        self.lag_s = self.lag_max_s = 0.0
+        self.lag_s = 0.0
+        self.lag_max_s = 0.0
         self._due = time.monotonic()
         self._tick()
 
@@ -114,13 +126,13 @@ _loops: list[LoopWatch] = []
 
 def watch(loop: asyncio.AbstractEventLoop) -> None:
     """Measure the lag of an event loop that runs, or will run, in this thread."""
-    _loops[:] = [each for each in _loops if not each.loop.is_closed()]
+    _loops[:] = [watched for watched in _loops if not watched.loop.is_closed()]
     _loops.append(LoopWatch(loop))
 
 
 def lag_max_s() -> float:
     """Return the largest lag of this process's watched event loops since their start."""
-    return max((each.lag_max_s for each in _loops), default=0.0)
+    return max((watched.lag_max_s for watched in _loops), default=0.0)
 
 
 class Recorder(threading.Thread):
@@ -129,12 +141,21 @@ class Recorder(threading.Thread):
     def __init__(self, name: str, folder: Path) -> None:
         # A thread starts with an empty context; the context holds the role name of log lines.
         context = contextvars.copy_context()
-        super().__init__(target=lambda: context.run(self._beat_forever), name="vitals", daemon=True)
+        super().__init__(
+            target=lambda: context.run(self._beat_forever),
+            name="vitals",
+            daemon=True,
+        )
         self.folder = folder
         pid = os.getpid()
-        host = socket.gethostname()
         _, started = process_state(pid) or ("", 0)
-        self.vitals = Vitals(name, pid, host, started, f"{name}.stacks")
+        self.vitals = Vitals(
+            name=name,
+            pid=pid,
+            host=socket.gethostname(),
+            started=started,
+            stacks=f"{name}.stacks",
+        )
         self._closed = threading.Event()
         self._was_blocked = False
         self._awake_since = 0.0
@@ -148,32 +169,38 @@ class Recorder(threading.Thread):
 
     def beat(self) -> None:
         """Write the vitals once, and the stacks if they were requested."""
+        self._update_vitals()
+        try:
+            self._write("json", msgspec.json.encode(self.vitals))
+        except OSError:  # on a full disk, renew the modification time of the old file
+            os.utime(self.folder / f"{self.vitals.name}.json")
+        request_ns = modified_ns(self.folder / STACKS_REQUEST)
+        if request_ns != self._request_ns:
+            self._request_ns = request_ns
+            self._write("dump", stacks().encode())
+
+    def _update_vitals(self) -> None:
         vitals = self.vitals
-        before = self.vitals.clock
+        previous_beat = vitals.clock
         vitals.clock = time.monotonic()
-        vitals.lag_s = max((each.lag_s for each in _loops), default=0.0)
-        for each in _loops:
-            each.lag_s = 0.0
-        frame = _frames().get(threading.main_thread().ident or 0)
-        in_collective = frame is not None and COLLECTIVES in frame.f_code.co_filename
+        vitals.lag_s = max((watched.lag_s for watched in _loops), default=0.0)
+        for watched in _loops:
+            watched.lag_s = 0.0
         vitals.waits = _grouped_waits()
-        vitals.counters = waits.counters | {"in_collective": float(in_collective)}
-        has_slept = vitals.clock - before > 2 * BEAT_S  # the whole process was stopped or blocked
-        vitals.blocked_s, vitals.blocked_stack = 0.0, ""
+        vitals.counters = waits.counters | {"in_collective": float(_is_in_collective())}
+        # A process that missed a beat was stopped or blocked as a whole.
+        has_slept = vitals.clock - previous_beat > 2 * BEAT_S
+        vitals.blocked_s = 0.0
+        vitals.blocked_stack = ""
         if not has_slept:
             self._check_loops()
-        for thread in (threading.get_native_id(), *([] if vitals.blocked_s else [vitals.pid])):
-            vitals.cpu[thread] = cpu_times(vitals.pid, thread)
+        this_thread = threading.get_native_id()
+        vitals.cpu[this_thread] = cpu_times(vitals.pid, this_thread)
+        if not vitals.blocked_s:
+            vitals.cpu[vitals.pid] = cpu_times(vitals.pid, vitals.pid)
         if has_slept or max(vitals.blocked_s, vitals.lag_s) > BLOCKED_S:
             self._awake_since = vitals.clock
         vitals.awake_s = vitals.clock - self._awake_since
-        try:
-            self._write("json", msgspec.json.encode(vitals))
-        except OSError:  # on a full disk, renew the modification time of the old file
-            os.utime(self.folder / f"{vitals.name}.json")
-        if (requested := modified_ns(self.folder / STACKS_REQUEST)) != self._request_ns:
-            self._request_ns = requested
-            self._write("dump", stacks().encode())
 
     def close(self) -> None:
         """Stop the thread and remove its files."""
@@ -191,15 +218,16 @@ class Recorder(threading.Thread):
                 self.beat()
 
     def _check_loops(self) -> None:
-        vitals = self.vitals
+        """Record the event loop that has been blocked for longest; log the begin of the block."""
         worst = max(_loops, key=LoopWatch.blocked_s, default=None)
         blocked_s = worst.blocked_s() if worst is not None else 0.0
         if worst is None or blocked_s < BLOCKED_S:
             self._was_blocked = False
             return
         frame = _frames().get(worst.thread)
-        vitals.blocked_s = blocked_s
-        vitals.blocked_stack = stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
+        stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
+        self.vitals.blocked_s = blocked_s
+        self.vitals.blocked_stack = stack
         if not self._was_blocked:
             self._was_blocked = True
             logger.warning("event loop blocked", seconds=round(blocked_s, 1), stack=stack)
@@ -209,6 +237,12 @@ class Recorder(threading.Thread):
         file = self.folder / f"{self.vitals.name}.{suffix}"
         with replacing(file) as temporary:
             temporary.write_bytes(content)
+
+
+def _is_in_collective() -> bool:
+    """Return whether the main thread is in a collective of torch."""
+    frame = _frames().get(threading.main_thread().ident or 0)
+    return frame is not None and COLLECTIVES in frame.f_code.co_filename
 
 
 _recorder: Recorder | None = None
@@ -259,9 +293,15 @@ def cpu_times(pid: int, thread: int) -> CpuTimes | None:
     """Return a thread's scheduler statistics; None if the thread exited, or if the kernel has no
     such statistics (gVisor)."""
     with suppress(OSError, ValueError):
-        text = (PROC / f"{pid}/task/{thread}/schedstat").read_text()
-        ran, waited, slices = map(int, text.split())
-        return (time.monotonic(), ran / 1e9, waited / 1e9, slices) if slices else None
+        schedstat = (PROC / f"{pid}/task/{thread}/schedstat").read_text()
+        ran_ns, waited_ns, num_slices = map(int, schedstat.split())
+        if num_slices:
+            return CpuTimes(
+                clock=time.monotonic(),
+                ran_s=ran_ns / 1e9,
+                waited_s=waited_ns / 1e9,
+                num_slices=num_slices,
+            )
     return None
 
 
@@ -275,16 +315,29 @@ def modified_ns(file: Path) -> int:
 def _grouped_waits() -> list[Waits]:
     """Return the waits of this process, the oldest first; equal waits are grouped."""
     now = time.monotonic()
-    groups = dict[tuple[str, ...], Waits]()
-    for w in sorted(waits.table.copy(), key=lambda w: w.since):
-        words = (text.partition(" ")[0] for text in (w.what, w.owner))
-        key = w.on, *(word if word.isalpha() else "#" for word in words)
-        if (group := groups.get(key)) is not None:
-            group.count += 1
+    groups = dict[tuple[str, str, str], Waits]()
+    for wait in sorted(waits.table.copy(), key=lambda wait: wait.since):
+        key = (wait.on, _kind_word(wait.what), _kind_word(wait.owner))
+        if key in groups:
+            groups[key].count += 1
         elif len(groups) < MAX_GROUPS:
-            times = now - w.since, now - w.last_sign
-            groups[key] = Waits(w.what, w.owner, w.on, *times, w.seconds, w.replies_soon, w.detail)
+            groups[key] = Waits(
+                what=wait.what,
+                owner=wait.owner,
+                on=wait.on,
+                waited_s=now - wait.since,
+                quiet_s=now - wait.last_sign,
+                seconds=wait.seconds,
+                replies_soon=wait.replies_soon,
+                detail=wait.detail,
+            )
     return list(groups.values())
+
+
+def _kind_word(name: str) -> str:
+    """Return the first word of a name, which names its kind; "#" if it has other than letters."""
+    word = name.partition(" ")[0]
+    return word if word.isalpha() else "#"
 
 
 def stacks() -> str:
@@ -293,32 +346,56 @@ def stacks() -> str:
     One line a stack, innermost call first. Equal stacks share a line, which begins with their
     number.
     """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    groups: dict[tuple[str, str], list[str]] = {}
+    names_by_thread = {thread.ident: thread.name for thread in threading.enumerate()}
+    names_by_path: dict[str, dict[str, list[str]]] = {"task": {}, "thread": {}}
     for ident, frame in _frames().items():
         if ident == threading.get_ident():
             continue
-        path = " < ".join([_location(each, line) for each, line in traceback.walk_stack(frame)])
-        groups.setdefault(("thread", path), []).append(names.get(ident, "?"))
-    for each in _loops:
-        for task in asyncio.all_tasks(each.loop):
-            groups.setdefault(("task", _task_path(task)), []).append(task.get_name())
-    ordered = sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1])))
-    return "".join(f"{len(n)} x {kind} {n[0]}: {path}\n" for (kind, path), n in ordered)
+        calls = [_location(caller, line) for caller, line in traceback.walk_stack(frame)]
+        path = " < ".join(calls)
+        names = names_by_path["thread"].setdefault(path, [])
+        names.append(names_by_thread.get(ident, "?"))
+    for watched in _loops:
+        for task in asyncio.all_tasks(watched.loop):
+            names = names_by_path["task"].setdefault(_task_path(task), [])
+            names.append(task.get_name())
+    lines: list[str] = []
+    for kind, groups in names_by_path.items():
+        most_frequent_first = sorted(groups.items(), key=lambda group: -len(group[1]))
+        for path, names in most_frequent_first:
+            lines.append(f"{len(names)} x {kind} {names[0]}: {path}\n")
+    return "".join(lines)
 
 
 def _task_path(task: asyncio.Task[object]) -> str:
     """Return the stack of a task, which begins at its innermost await."""
-    places: list[str] = []
+    calls: list[str] = []
     awaited: object = task.get_coro()
     while awaited is not None:
-        kind = next((k for k in ("cr", "gi", "ag") if hasattr(awaited, f"{k}_frame")), None)
-        if kind is None or (frame := getattr(awaited, f"{kind}_frame")) is None:
+        kind = _awaitable_kind(awaited)
+        if kind is None:
             break
-        places.append(_location(frame, frame.f_lineno))
-        work = frame.f_locals.get("work") if frame.f_code is waits.Wait.run.__code__ else None
-        awaited = work or getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
-    return " < ".join(reversed(places))
+        frame: FrameType | None = getattr(awaited, f"{kind}_frame")
+        if frame is None:
+            break
+        calls.append(_location(frame, frame.f_lineno))
+        awaits = "gi_yieldfrom" if kind == "gi" else f"{kind}_await"
+        awaited = getattr(awaited, awaits)
+        if frame.f_code is waits.Wait.run.__code__:  # it resumes the coroutine `work` itself
+            awaited = frame.f_locals.get("work") or awaited
+    return " < ".join(reversed(calls))
+
+
+def _awaitable_kind(awaited: object) -> str | None:
+    """Return the prefix of an awaitable's attributes: coroutine, generator, async generator.
+
+    Returns:
+        None if the awaitable has no frame, as a future.
+    """
+    for kind in ("cr", "gi", "ag"):
+        if hasattr(awaited, f"{kind}_frame"):
+            return kind
+    return None
 
 
 def _location(frame: FrameType, line: int) -> str:

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Collection, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from arealite.base.errors import DeadlineError
@@ -70,6 +71,7 @@ class Wait:
     _task: asyncio.Task[object] | None = field(default=None, init=False)
     _timer: "_Timer | None" = field(default=None, init=False)
     _base: int = field(default=0, init=False)
+    """Number of the task's cancellations that are not by this wait."""
 
     def __post_init__(self) -> None:
         self.since = self.last_sign = time.monotonic()
@@ -119,9 +121,13 @@ class Wait:
             return
         if self.abandoned:
             task.uncancel()
+        if not self.expired:
+            return
         # As in asyncio.timeout, another cancellation of the task meanwhile has precedence.
-        if self.expired and task.uncancel() <= self._base and kind is asyncio.CancelledError:
-            raise DeadlineError(self.what, owner=self.owner, seconds=time.monotonic() - self.since)
+        is_cancelled_elsewhere = task.uncancel() > self._base
+        if kind is asyncio.CancelledError and not is_cancelled_elsewhere:
+            waited_s = time.monotonic() - self.since
+            raise DeadlineError(self.what, owner=self.owner, seconds=waited_s)
 
     def expire(self) -> None:
         """End the body now, as at the deadline. Has no effect outside an asyncio task."""
@@ -139,32 +145,41 @@ class Wait:
     def run(self, work: Coroutine[object, object, None]) -> Generator[object, object, None]:
         """Await a coroutine in the body of this wait.
 
+        This is `await work`, except that a coroutine that swallows its cancellation is abandoned.
+        An `await` cannot stop a coroutine that goes on, so this method resumes `work` itself: each
+        resumption returns the future that `work` awaits next, and the event loop gets this future.
+
         Args:
             work: The coroutine. If it has not ended END_S after the deadline, it is never resumed.
         """
-        task = self._task
-        assert task is not None
-        step: Callable[[Any], Any] = work.send
-        value: Any = None
+        resume: Callable[[], Any] = partial(work.send, None)
         while True:
             try:
-                awaited = step(value)
-            except StopIteration:
+                awaited_future = resume()
+            except StopIteration:  # `work` has returned
                 return
-            if not self.expired:  # until Python 3.13 a TaskGroup that failed leaves it cancelled
-                self._base = task.cancelling()
+            self._note_cancellations()
             try:
-                step = work.send
-                value = yield awaited
+                wakeup = yield awaited_future
             except BaseException as error:
                 if self.abandoned:
                     with suppress(Exception):  # `work` may swallow GeneratorExit, too
                         work.close()
                     raise
-                step = work.throw
-                value = error
                 if self.expired:
                     asyncio.get_running_loop().call_later(END_S, self.abandon)
+                resume = partial(work.throw, error)
+            else:
+                resume = partial(work.send, wakeup)
+
+    def _note_cancellations(self) -> None:
+        """Count the task's cancellations so far as not of this wait, if it has not expired.
+
+        Until Python 3.13, a TaskGroup that failed leaves its task cancelled.
+        """
+        assert self._task is not None
+        if not self.expired:
+            self._base = self._task.cancelling()
 
 
 table: set[Wait] = set()
@@ -213,7 +228,8 @@ class _Timer:
         for wait in self.waits:
             if wait.deadline <= now:
                 wait.expire()
-        if running := [wait for wait in self.waits if not wait.expired]:
+        running = [wait for wait in self.waits if not wait.expired]
+        if running:
             self.add(min(running, key=lambda wait: wait.deadline))
 
 

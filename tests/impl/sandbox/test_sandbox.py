@@ -367,11 +367,9 @@ async def test_sandbox_that_cannot_start_fails_with_the_reason(monkeypatch):
 def without_seccomp() -> CodeType:
     """Return the code of `sandbox_init` with an unknown prctl, as on a kernel without seccomp."""
     source = Path(sandbox_init.__file__).read_text()
-    return compile(
-        source.replace("PR_SET_SECCOMP = 1, 4, 22", "PR_SET_SECCOMP = 1, 4, 9999"),
-        "sandbox_init",
-        "exec",
-    )
+    changed = source.replace("PR_SET_SECCOMP = 22", "PR_SET_SECCOMP = 9999")
+    assert changed != source
+    return compile(changed, "sandbox_init", "exec")
 
 
 async def test_program_does_not_run_if_a_limit_cannot_be_applied(sandbox, monkeypatch):

@@ -202,7 +202,7 @@ def test_cpu_times_of_the_main_thread_are_from_when_all_loops_ran(
 
     def cpu_times(pid: int, thread: int) -> vitals.CpuTimes:
         assert pid == os.getpid()
-        return clock.now, 1.0, 2.0, 3.0
+        return vitals.CpuTimes(clock=clock.now, ran_s=1.0, waited_s=2.0, num_slices=3.0)
 
     async def main() -> None:
         vitals.watch(asyncio.get_running_loop())
