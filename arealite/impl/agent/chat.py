@@ -32,27 +32,31 @@ class ChatAgent(Agent):
         """
         if self.is_over():
             return Action("", is_last=True)
-        seen = observe(observation)
+        observed = observe(observation)
         history = self.history
         system = None if history.messages else self.config.system_prompt
-        prompt = history.ask(messages(seen, system=system), seen.tools)
-        cap = self.config.max_tokens
-        needed = len(prompt) + self.seat.sampling.max_new_tokens
-        if cap is None or needed <= cap:
-            return self.read(await self.generate(prompt))
+        prompt_ids = history.ask(messages(observed, system=system), observed.tools)
+        max_tokens = self.config.max_tokens
+        num_needed = len(prompt_ids) + self.seat.sampling.max_new_tokens
+        if max_tokens is None or num_needed <= max_tokens:
+            response = await self.generate(prompt_ids)
+            return self.read(response)
         if self.record.turns:
             return Action("", is_last=True)
-        what = f"the first prompt has {len(prompt)} tokens. With sampling.max_new_tokens, that is"
-        what += f" {needed - cap} more than max_tokens={cap} of the agent"
-        raise ContextOverflow(f"{what}. Raise max_tokens or lower max_new_tokens.")
+        raise ContextOverflow(
+            f"the first prompt has {len(prompt_ids)} tokens. "
+            f"With sampling.max_new_tokens, that is {num_needed - max_tokens} more than "
+            f"max_tokens={max_tokens} of the agent. Raise max_tokens or lower max_new_tokens."
+        )
 
     def read(self, response: LLMResponse) -> Action:
         """Add an answer to the conversation; return the action it means.
 
         The text of the action includes the answer's beginning, if the prompt ended with one.
         """
-        text = self.history.beginning + self.history.add(response)
-        return Action(text, response, is_last=self.is_over())
+        beginning = self.history.beginning
+        answer = self.history.add(response)
+        return Action(beginning + answer, response, is_last=self.is_over())
 
     def is_over(self) -> bool:
         """Return whether the agent has generated `max_turns` answers."""

@@ -83,19 +83,22 @@ class Completions:
         url = urlsplit(config.base_url)
         is_plain = url.hostname and not url.query and "@" not in url.netloc
         if url.scheme not in ("http", "https") or not is_plain:
-            what = "fixed_policy.base_url must be http://HOST[:PORT]/… or https://…, without a key"
-            fix = "Put the key into the environment variable that fixed_policy.api_key_env names."
-            raise UserError(f"{what} or password in it. {fix}")
+            raise UserError(
+                "fixed_policy.base_url must be http://HOST[:PORT]/… or https://…, "
+                "without a key or password in it. "
+                "Put the key into the environment variable that fixed_policy.api_key_env names."
+            )
         key = os.environ.get(config.api_key_env or "", "").strip()
         if config.api_key_env and not key:
-            what = f"fixed_policy.api_key_env={config.api_key_env}: this environment variable is"
-            raise UserError(f"{what} not set. Export it where train.py is started.")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        connector = aiohttp.TCPConnector(limit=config.connections)
-        jar = aiohttp.DummyCookieJar()
-        limits = aiohttp.ClientTimeout()  # each attempt has a deadline of its own
+            raise UserError(
+                f"fixed_policy.api_key_env={config.api_key_env}: "
+                "this environment variable is not set. Export it where train.py is started."
+            )
         async with aiohttp.ClientSession(
-            connector=connector, headers=headers, cookie_jar=jar, timeout=limits
+            connector=aiohttp.TCPConnector(limit=config.connections),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(),  # each attempt has a deadline of its own
         ) as session:
             yield cls(config, session, key)
 
@@ -111,8 +114,8 @@ class Completions:
         Raises:
             FixedPolicyFailed: The endpoint refused the request, or all attempts failed.
         """
-        sampling = self.config.sampling
         config = self.config
+        sampling = config.sampling
         body: dict[str, object] = {
             "model": config.model,
             "messages": messages,
@@ -135,10 +138,14 @@ class Completions:
         raise FixedPolicyFailed(f"{self.url}: {reason} (after {1 + config.retries} attempts)")
 
     async def _try(self, body: dict[str, object], owner: str) -> str:
-        host = urlsplit(self.url).netloc
-        limits = {"owner": owner, "on": f"endpoint {host}", "seconds": self.config.timeout_s}
+        wait = Wait(
+            "an answer of a fixed policy",
+            owner=owner,
+            on=f"endpoint {urlsplit(self.url).netloc}",
+            seconds=self.config.timeout_s,
+        )
         try:
-            with Wait("an answer of a fixed policy", **limits):
+            with wait:
                 post = self._session.post(self.url, json=body, allow_redirects=False)
                 async with post as response:
                     raw = bytearray()
@@ -156,8 +163,9 @@ class Completions:
             raw = raw.replace(self._key.encode(), b"***")
         message = error_message(response.status, bytes(raw))
         if response.status >= 500 or response.status in RETRIED_STATUSES:
-            after = response.headers.get("Retry-After", "")
-            raise TryAgain(message, float(after) if after.isdecimal() else 0.0)  # or a date
+            retry_after = response.headers.get("Retry-After", "")  # seconds, or a date
+            after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+            raise TryAgain(message, after_s)
         raise FixedPolicyFailed(f"{self.url}: {message}")
 
     def _read(self, raw: bytes) -> str:

@@ -43,8 +43,10 @@ class FixedPolicyAgent(ChatAgent):
             UserError: The config names no model or two models, or the model's folder is missing.
         """
         if bool(config.server) == bool(config.base_url):
-            what = "set fixed_policy.server or fixed_policy.base_url, and not both"
-            raise UserError(f"agent.type=fixed_policy: {what}.")
+            raise UserError(
+                "agent.type=fixed_policy: "
+                "set fixed_policy.server or fixed_policy.base_url, and not both."
+            )
         if config.base_url:
             async with Completions.connect(config) as endpoint:
                 yield endpoint
@@ -54,11 +56,19 @@ class FixedPolicyAgent(ChatAgent):
             raise UserError(f"fixed_policy.server={config.server}: write EXPERIMENT/TRIAL.")
         model = replace(args.model, path=config.model_path or args.model.path)
         if not (Path(model.path) / "config.json").is_file():
-            what = f"fixed_policy.model_path={model.path}: this folder has no config.json"
-            raise UserError(f"{what}. Set the folder of the model that the server serves.")
-        other = replace(args, experiment_name=experiment, trial_name=trial, model=model)
-        own = args.trainer.ppo.collector.client
-        client = clients.get(own.type)(other, own)
+            raise UserError(
+                f"fixed_policy.model_path={model.path}: this folder has no config.json. "
+                "Set the folder of the model that the server serves."
+            )
+        args_of_server = replace(
+            args,
+            experiment_name=experiment,
+            trial_name=trial,
+            model=model,
+        )
+        client_config = args.trainer.ppo.collector.client
+        client_class = clients.get(client_config.type)
+        client = client_class(args_of_server, client_config)
         tokenizer = await asyncio.to_thread(load_tokenizer, model.path)
         try:
             await client.start()
@@ -87,6 +97,6 @@ class FixedPolicyAgent(ChatAgent):
             return Action("", is_last=True)
         system = None if self.messages else self.config.system_prompt
         self.messages += messages(observation, system=system)
-        text = await endpoint.ask(self.messages, owner=f"seat {self.seat.name}")
-        self.messages.append({"role": "assistant", "content": text})
-        return Action(text, is_last=turn + 1 == self.config.max_turns)
+        answer = await endpoint.ask(self.messages, owner=f"seat {self.seat.name}")
+        self.messages.append({"role": "assistant", "content": answer})
+        return Action(answer, is_last=turn + 1 == self.config.max_turns)

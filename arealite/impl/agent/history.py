@@ -46,20 +46,24 @@ first = lru_cache(maxsize=1024)(encode)
 @lru_cache(maxsize=2**14)
 def ending(tokenizer: Any, token: int) -> str:
     """Return the text of a special token, which may end a turn; "" for an ordinary token."""
-    return "" if tokenizer.decode([token], skip_special_tokens=True) else tokenizer.decode([token])
+    is_ordinary = bool(tokenizer.decode([token], skip_special_tokens=True))
+    return "" if is_ordinary else tokenizer.decode([token])
 
 
-def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
+def encode_after(tokenizer: Any, ids_before: Sequence[int], new_text: str) -> list[int]:
     """Tokenise text that follows other tokens.
 
     The text is tokenised after the token that ended the turn: tokenizers treat the start of a
     text, and white space after a special token, differently.
     """
-    if len(before) and (end := ending(tokenizer, before[-1])):
-        ids = encode(tokenizer, end + text)
-        if ids[:1] == [before[-1]]:
-            return ids[1:]
-    return encode(tokenizer, text)
+    if len(ids_before):
+        last_id = ids_before[-1]
+        end_of_turn = ending(tokenizer, last_id)
+        if end_of_turn:
+            ids = encode(tokenizer, end_of_turn + new_text)
+            if ids[:1] == [last_id]:
+                return ids[1:]
+    return encode(tokenizer, new_text)
 
 
 class History:
@@ -90,19 +94,19 @@ class History:
         self.tools = tools or self.tools
         past = "".join([piece.text for piece in self.pieces])
         if past and self.has_channels and not self.beginning:
-            text = past + self._text_after(messages)
+            prompt = past + self._text_after(messages)
         else:
-            text = render_prompt(self.tokenizer, self.messages, tools=self.tools)
+            prompt = render_prompt(self.tokenizer, self.messages, tools=self.tools)
+        new_text = prompt.removeprefix(past)
         if not past:
-            ids = first(self.tokenizer, text)
-        elif text.startswith(past):
-            ids = encode_after(self.tokenizer, self.pieces[-1].ids, text[len(past) :])
+            ids = first(self.tokenizer, prompt)
+        elif prompt.startswith(past):
+            ids = encode_after(self.tokenizer, self.pieces[-1].ids, new_text)
         else:
-            self._warn(past, text)
+            self._warn(past, prompt)
             self.pieces = []
-            past = ""
-            ids = encode(self.tokenizer, text)
-        self.pieces.append(Piece(ids, text[len(past) :]))
+            ids = encode(self.tokenizer, prompt)
+        self.pieces.append(Piece(ids, new_text))
         return [token for piece in self.pieces for token in piece.ids]
 
     @cached_property
@@ -112,8 +116,8 @@ class History:
 
         return family_of(self.tokenizer).has_channels
 
-    def _text_after(self, new: Sequence[ChatMessage]) -> str:
-        """Return the text of `new` after the latest answer.
+    def _text_after(self, new_messages: Sequence[ChatMessage]) -> str:
+        """Return the text of `new_messages` after the latest answer.
 
         GPT-OSS' template refuses answers with the channels that the model sampled, so a short
         answer of the same kind takes the place of the latest one.
@@ -123,18 +127,22 @@ class History:
         """
         from arealite.impl.gateway import exchange, families, rendering  # imports this module
 
-        results = [each for each in new if each["role"] == "tool"]
-        calls = [exchange.function_call(e.get("tool_call_id"), e.get("name"), {}) for e in results]
+        calls = list[Any]()
+        for message in new_messages:
+            if message["role"] == "tool":
+                call_id = message.get("tool_call_id")
+                calls.append(exchange.function_call(call_id, message.get("name"), {}))
         answer = {"role": "assistant", "content": "" if calls else "c", "tool_calls": calls}
         renderer = rendering.Renderer(self.tokenizer, families.family_of(self.tokenizer))
         kinds = rendering.TOOLS if self.tools else 0
-        text = renderer.render_after(kinds, answer, [renderer.prepare(each) for each in new])
-        if text is None:
+        prepared = [renderer.prepare(message) for message in new_messages]
+        rendered = renderer.render_after(kinds, answer, prepared)
+        if rendered is None:
             raise UserError("the model's chat template refuses the messages after an answer")
-        last = self.pieces[-1].ids
-        stop = ending(self.tokenizer, last[-1])
-        turn = renderer.ending(kinds, answer).turn
-        return renderer.remaining(text, stop, turn)
+        last_id = self.pieces[-1].ids[-1]
+        sampled_stop = ending(self.tokenizer, last_id)
+        end_of_turn = renderer.ending(kinds, answer).turn
+        return renderer.remaining(rendered, sampled_stop, end_of_turn)
 
     def add(self, response: LLMResponse, *, opening: str = "") -> str:
         """Add an answer. If the messages end with its beginning, both are one message.
@@ -148,12 +156,13 @@ class History:
             The sampled text, without the token that ended the turn.
         """
         ids = response.output_ids
-        answer = text = self.decode(ids)
+        sampled_text = self.decode(ids)
+        self.pieces.append(Piece(ids, sampled_text))
+        answer = sampled_text
         if ids and response.stop_reason == "stop":
-            answer = text.removesuffix(ending(self.tokenizer, ids[-1]))
-        self.pieces.append(Piece(ids, text))
-        message: ChatMessage = {"role": "assistant"}
+            answer = sampled_text.removesuffix(ending(self.tokenizer, ids[-1]))
         start = max(self.beginning, opening, key=len)  # both are ends of the prompt
+        message: ChatMessage = {"role": "assistant"}
         if self.messages[-1]["role"] == "assistant":
             message = self.messages.pop()
         self.messages.append({**message, "content": start + answer})
@@ -163,14 +172,17 @@ class History:
         """Return the text of tokens, including special tokens."""
         return decode(self.tokenizer, ids)
 
-    def _warn(self, past: str, text: str) -> None:
+    def _warn(self, past: str, prompt: str) -> None:
         """Warn, once per process and template, that the template rewrites earlier turns."""
         template = str(self.tokenizer.chat_template)
         if template in _warned:
             return
         _warned.add(template)
-        at = common_prefix_length(past, text)
-        hint = "a turn whose prompt does not extend the last one starts a new training segment"
-        was = past[at : at + SHOWN]
-        now = text[at : at + SHOWN]
-        logger.warning("chat template rewrites earlier turns", hint=hint, at=at, was=was, now=now)
+        at = common_prefix_length(past, prompt)
+        logger.warning(
+            "chat template rewrites earlier turns",
+            hint="a turn whose prompt does not extend the last one starts a new training segment",
+            at=at,
+            was=past[at : at + SHOWN],
+            now=prompt[at : at + SHOWN],
+        )

@@ -22,7 +22,8 @@ class MathCodeSingleStepAgent(Agent):
         """Generate one completion for an observation, a text or a list of chat messages."""
         prompt = self.build_prompt(observation)
         self.beginning = beginning_of(prompt)
-        response = await self.generate(tokenize(self.tokenizer, prompt))
+        prompt_ids = tokenize(self.tokenizer, prompt)
+        response = await self.generate(prompt_ids)
         return Action(self.parse(response), response)
 
     def build_prompt(self, observation: object) -> str | list[ChatMessage]:
@@ -40,5 +41,5 @@ class MathCodeSingleStepAgent(Agent):
 
     def parse(self, response: LLMResponse) -> str:
         """Return the action's text: the completion without special tokens, after `beginning`."""
-        text = self.tokenizer.decode(response.output_ids, skip_special_tokens=True)
-        return f"{self.beginning}{text}"
+        completion = self.tokenizer.decode(response.output_ids, skip_special_tokens=True)
+        return f"{self.beginning}{completion}"

@@ -39,26 +39,43 @@ class ReasoningAgent(ChatAgent):
         begin = self.config.begin
         end = self.config.end
         prompt = history.pieces[-1]
-        beginning = history.beginning
-        _, has_ended, answer_start = beginning.rpartition(end)
+        _, ended_before, answer_start = history.beginning.rpartition(end)
         is_begun = prompt.text.rstrip().endswith(begin) or begin in answer_start
         opening = prompt.text[prompt.text.rindex(begin) :] if is_begun else ""
-        whole = history.add(response, opening=opening)
+        sampled_text = history.add(response, opening=opening)
         answer = history.pieces[-1]
-        length, (_, marker, text) = 0, whole.partition(end)
-        if marker:
-            text = text.lstrip()
-            length = tokens_before(history, answer.ids, text + answer.text.removeprefix(whole))
-        elif begin not in opening + whole:
-            text = (answer_start.lstrip() if has_ended else answer_start) + whole
+        _, end_marker, after_thought = sampled_text.partition(end)
+        if end_marker:
+            action_text = after_thought.lstrip()
+            stop = answer.text.removeprefix(sampled_text)
+            num_thought_tokens = tokens_before(history, answer.ids, action_text + stop)
+        elif begin not in opening + sampled_text:  # there is no thought
+            start = answer_start.lstrip() if ended_before else answer_start
+            action_text = start + sampled_text
+            num_thought_tokens = 0
         else:  # the answer ended inside the thought
-            length = len(answer.ids) - (answer.text != whole)
+            action_text = ""
+            has_stop = answer.text != sampled_text
+            num_thought_tokens = len(answer.ids) - has_stop
+        self._keep(
+            Thought(
+                prompt=prompt,
+                opening=opening,
+                answer=answer,
+                length=num_thought_tokens,
+                message=history.messages[-1],
+            )
+        )
+        return Action(action_text, response, is_last=self.is_over())
+
+    def _keep(self, thought: Thought) -> None:
+        """Remember the latest thought; drop the thought that the option `keep` excludes."""
         previous = self.latest
-        self.latest = Thought(prompt, opening, answer, length, history.messages[-1])
-        dropped = {"all": None, "last": previous, "none": self.latest}[self.config.keep]
-        if dropped is not None:
-            drop(history, dropped)
-        return Action(text, response, is_last=self.is_over())
+        self.latest = thought
+        if self.config.keep == "none":
+            drop(self.history, thought)
+        elif self.config.keep == "last" and previous is not None:
+            drop(self.history, previous)
 
 
 def tokens_before(history: History, ids: list[int], tail: str) -> int:
@@ -71,16 +88,20 @@ def tokens_before(history: History, ids: list[int], tail: str) -> int:
         The number of tokens; 0 if `tail` starts inside a token.
     """
 
+    def text_after(count: int) -> str:
+        return history.decode(ids[count:]).lstrip()
+
     def fits(count: int) -> bool:
-        return len(history.decode(ids[count:]).lstrip()) <= len(tail)
+        return len(text_after(count)) <= len(tail)
 
     width = 16
     while width < len(ids) and fits(len(ids) - width):
         width *= 2
-    count = bisect_left(range(len(ids)), True, lo=max(0, len(ids) - width), key=fits)
+    lowest = max(0, len(ids) - width)
+    count = bisect_left(range(len(ids)), True, lo=lowest, key=fits)
     while history.decode(ids[count : count + 1]).isspace():
         count += 1
-    return count if history.decode(ids[count:]).lstrip() == tail else 0
+    return count if text_after(count) == tail else 0
 
 
 def drop(history: History, thought: Thought) -> None:
@@ -91,15 +112,28 @@ def drop(history: History, thought: Thought) -> None:
     prompt = thought.prompt
     answer = thought.answer
     opening = thought.opening
+    ids_after = answer.ids[thought.length :]
+    text_after = history.decode(ids_after)
+    thought_text = opening + answer.text.removesuffix(text_after)
+    prompt_end = opening_position(history, prompt, opening)
     content = thought.message["content"]
-    rest = history.decode(answer.ids[thought.length :])
-    text = answer.text.removesuffix(rest)
-    ends = (len(prompt.ids) - count for count in range(len(opening.encode()) + 1))
-    end = next((end for end in ends if history.decode(prompt.ids[end:]) == opening), None)
-    if not thought.length or end is None or not content.startswith(opening + text):
+    if not thought.length or prompt_end is None or not content.startswith(thought_text):
         return
-    prompt.ids = prompt.ids[:end]
+    prompt.ids = prompt.ids[:prompt_end]
     prompt.text = prompt.text.removesuffix(opening)
-    answer.ids = answer.ids[thought.length :]
-    answer.text = rest
-    thought.message["content"] = content[len(opening + text) :]
+    answer.ids = ids_after
+    answer.text = text_after
+    thought.message["content"] = content.removeprefix(thought_text)
+
+
+def opening_position(history: History, prompt: Piece, opening: str) -> int | None:
+    """Return the position of the token at which `opening`, the end of the prompt, starts.
+
+    Returns:
+        The position; None if `opening` starts inside a token.
+    """
+    for num_tokens in range(len(opening.encode()) + 1):
+        start = len(prompt.ids) - num_tokens
+        if history.decode(prompt.ids[start:]) == opening:
+            return start
+    return None

@@ -26,8 +26,10 @@ class ScriptedAgent(Agent):
             UserError: The policy is `answers` and there are no answers.
         """
         if config.policy == "answers" and not config.answers:
-            what = "agent.type=scripted: scripted.policy=answers needs scripted.answers"
-            raise UserError(f"{what}. Set the answers or another policy.")
+            raise UserError(
+                "agent.type=scripted: scripted.policy=answers needs scripted.answers. "
+                "Set the answers or another policy."
+            )
 
     async def act(self, observation: object) -> Action:
         """Return the answer of this turn, or one of the observation's choices.
@@ -39,13 +41,18 @@ class ScriptedAgent(Agent):
         seat = self.seat
         turn = self.turn
         self.turn = self.turn + 1
-        options = config.answers if config.policy == "answers" else observe(observation).choices
-        if not options:
-            what = f"seat '{seat.name}', agent.type=scripted: policy={config.policy} needs an"
-            fix = "Set policy=answers, or use another environment."
-            raise UserError(f"{what} environment that offers choices. {fix}")
+        is_listed = config.policy == "answers"
+        actions = config.answers if is_listed else observe(observation).choices
+        if not actions:
+            raise UserError(
+                f"seat '{seat.name}', agent.type=scripted: policy={config.policy} needs an "
+                "environment that offers choices. "
+                "Set policy=answers, or use another environment."
+            )
         if config.policy == "random":
-            member = seat.episode_id.rpartition("/")[2]  # the part before it changes per attempt
+            # The part before the member changes with each attempt.
+            _, _, member = seat.episode_id.rpartition("/")
             rng = random.Random(f"{config.seed}/{seat.group_id}/{member}/{seat.name}/{turn}")
-            return Action(rng.choice(options))
-        return Action(options[turn % len(options) if config.policy == "answers" else 0])
+            return Action(rng.choice(actions))
+        position = turn % len(actions) if is_listed else 0
+        return Action(actions[position])

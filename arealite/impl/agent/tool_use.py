@@ -4,6 +4,7 @@ The chat template gets an answer with calls as its sampled text, not as a list o
 would format a list differently, and the prompt would not hold the sampled tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -41,27 +42,46 @@ class ToolUseAgent(ChatAgent):
         letters and digits, the form that the strictest templates require.
         """
         tools = self.history.tools
-        ids = f"c{len(self.record.turns):04}{{:04}}"
+        call_ids = f"c{len(self.record.turns):04}{{:04}}"
         family = format_of(self.tokenizer, self.config.format)
         answer = self.history.beginning + self.history.add(response)
-        text, calls = read_calls(answer, family, tools, ids=ids)
-        known = [str(tool["function"]["name"]) for tool in tools]
-        if known and not calls and (other := foreign(text, known)):
-            error = f"the call has the format {other}, not {family.name}"
-            calls = (ToolCall(ids.format(0), "", {}, error),)
-            self.warn(other, text)
-        wrong = {c.name: unknown("tool", c.name, known) for c in calls if c.name not in known}
-        calls = tuple(replace(c, error=c.error or wrong.get(c.name, "")) for c in calls)
-        parts = self.record.reward_parts
-        bad = sum(bool(call.error) for call in calls)
-        parts["malformed_calls"] = parts.get("malformed_calls", 0.0) + bad
-        return Action(text, response, calls, self.is_over())
+        text_around, calls = read_calls(answer, family, tools, ids=call_ids)
+        tool_names = [str(tool["function"]["name"]) for tool in tools]
+        if tool_names and not calls:
+            other_format = foreign(text_around, tool_names)
+            if other_format:
+                error = f"the call has the format {other_format}, not {family.name}"
+                calls = (ToolCall(call_ids.format(0), "", {}, error),)
+                self.warn(other_format, text_around)
+        calls = tuple(check_name(call, tool_names) for call in calls)
+        num_malformed = sum(bool(call.error) for call in calls)
+        reward_parts = self.record.reward_parts
+        before = reward_parts.get("malformed_calls", 0.0)
+        reward_parts["malformed_calls"] = before + num_malformed
+        return Action(
+            text=text_around,
+            response=response,
+            calls=calls,
+            is_last=self.is_over(),
+        )
 
-    def warn(self, other: str, text: str) -> None:
+    def warn(self, other_format: str, answer: str) -> None:
         """Warn, once per process and format, that the model calls tools in another format."""
-        if other not in _seen:
-            _seen.add(other)
-            option = "trainer.ppo.collector.agent.tool_use.format"
-            hint = f"Set {option} to the model's format: {' or '.join(FORMATS)}"
-            fields = {"seen": other, "configured": self.config.format, "text": text[:200]}
-            logger.warning("tool call in another format", **fields, hint=hint)
+        if other_format in _seen:
+            return
+        _seen.add(other_format)
+        option = "trainer.ppo.collector.agent.tool_use.format"
+        logger.warning(
+            "tool call in another format",
+            seen=other_format,
+            configured=self.config.format,
+            text=answer[:200],
+            hint=f"Set {option} to the model's format: {' or '.join(FORMATS)}",
+        )
+
+
+def check_name(call: ToolCall, tool_names: Sequence[str]) -> ToolCall:
+    """Return the call; without an earlier error, a call of an unknown tool gets an error."""
+    if call.error or call.name in tool_names:
+        return call
+    return replace(call, error=unknown("tool", call.name, tool_names))

@@ -45,10 +45,13 @@ if sys.byteorder != "little":
 
 Agents = dict[str, Agent]
 """By seat."""
-Made = tuple[TrajectoryHeader, bytes]
+EpisodeKey = tuple[str, int]
+"""(lease id, member)."""
+EncodedTrajectory = tuple[TrajectoryHeader, bytes]
 """Header and payload of a trajectory."""
-Played = tuple[Episode, list[bytes]]
+EncodedEpisode = tuple[Episode, list[bytes]]
 """An episode, and the payloads of its trajectories."""
+TurnWithReceipt = tuple[Turn, TurnReceipt]
 
 
 class NothingGenerated(EpisodeError, failure_class="nothing_generated"):
@@ -68,8 +71,10 @@ class Collector:
     def __init__(self, config: ExperimentConfig, client: LLMClient, tokenizer: "Tokenizer") -> None:
         ppo = config.trainer.ppo
         self.config = ppo.collector
-        parts = self.config.parts.items()
-        self.parts = {name: Part(part, make_env(config, part.env)) for name, part in parts}
+        self.parts = {
+            name: Part(part_config, make_env(config, part_config.env))
+            for name, part_config in self.config.parts.items()
+        }
         """By name; a task's `extra_info.env` is the name of its environment."""
         self._eval_sampling = ppo.eval.sampling
         self._agents = AgentFactory(config, client=client, tokenizer=tokenizer)
@@ -77,8 +82,8 @@ class Collector:
         self._stack = AsyncExitStack()
         self._running = set[Wait]()
         """The wait of each running episode."""
-        self._playing: dict[tuple[str, int], tuple[Lease, Agents]] = {}
-        """By lease id and member: running episodes of resumable environments."""
+        self._playing: dict[EpisodeKey, tuple[Lease, Agents]] = {}
+        """Running episodes of resumable environments."""
         self.resumed: Counter[str] = Counter()
         """Counts of episodes and tokens resumed from records, and of records that differed."""
 
@@ -89,14 +94,14 @@ class Collector:
             UserError: an environment cannot start, or lacks a seat that the config names.
         """
         async with AsyncExitStack() as stack:
+            agent_configs = [self.config.agent]
             for part in self.parts.values():
                 stack.push_async_callback(part.env.close)
                 await part.env.setup()
                 check_seats(part.config, part.env.seats)
-            configs = [self.config.agent]
-            configs += [seat for part in self.parts.values() for seat in part.config.seats.values()]
-            for config in configs:
-                await self._agents.share(config, stack)
+                agent_configs += part.config.seats.values()
+            for agent_config in agent_configs:
+                await self._agents.share(agent_config, stack)
             self._stack = stack.pop_all()
 
     async def close(self) -> None:
@@ -116,10 +121,11 @@ class Collector:
         """
         name = task.extra_info.get("env", "") if self.config.envs else ""
         if name not in self.parts:
-            raise UserError(f"{task.task_id}: " + unknown("environment", str(name), [*self.parts]))
+            problem = unknown("environment", str(name), [*self.parts])
+            raise UserError(f"{task.task_id}: {problem}")
         return self.parts[name]
 
-    async def run(self, lease: Lease, member: int, turns: Sequence[bytes] = ()) -> Played:
+    async def run(self, lease: Lease, member: int, turns: Sequence[bytes] = ()) -> EncodedEpisode:
         """Run one episode.
 
         Args:
@@ -131,10 +137,10 @@ class Collector:
         Raises:
             InvariantError, UserError: the error concerns the run, not this episode.
         """
-        made: list[Made] = []
+        trajectories: list[EncodedTrajectory] = []
         failure = None
         try:
-            made = await self._run_episode(lease, member, turns)
+            trajectories = await self._run_episode(lease, member, turns)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as raised:  # SystemExit and Rust panics are no Exception
@@ -144,81 +150,117 @@ class Collector:
             if isinstance(error, FATAL):
                 raise error from raised
             failure = self._failure(lease, error)
-        headers = [header for header, _ in made]
-        payloads = [payload for _, payload in made]
-        return Episode(lease.lease_id, lease.group_id, member, headers, failure), payloads
+        episode = Episode(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            member=member,
+            headers=[header for header, _ in trajectories],
+            failure=failure,
+        )
+        return episode, [payload for _, payload in trajectories]
 
     def progress(self, resend_all: bool) -> Iterator[tuple[Lease, list[TurnHeader], list[bytes]]]:
         """Yield the unsent turns of running episodes; with `resend_all`, all their turns."""
         for (_, member), (lease, agents) in self._playing.items():
-            own = agents.values()
-            if unsent := [*unsent_turns(lease, member, own, resend_all=resend_all)]:
-                yield lease, [header for header, _ in unsent], [payload for _, payload in unsent]
+            headers = list[TurnHeader]()
+            payloads = list[bytes]()
+            turns = unsent_turns(lease, member, agents.values(), resend_all=resend_all)
+            for header, payload in turns:
+                headers.append(header)
+                payloads.append(payload)
+            if headers:
+                yield lease, headers, payloads
 
-    async def _run_episode(self, lease: Lease, member: int, turns: Sequence[bytes]) -> list[Made]:
-        """Run one episode under its deadline; return one trajectory for each trainable seat."""
+    async def _run_episode(
+        self, lease: Lease, member: int, turns: Sequence[bytes]
+    ) -> list[EncodedTrajectory]:
+        """Run one episode; return one trajectory for each trainable seat."""
         begin = time.perf_counter()
         part = self.part(lease.task)
-        agents = self._make_agents(part, lease, member, turns if part.env.resumable else ())
-        seconds = self.config.episode_timeout_s
-        what = f"episode {lease.group_id}/{member} ({lease.task.task_id})"
-        on = f"environment {part.config.env.type}"
-        wait = Wait(what, owner="collector", on=on, seconds=seconds)
-        self._running.add(wait)
+        resumed_turns = turns if part.env.resumable else ()
+        agents = self._make_agents(part, lease, member, resumed_turns)
         if part.env.resumable and lease.split == "train":
             self._playing[lease.lease_id, member] = lease, agents
         try:
-            with wait:
-                await wait.run(part.env.run(lease.task.copy(), **agents))
-            if wait.expired:  # the environment caught the cancellation
-                raise DeadlineError(what, owner="collector", seconds=seconds)
-        except (TimeoutError, DeadlineError) as error:
-            if not wait.expired:
-                raise
-            what = f"the episode ran longer than episode_timeout_s={seconds}"
-            if wait.abandoned:
-                what += ", caught its cancellation, and was abandoned"
-            raise EpisodeTimeout(what) from error
+            await self._run_env(part, lease, member, agents)
         finally:
-            self._running.discard(wait)
             self._playing.pop((lease.lease_id, member), None)
             if turns:
                 self._count_resumed(agents)
         seconds = time.perf_counter() - begin
-        seats = [agent for agent in agents.values() if agent.trainable]
-        if not seats:
+        trained_agents = [agent for agent in agents.values() if agent.trainable]
+        if not trained_agents:
             raise NothingGenerated(f"{type(part.env).__name__} has no trainable seat")
         # A game may end before it is a seat's turn.
-        seats = [agent for agent in seats if agent.record.turns] or seats
-        return [make_trajectory(lease, member, agent, seconds=seconds) for agent in seats]
+        with_turns = [agent for agent in trained_agents if agent.record.turns]
+        return [
+            make_trajectory(lease, member, agent, seconds=seconds)
+            for agent in with_turns or trained_agents
+        ]
+
+    async def _run_env(self, part: Part, lease: Lease, member: int, agents: Agents) -> None:
+        """Run the environment under the deadline of an episode.
+
+        Raises:
+            EpisodeTimeout: the episode ran longer than `episode_timeout_s`.
+        """
+        limit_s = self.config.episode_timeout_s
+        name = f"episode {lease.group_id}/{member} ({lease.task.task_id})"
+        env_name = f"environment {part.config.env.type}"
+        wait = Wait(name, owner="collector", on=env_name, seconds=limit_s)
+        self._running.add(wait)
+        try:
+            with wait:
+                task = lease.task.copy()
+                await wait.run(part.env.run(task, **agents))
+            if wait.expired:  # the environment caught the cancellation
+                raise DeadlineError(name, owner="collector", seconds=limit_s)
+        except (TimeoutError, DeadlineError) as error:
+            if not wait.expired:
+                raise
+            ending = ", caught its cancellation, and was abandoned" if wait.abandoned else ""
+            message = f"the episode ran longer than episode_timeout_s={limit_s}{ending}"
+            raise EpisodeTimeout(message) from error
+        finally:
+            self._running.discard(wait)
 
     def _count_resumed(self, agents: Agents) -> None:
         records = [agent.record for agent in agents.values()]
-        tokens = sum(record.resumed_tokens for record in records)
-        self.resumed["resumed_episodes"] += tokens > 0
-        self.resumed["resumed_tokens"] += tokens
+        num_tokens = sum(record.resumed_tokens for record in records)
+        self.resumed["resumed_episodes"] += num_tokens > 0
+        self.resumed["resumed_tokens"] += num_tokens
         self.resumed["resumed_diverged"] += any(record.resumed_diverged for record in records)
 
     def _make_agents(self, part: Part, lease: Lease, member: int, turns: Sequence[bytes]) -> Agents:
-        episode_id = f"{lease.lease_id}/{member}"
         is_eval = lease.split.startswith("eval")
         sampling = self._eval_sampling if is_eval else self.config.sampling
-        made: Agents = {}
+        agents: Agents = {}
         for name in part.env.seats:
             recorded = recorded_turns(lease, member, name, turns) if turns else ()
-            seat = Seat(name, lease.group_id, episode_id, lease.version, sampling, recorded)
+            seat = Seat(
+                name=name,
+                group_id=lease.group_id,
+                episode_id=f"{lease.lease_id}/{member}",
+                min_version=lease.version,
+                sampling=sampling,
+                recorded=recorded,
+            )
             config = part.config.seats.get(name, self.config.agent)
-            made[name] = self._agents.make_agent(config, seat)
-        return made
+            agents[name] = self._agents.make_agent(config, seat)
+        return agents
 
     def _failure(self, lease: Lease, error: BaseException) -> Failure:
         failure = make_failure(error)
-        key = failure.failure_class, *PLACE.findall(failure.detail)
+        key = (failure.failure_class, *PLACE.findall(failure.detail))
         if key not in self._logged:  # log only the first of each class and place
             self._logged.add(key)
-            trace = None if isinstance(error, EpisodeError) else error
-            known = {"failure": key[0], "task": lease.task.task_id, "error": str(error)}
-            logger.warning("episode failed", **known, exc_info=trace)
+            logger.warning(
+                "episode failed",
+                failure=failure.failure_class,
+                task=lease.task.task_id,
+                error=str(error),
+                exc_info=None if isinstance(error, EpisodeError) else error,
+            )
         return failure
 
 
@@ -229,7 +271,13 @@ def check_seats(config: PartConfig, seats: Sequence[str]) -> None:
             raise UserError(f"{config.env.type}: " + unknown("seat", name, seats))
 
 
-def make_trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) -> Made:
+def make_trajectory(
+    lease: Lease,
+    member: int,
+    agent: Agent,
+    *,
+    seconds: float,
+) -> EncodedTrajectory:
     """Return the header and the payload of a seat's trajectory.
 
     Raises:
@@ -250,6 +298,7 @@ def make_trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) 
         raise errors.RewardNotFinite(f"seat '{seat}' has reward {reward}")
     segments = make_segments(turns)
     payload = encode_segments(segments)
+    seconds_of_agent = record.seconds_generating + record.seconds_scoring
     header = TrajectoryHeader(
         trajectory_id=f"{lease.group_id}/{member}/{seat}",
         group_id=lease.group_id,
@@ -269,7 +318,7 @@ def make_trajectory(lease: Lease, member: int, agent: Agent, *, seconds: float) 
         waits={
             "generation": record.seconds_generating,
             "reward": record.seconds_scoring,
-            "environment": max(0.0, seconds - record.seconds_generating - record.seconds_scoring),
+            "environment": max(0.0, seconds - seconds_of_agent),
         },
         source=lease.task.source,
         payload_sum=payload_sum(payload),
@@ -287,42 +336,73 @@ def make_segments(turns: Sequence[Turn]) -> list[Segment]:
     its prompt begins with, at the same temperature. Any other turn begins a segment, in which
     earlier tokens are not trained again. The segments are in the order of their last turns.
     """
-    rows: dict[Turn, list[tuple[Turn, TurnReceipt]]] = {}
+    segment_turns: dict[Turn, list[TurnWithReceipt]] = {}  # by the last turn of each segment
     kept = {*turns}
     for turn in turns:
         parent = turn.parent
-        origin = turn.origin
-        start = turn.start
         while parent is not None and parent not in kept:  # its answer was dropped
             parent = parent.parent
-        row = rows.pop(parent, []) if parent else []
-        known = "first" if turn is turns[0] else "forked" if turn.known else "rewritten"
-        reason = "" if row else (origin and origin.reason) or known
-        reused = min(origin.reused, start) if origin else parent.end if parent else 0
-        answer = blake2b(b"".join(turn.sampled)).digest()
-        length = turn.end - start
-        row.append((turn, TurnReceipt(start, length, reused, reason, turn.prompt, answer)))
-        rows[turn] = row
-    return [_segment(row) for row in rows.values()]
+        extended = segment_turns.pop(parent, []) if parent else []
+        branch_reason = "" if extended else _branch_reason(turn, is_first=turn is turns[0])
+        receipt = _receipt(turn, parent, branch_reason)
+        extended.append((turn, receipt))
+        segment_turns[turn] = extended
+    return [_segment(extended) for extended in segment_turns.values()]
 
 
-def _segment(row: list[tuple[Turn, TurnReceipt]]) -> Segment:
+def _branch_reason(turn: Turn, *, is_first: bool) -> str:
+    """Return why a turn begins a segment: the agent's reason, or the one its parent shows."""
+    if turn.origin is not None and turn.origin.reason:
+        return turn.origin.reason
+    if is_first:
+        return "first"
+    return "forked" if turn.known else "rewritten"
+
+
+def _receipt(turn: Turn, parent: Turn | None, reason: str) -> TurnReceipt:
+    """Return the receipt of a turn whose nearest kept ancestor is `parent`."""
+    if turn.origin is not None:
+        reused = min(turn.origin.reused, turn.start)
+    elif parent is not None:
+        reused = parent.end
+    else:
+        reused = 0
+    sampled_bytes = b"".join(turn.sampled)
+    return TurnReceipt(
+        start=turn.start,
+        length=turn.end - turn.start,
+        reused=reused,
+        reason=reason,
+        prompt=turn.prompt,
+        answer=blake2b(sampled_bytes).digest(),
+    )
+
+
+def _segment(turns: list[TurnWithReceipt]) -> Segment:
     """Return the segment of turns that extend each other; the last turn has the tokens of all."""
-    last = row[-1][0]
-    at = 0
-    masks: list[bytes] = []  # list[bytes]() takes 0.3 µs more
-    logprobs: list[bytes] = []
-    versions: list[bytes] = []
-    rewards = array("f", bytes(4 * last.end))
-    for turn, _ in row:
-        before = turn.start - at
-        masks += bytes(before), b"\x01" * (turn.end - turn.start)
-        logprobs += bytes(4 * before), turn.sampled[1]
-        versions += b"\xff" * (4 * before), turn.sampled[2]
-        at = turn.end
-        rewards[at - 1] += turn.reward
-    mask, logprob, version = map(b"".join, (masks, logprobs, versions))
-    tokens = last.raw_prompt + last.sampled[0]
-    receipts = [receipt for _, receipt in row]
-    told = tokens, mask, logprob, version, rewards.tobytes(), last.temperature
-    return Segment(*told, last.next_state, receipts, last.routing)
+    last, _ = turns[-1]
+    mask_parts: list[bytes] = []  # list[bytes]() takes 0.3 µs more
+    logprob_parts: list[bytes] = []
+    version_parts: list[bytes] = []
+    rewards_T = array("f", bytes(4 * last.end))
+    end = 0  # tokens of the turns so far
+    for turn, _ in turns:
+        _, sampled_logprobs, sampled_versions = turn.sampled
+        num_observed = turn.start - end
+        end = turn.end
+        mask_parts += bytes(num_observed), b"\x01" * (end - turn.start)
+        logprob_parts += bytes(4 * num_observed), sampled_logprobs
+        version_parts += b"\xff" * (4 * num_observed), sampled_versions
+        rewards_T[end - 1] += turn.reward
+    last_ids, _, _ = last.sampled
+    return Segment(
+        tokens=last.raw_prompt + last_ids,
+        loss_mask=b"".join(mask_parts),
+        logprobs=b"".join(logprob_parts),
+        versions=b"".join(version_parts),
+        rewards=rewards_T.tobytes(),
+        temperature=last.temperature,
+        next_state=last.next_state,
+        turns=[receipt for _, receipt in turns],
+        routing=last.routing,
+    )

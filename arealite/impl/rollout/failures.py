@@ -19,9 +19,11 @@ def make_failure(error: BaseException) -> Failure:
 
     Its detail ends with file and line if the exception is not an EpisodeError.
     """
+    detail = f"{type(error).__name__}: {error}"[:MAX_DETAIL]
     frames = [] if isinstance(error, EpisodeError) else extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    detail = f"{type(error).__name__}: {error}"[:MAX_DETAIL] + where
+    if frames:
+        last_frame = frames[-1]
+        detail += f" ({last_frame.filename}:{last_frame.lineno})"
     return Failure(failure_class(error), detail)
 
 
@@ -29,5 +31,8 @@ def root_error(error: BaseException) -> BaseException:
     """Return the error inside an exception group: a fatal one if any, else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    found = [root_error(inner) for inner in error.exceptions]
-    return next((inner for inner in found if isinstance(inner, FATAL)), found[0])
+    roots = [root_error(inner) for inner in error.exceptions]
+    for root in roots:
+        if isinstance(root, FATAL):
+            return root
+    return roots[0]

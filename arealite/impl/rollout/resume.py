@@ -15,19 +15,28 @@ from arealite.api.turns import StoredTurn, decode_turn, encode_turn
 
 
 def recorded_turns(
-    lease: Lease, member: int, seat: str, payloads: Sequence[bytes]
+    lease: Lease,
+    member: int,
+    seat: str,
+    payloads: Sequence[bytes],
 ) -> tuple[StoredTurn, ...]:
     """Return the recorded turns of a seat, by index."""
-    found = list[StoredTurn]()
-    for turn, raw in zip(lease.turns, payloads, strict=True):
-        if (turn.member, turn.seat) == (member, seat):
-            with suppress(msgspec.MsgspecError):  # an older AReaLite wrote it: it is sampled again
-                found.append(decode_turn(raw))
-    return tuple(sorted(found, key=lambda stored: stored.index))
+    stored_turns = list[StoredTurn]()
+    for header, payload in zip(lease.turns, payloads, strict=True):
+        if header.member != member or header.seat != seat:
+            continue
+        with suppress(msgspec.MsgspecError):  # an older AReaLite wrote it: it is sampled again
+            stored_turns.append(decode_turn(payload))
+    stored_turns.sort(key=lambda stored_turn: stored_turn.index)
+    return tuple(stored_turns)
 
 
 def unsent_turns(
-    lease: Lease, member: int, agents: Iterable[Agent], *, resend_all: bool
+    lease: Lease,
+    member: int,
+    agents: Iterable[Agent],
+    *,
+    resend_all: bool,
 ) -> Iterator[tuple[TurnHeader, bytes]]:
     """Yield header and payload of the turns that were not sent, and mark these turns as sent.
 
@@ -40,10 +49,16 @@ def unsent_turns(
         resend_all: Yield the sent turns, too.
     """
     for agent in agents:
-        known = [*agent.record.turns, *agent.record.partial.values()]
-        for turn in sorted(known, key=lambda turn: turn.index):
-            if resend_all or not turn.is_stored:
-                turn.is_stored = True
-                versions = turn.response.versions if agent.trainable else []
-                oldest = min(versions, default=lease.version)
-                yield TurnHeader(member, agent.seat.name, turn.index, oldest), encode_turn(turn)
+        turns = [*agent.record.turns, *agent.record.partial.values()]
+        for turn in sorted(turns, key=lambda turn: turn.index):
+            if turn.is_stored and not resend_all:
+                continue
+            turn.is_stored = True
+            versions = turn.response.versions if agent.trainable else []
+            header = TurnHeader(
+                member=member,
+                seat=agent.seat.name,
+                index=turn.index,
+                oldest_version=min(versions, default=lease.version),
+            )
+            yield header, encode_turn(turn)

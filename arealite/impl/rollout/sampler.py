@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
 
 from arealite.api.agent import Agent
 from arealite.api.config import ExperimentConfig
@@ -22,8 +23,15 @@ from arealite.system.datapipe.group_store import FAILURE_WINDOW
 from arealite.system.health.waits import is_cancelled
 from arealite.system.ledger.group import back_off_s, too_many_failures
 
-Job = tuple[int, Task, int]
-"""(number of the task, the task, number of the sample)."""
+
+class Job(NamedTuple):
+    """One sample of one task."""
+
+    number: int
+    """Number of the task."""
+    task: Task
+    member: int
+    """Number of the sample."""
 
 
 class ObservingCollector(Collector):
@@ -44,8 +52,9 @@ def watch(agent: Agent) -> None:
         turns = agent.record.turns
         if turns and not turns[-1].next_state:
             with suppress(TypeError):  # an agent may accept other observations than messages
-                texts = [str(each.get("content") or "") for each in messages(observation)]
-                turns[-1].next_state = "\n".join(texts)
+                contents = [message.get("content") for message in messages(observation)]
+                lines = [str(content or "") for content in contents]
+                turns[-1].next_state = "\n".join(lines)
         return await act(observation)
 
     setattr(agent, "act", watched)  # noqa: B010  (a method)
@@ -82,20 +91,21 @@ class Sampler:
         Raises:
             RoleError: more than `datapipe.max_failed_share` of the latest episodes failed.
         """
-        done = self.samples.done()
-        is_train = self.split == "train"
-        every = [
-            (number, task, member)
-            for number, task in enumerate(tasks)
-            for member in range(n if is_train else task.eval_samples(n))
-        ]
-        jobs = [job for job in every if (job[0], job[2]) not in done]
-        self._all = len(every)
-        self._done = self._all - len(jobs)
-        left = iter(jobs)
+        finished = self.samples.done()
+        self._all = 0
+        missing = list[Job]()
+        for number, task in enumerate(tasks):
+            num_samples = n if self.split == "train" else task.eval_samples(n)
+            self._all += num_samples
+            for member in range(num_samples):
+                if (number, member) not in finished:
+                    missing.append(Job(number, task, member))
+        self._done = self._all - len(missing)
+        jobs = iter(missing)
+        concurrency = min(self._ppo.collector.concurrency, len(missing))
         async with asyncio.TaskGroup() as working:
-            for place in range(min(self._ppo.collector.concurrency, len(jobs))):
-                working.create_task(self._work(left), name=f"samples {place}")
+            for place in range(concurrency):
+                working.create_task(self._work(jobs), name=f"samples {place}")
 
     async def _work(self, jobs: Iterator[Job]) -> None:
         """Run jobs one after the other."""
@@ -103,27 +113,37 @@ class Sampler:
             for attempt in range(self._ppo.max_attempts):
                 if attempt:
                     await asyncio.sleep(back_off_s(attempt))
-                if await self._attempt(*job):
+                if await self._attempt(job):
                     self._done += 1
                     break
             else:
-                self.failed[job[1].source] += 1
+                self.failed[job.task.source] += 1
             self.progress(self._done, self._all)
 
-    async def _attempt(self, number: int, task: Task, member: int) -> bool:
+    async def _attempt(self, job: Job) -> bool:
         """Run an episode and store it; return False if it failed."""
-        group = f"{self.split}-{number}"
-        lease = Lease(group, group, self.split, task, [member], self._version)
+        group_id = f"{self.split}-{job.number}"
+        lease = Lease(
+            lease_id=group_id,
+            group_id=group_id,
+            split=self.split,
+            task=job.task,
+            members=[job.member],
+            version=self._version,
+        )
         # A separate task, because an environment may leave it cancelled or swallow a cancellation.
-        episode, payloads = await asyncio.create_task(self.collector.run(lease, member))
+        running = asyncio.create_task(self.collector.run(lease, job.member))
+        episode, payloads = await running
         if is_cancelled():
             raise asyncio.CancelledError
-        self._window.append(episode.failure is not None)
-        if episode.failure is None:
-            await self.samples.add(number, episode, payloads)
+        failure = episode.failure
+        self._window.append(failure is not None)
+        if failure is None:
+            await self.samples.add(job.number, episode, payloads)
             return True
-        self._first = self._first or episode.failure
-        await self.samples.fail(episode.failure)
-        if why := too_many_failures(self._window, self._first, share=self._share):
-            raise RoleError(why)
+        self._first = self._first or failure
+        await self.samples.fail(failure)
+        reason = too_many_failures(self._window, self._first, share=self._share)
+        if reason:
+            raise RoleError(reason)
         return False

@@ -16,7 +16,7 @@ from arealite.api.llm import LLMClient
 from arealite.api.rollout_messages import Episode, Lease
 from arealite.base import log
 from arealite.base.signals import STOP
-from arealite.impl.rollout.collector import Collector
+from arealite.impl.rollout.collector import Collector, EpisodeKey
 from arealite.impl.rollout.failures import root_error
 from arealite.system.health import vitals, waits
 from arealite.system.health.waits import END_S
@@ -35,13 +35,18 @@ class RolloutWorker:
     """Runs leased episodes until the datapipe drains the worker or SIGTERM arrives."""
 
     def __init__(
-        self, config: ExperimentConfig, *, link: WorkerLink, client: LLMClient, tokenizer: Tokenizer
+        self,
+        config: ExperimentConfig,
+        *,
+        link: WorkerLink,
+        client: LLMClient,
+        tokenizer: Tokenizer,
     ) -> None:
         self.link = link
         self.client = client
         self._collector = Collector(config, client, tokenizer)
         self._capacity = config.trainer.ppo.collector.concurrency
-        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._running: dict[EpisodeKey, asyncio.Task[None]] = {}
         self._counters: defaultdict[str, float] = defaultdict(float)
 
     async def run(self) -> None:
@@ -67,10 +72,14 @@ class RolloutWorker:
 
     def metrics(self) -> dict[str, float]:
         """Return counters since the start: of episodes, of seconds waited, and of the client."""
-        stats = self.client.stats()
-        client = {f"client_{name}": value for name, value in stats.items()}
-        own = {**self._counters, **self._collector.resumed, "loop_lag_max_s": vitals.lag_max_s()}
-        return {**own, **client, "running": float(len(self._running))}
+        client_stats = self.client.stats()
+        return {
+            **self._counters,
+            **self._collector.resumed,
+            "loop_lag_max_s": vitals.lag_max_s(),
+            **{f"client_{name}": number for name, number in client_stats.items()},
+            "running": float(len(self._running)),
+        }
 
     async def _serve(self) -> None:
         """Run the link and the leased episodes; drain at the end of the run or after SIGTERM."""
@@ -115,24 +124,26 @@ class RolloutWorker:
         """Give episodes DRAIN_GRACE_S to finish, then abort the rest without a result."""
         if self._running:
             await asyncio.wait(self._running.values(), timeout=DRAIN_GRACE_S)
-        for task in (left := [*self._running.values()]):
+        unfinished = [*self._running.values()]
+        for task in unfinished:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=END_S)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=END_S)
             self._collector.abandon_running()
-        logger.info("drained", aborted=len(left), episodes=self._counters["episodes"])
+        logger.info("drained", aborted=len(unfinished), episodes=self._counters["episodes"])
 
     def _count_episode(self, episode: Episode, source: str) -> None:
         counters = self._counters
         counters["episodes"] += 1
         if episode.failure is not None:
-            failed = f"failed_{episode.failure.failure_class}"
-            counters[failed] += 1
-            waits.counters[failed] = counters[failed]  # shown even when no step completes
+            failure_counter = f"failed_{episode.failure.failure_class}"
+            counters[failure_counter] += 1
+            # The counter is shown even when no step completes.
+            waits.counters[failure_counter] = counters[failure_counter]
             if source:
-                counters[f"{failed}/{source}"] += 1
+                counters[f"{failure_counter}/{source}"] += 1
         for header in episode.headers:
             counters["interruptions"] += header.interruptions
             counters["tokens"] += header.trained_tokens
-            for what, seconds in header.waits.items():
-                counters[f"{what}_wait_s"] += seconds
+            for phase, seconds in header.waits.items():
+                counters[f"{phase}_wait_s"] += seconds

@@ -1,4 +1,7 @@
-"""A second copy of the model in plain transformers: the reference of the self-check."""
+"""A second copy of the model in plain transformers: the reference of the self-check.
+
+Shape letters: T = tokens of one row, N = loss tokens of the row, V = entries of the vocabulary.
+"""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +38,10 @@ def obstacle(numel: int) -> str:
     """Return why a model of `numel` parameters is not loaded beside the trainer; "" if it is."""
     if numel > LARGEST:
         return f"{numel / 1e9:.1f} B parameters are too large for a second copy"
-    free_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else available_memory()
+    if torch.cuda.is_available():
+        free_bytes, _ = torch.cuda.mem_get_info()
+    else:
+        free_bytes = available_memory()
     copy_bytes = numel * BYTES_PER_PARAMETER
     if copy_bytes > free_bytes:
         return f"a second copy needs {decimal(copy_bytes)}, and {decimal(free_bytes)} are free"
@@ -51,7 +57,8 @@ class PlainModel:
         # The eager code of Falcon adds alibi twice.
         attention = "sdpa" if read_json(folder).get("alibi") else "eager"
         model = load(folder, dtype=torch.float32, attn_implementation=attention)
-        self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = model.to(device).eval()
         self.names = TensorNames(self.model, folder)
         self._exact = dict[tuple[bytes, bytes, float], np.ndarray]()
         """The results of `exact`; a key is the tokens, loss mask and temperature of a row."""
@@ -65,17 +72,24 @@ class PlainModel:
 
     def stored(self) -> Iterator[Named]:
         """Yield the tensors of the folder."""
-        return ((name, self.names.read(name)) for name in self.names.headers)
+        for name in self.names.headers:
+            yield name, self.names.read(name)
 
     def noise(self, rows: list[Sequence], dtype: str) -> list[np.ndarray]:
         """Return how far the logprobs of loss tokens in a dtype are from those in float32 [T]."""
         exact = [self.exact(row) for row in rows]
         with computing_in(self.model, DTYPES[dtype]):
-            return [abs(self.score(row) - right) for row, right in zip(rows, exact, strict=True)]
+            rounded = [self.score(row) for row in rows]
+        pairs = zip(rounded, exact, strict=True)
+        return [abs(logprobs - exact_logprobs) for logprobs, exact_logprobs in pairs]
 
     def exact(self, row: Sequence) -> np.ndarray:
         """Return the result of `score` in float32; a row is computed once."""
-        key = row.tokens.tobytes(), row.loss_mask.tobytes(), row.temperature
+        key = (
+            row.tokens.tobytes(),
+            row.loss_mask.tobytes(),
+            row.temperature,
+        )
         if key not in self._exact:
             self._exact[key] = self.score(row)
         return self._exact[key]
@@ -83,37 +97,52 @@ class PlainModel:
     @torch.no_grad()
     def score(self, row: Sequence) -> np.ndarray:
         """Return the logprobs of a row's loss tokens, which are its last ones."""
-        count = int(row.loss_mask.sum())
-        ids_T = torch.from_numpy(row.tokens.astype(np.int64)).to(self.model.device)
-        output = self.model(ids_T[None, :-1], use_cache=False, logits_to_keep=count)
-        logprobs = (output.logits[0, -count:].float() / row.temperature).log_softmax(-1)
-        return logprobs.gather(-1, ids_T[-count:, None])[:, 0].cpu().numpy()
+        num_loss = int(row.loss_mask.sum())
+        tokens_T = torch.from_numpy(row.tokens.astype(np.int64))
+        ids_T = tokens_T.to(self.model.device)
+        output = self.model(
+            ids_T[None, :-1],
+            use_cache=False,
+            logits_to_keep=num_loss,
+        )
+        logits_NV = output.logits[0, -num_loss:].float() / row.temperature
+        logprobs_NV = logits_NV.log_softmax(-1)
+        logprobs_N1 = logprobs_NV.gather(-1, ids_T[-num_loss:, None])
+        return logprobs_N1[:, 0].cpu().numpy()
 
 
 @contextmanager
 def watched(model: Any) -> Iterator[dict[str, Tensor]]:
     """Yield a dict that gets the first output of each watched module, float32 [tokens, H]."""
-    found = dict[str, Tensor]()
+    outputs = dict[str, Tensor]()
 
     def record(name: str, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         if isinstance(tensor, Tensor) and tensor.ndim == 3:
-            found.setdefault(name, tensor.detach().flatten(0, 1).float().cpu())
+            tokens_H = tensor.detach().flatten(0, 1)
+            outputs.setdefault(name, tokens_H.float().cpu())
 
     with ExitStack() as stack:
-        for name, module in model.named_modules() if model is not None else ():
+        modules = model.named_modules() if model is not None else ()
+        for name, module in modules:
             if WATCHED.fullmatch(name):
                 hook = module.register_forward_hook(lambda *args, n=name: record(n, args[-1]))
                 stack.callback(hook.remove)
-        yield found
+        yield outputs
 
 
-def first_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: str) -> str:
+def first_difference(
+    ours: dict[str, Tensor],
+    theirs: dict[str, Tensor],
+    dtype: str,
+) -> str:
     """Return the first module whose outputs differ; "the head" if none does, "" if unknown."""
     for name, right in theirs.items():
         if name not in ours or ours[name].shape != right.shape:
             return ""
-        error = (ours[name] - right).abs().max() / right.abs().max().clamp(min=1e-6)
-        if not error <= TOLERANCES[dtype]:
+        largest_error = (ours[name] - right).abs().max()
+        scale = right.abs().max().clamp(min=1e-6)
+        is_within = largest_error / scale <= TOLERANCES[dtype]  # False for NaN
+        if not is_within:
             return name
     return "the head"

@@ -1,7 +1,7 @@
 """Compares the log-probabilities of two programs, and finds the likely reason of a difference."""
 
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import chain, permutations
 from math import inf, isfinite
 from typing import Any
 
@@ -35,6 +35,9 @@ FEW = 4
 """Swapped values and zeros are searched if at most this many tensors differ."""
 ROTARY = 4
 """With wrong rotary embeddings, the first token that differs is before this position."""
+HEAD = "lm_head.weight"
+Checksum = tuple[int, float, float]
+"""(dimensions, norm, projection) of a tensor, as in `Sums`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,11 @@ class Bound:
 
 
 def bound_of(
-    dtype: str, noise: list[np.ndarray] | None, *, temperature: float, is_mixture: bool
+    dtype: str,
+    noise: list[np.ndarray] | None,
+    *,
+    temperature: float,
+    is_mixture: bool,
 ) -> Bound:
     """Return the bound of a dtype: a constant in float32, in 16 bits a multiple of the noise.
 
@@ -71,29 +78,36 @@ def bound_of(
         temperature: The temperature of the compared tokens.
         is_mixture: Whether the model has experts.
     """
+    strict_mean, strict_token = STRICT
     if dtype == "float32":
-        return Bound(dtype, *STRICT)
+        return Bound(dtype, mean=strict_mean, token=strict_token)
     median = inf
     if noise is None:
-        sizes = MEASURED[dtype]
+        noise_mean, noise_token = MEASURED[dtype]
         factor = 1.0 / min(temperature, 1.0)
         origin = "noise of SmolLM2-135M, because this model's own is not measured"
     else:
-        sizes = largest(noise)
+        noise_mean, noise_token = largest(noise)
         factor = 1.0
-        median = max(MEDIAN_MARGIN * float(np.median(np.concatenate(noise))), STRICT[0])
+        noise_median = float(np.median(np.concatenate(noise)))
+        median = max(MEDIAN_MARGIN * noise_median, strict_mean)
         origin = "noise of plain transformers in this dtype"
-    margins = [factor * margin for margin in (MIXTURE_MARGINS if is_mixture else MARGINS)]
-    pairs = zip(sizes, margins, STRICT, strict=True)
-    mean, token = (max(size * margin, strict) for size, margin, strict in pairs)
-    times = " and ".join(f"{margin:g}" for margin in margins)
-    reason = f"{times} times the {origin}"
-    return Bound(dtype, mean=float(mean), token=float(token), median=median, reason=reason)
+    mean_margin, token_margin = MIXTURE_MARGINS if is_mixture else MARGINS
+    mean_margin *= factor
+    token_margin *= factor
+    return Bound(
+        dtype=dtype,
+        mean=float(max(noise_mean * mean_margin, strict_mean)),
+        token=float(max(noise_token * token_margin, strict_token)),
+        median=median,
+        reason=f"{mean_margin:g} and {token_margin:g} times the {origin}",
+    )
 
 
 def largest(errors: list[np.ndarray]) -> np.ndarray:
     """Return the largest mean of a row, and the largest error of a token; NaN if any is NaN [2]."""
-    return np.max([(row.mean(), row.max()) for row in errors], axis=0)
+    mean_and_largest = [(row.mean(), row.max()) for row in errors]
+    return np.max(mean_and_largest, axis=0)
 
 
 def tail(values: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -127,8 +141,9 @@ class Comparison:
     def is_equal(self) -> bool:
         """Whether the differences are within the bounds; False for NaN."""
         mean, token = largest(self.errors)
-        is_usual = self.median <= self.bound.median
-        return bool(mean <= self.bound.mean and token <= self.bound.token and is_usual)
+        bound = self.bound
+        is_within = mean <= bound.mean and token <= bound.token
+        return bool(is_within and self.median <= bound.median)
 
     @property
     def median(self) -> float:
@@ -138,16 +153,20 @@ class Comparison:
     @property
     def text(self) -> str:
         """The largest differences in words; with the bound if it is no constant."""
-        text = "mean of a row {:.2g}, largest {:.2g} nats".format(*largest(self.errors))
+        mean, token = largest(self.errors)
+        differences = f"mean of a row {mean:.2g}, largest {token:.2g} nats"
         if self.is_equal and self.bound.dtype == "float32":
-            return text
-        return f"{text}, median {self.median:.2g}; {self.bound.text}"
+            return differences
+        return f"{differences}, median {self.median:.2g}; {self.bound.text}"
 
     @property
     def places(self) -> np.ndarray:
         """The position of each error's token; position 0 is a row's second token."""
-        pairs = zip(self.rows, self.errors, strict=True)
-        return np.concatenate([np.arange(-len(e), 0) + len(row.tokens) - 1 for row, e in pairs])
+        places = list[np.ndarray]()
+        for row, errors in zip(self.rows, self.errors, strict=True):
+            end = len(row.tokens) - 1
+            places.append(np.arange(end - len(errors), end))
+        return np.concatenate(places)
 
     @property
     def begin(self) -> int:
@@ -160,8 +179,11 @@ class Comparison:
         """Whether tokens before `begin` differ like the others, as rounding makes them differ."""
         errors = np.concatenate(self.errors)
         is_before = self.places < self.begin
-        others = np.median(errors[~is_before])
-        return not is_before.any() or bool(np.median(errors[is_before]) > EVEN * others)
+        if not is_before.any():
+            return True
+        median_before = np.median(errors[is_before])
+        median_behind = np.median(errors[~is_before])
+        return bool(median_before > EVEN * median_behind)
 
 
 def likely_reason(
@@ -186,67 +208,120 @@ def likely_reason(
         window: The model's sliding window.
     """
     info = comparison.info
-    run = comparison.rows[0].temperature
-    begin = comparison.begin
     quantization = info.get("quantization")
-    own = info.get("dtype")
-    degree = next((each for each, found in by_temperature.items() if found.is_equal), run)
-    is_low = comparison.bound.dtype == "float32" and low.is_equal and comparison.is_even
-    where = f"tokens differ from position {begin} on, and agree before"
-    together = "a row's log-probabilities depend on the other rows of its micro-batch"
-    has_nan = not isfinite(comparison.bound.mean)
-    is_other_dtype = own in {*ROUNDING} - {dtype}
-    reasons = {  # the surest evidence comes first
-        f"quantised server: it reports quantization={quantization}": quantization,
-        f"dtype: the server computes in {own}, model.dtype is {dtype}": is_other_dtype,
-        tensors: tensors,
-        f"dtype: plain transformers itself has NaN in {comparison.bound.dtype}": has_nan,
-        f"temperature: {comparison.other} has it at {degree:g}, the run at {run:g}": degree != run,
-        f"padding: {together}; try another engine.fsdp.layout": not alone.is_equal,
-        f"sliding window: {window} in config.json is below 1": window is not None and window < 1,
-        "dtype: the differences are those of 16 bits, not of float32": is_low,
-        f"rope theta: {where}, as with other rotary embeddings": 0 < begin < ROTARY,
-        f"sliding window: {where}; sliding_window={window} in config.json": begin >= ROTARY,
-        "unknown; compare the versions of transformers and of the server": True,
-    }
-    return next(text for text, is_so in reasons.items() if is_so)
+    if quantization:
+        return f"quantised server: it reports quantization={quantization}"
+    reported_dtype = info.get("dtype")
+    if reported_dtype in ROUNDING and reported_dtype != dtype:
+        return f"dtype: the server computes in {reported_dtype}, model.dtype is {dtype}"
+    if tensors:
+        return tensors
+    bound = comparison.bound
+    if not isfinite(bound.mean):
+        return f"dtype: plain transformers itself has NaN in {bound.dtype}"
+    reason = _temperature_reason(comparison, by_temperature)
+    if reason:
+        return reason
+    if not alone.is_equal:
+        return (
+            "padding: a row's log-probabilities depend on the other rows of its micro-batch; "
+            "try another engine.fsdp.layout"
+        )
+    if window is not None and window < 1:
+        return f"sliding window: {window} in config.json is below 1"
+    if bound.dtype == "float32" and low.is_equal and comparison.is_even:
+        return "dtype: the differences are those of 16 bits, not of float32"
+    return _position_reason(comparison.begin, window)
+
+
+def _temperature_reason(comparison: Comparison, by_temperature: dict[float, Comparison]) -> str:
+    """Return the reason if the trainer is equal at another temperature; else ""."""
+    run_temperature = comparison.rows[0].temperature
+    equal = [temperature for temperature, other in by_temperature.items() if other.is_equal]
+    if not equal or equal[0] == run_temperature:
+        return ""
+    return f"temperature: {comparison.other} has it at {equal[0]:g}, the run at {run_temperature:g}"
+
+
+def _position_reason(begin: int, window: int | None) -> str:
+    """Return the reason that the position of the first wrong token shows."""
+    if begin <= 0:
+        return "unknown; compare the versions of transformers and of the server"
+    position = f"tokens differ from position {begin} on, and agree before"
+    if begin < ROTARY:
+        return f"rope theta: {position}, as with other rotary embeddings"
+    return f"sliding window: {position}; sliding_window={window} in config.json"
 
 
 def tensor_reason(right: Sums, wrong: Sums, dtype: str, buffers: set[str]) -> str:
     """Return the reason that checksums of tensors show; "" if they are equal or unknown."""
-
-    def distance(one: str, other: str) -> float:
-        (_, *ones), (_, *others) = right[one], wrong[other]
-        return max(abs(a - b) for a, b in zip(ones, others, strict=True)) / max(ones[0], 1e-12)
-
-    if broken := [n for n, (_, norm, _) in [*right.items(), *wrong.items()] if not isfinite(norm)]:
-        return f"weights: '{broken[0]}' has NaN or infinity; download it again"
-    if len(wrong.keys() & right.keys()) * 2 < len(right):
+    for name, (_, norm, _) in chain(right.items(), wrong.items()):
+        if not isfinite(norm):
+            return f"weights: '{name}' has NaN or infinity; download it again"
+    num_common = len(wrong.keys() & right.keys())
+    if num_common * 2 < len(right):
         return ""
-    if missing := sorted(right.keys() - wrong.keys()):
+    missing = sorted(right.keys() - wrong.keys())
+    if missing:
         kind = "buffer" if missing[0] in buffers else "tensor"
         return f"missing {kind}: '{missing[0]}' was not loaded"
+    if HEAD in wrong and HEAD not in right:  # a copy of the embedding
+        embeddings = (checksum for name, checksum in right.items() if "embed_tokens" in name)
+        right[HEAD] = next(embeddings, wrong[HEAD])
     limit = ROUNDING[dtype]
-    head = "lm_head.weight"
-    if head in wrong and head not in right:  # a copy of the embedding
-        right[head] = next((s for n, s in right.items() if "embed_tokens" in n), wrong[head])
-    differ = [name for name in right if distance(name, name) > limit]
-    listed = ", ".join(f"'{name}'" for name in differ[:3]) + " …" * (len(differ) > 3)
-    is_few = len(differ) <= FEW
-    share = f"{len(differ)} of {len(right)} tensors differ ({listed})"
-    pairs = permutations(differ, 2) if is_few else ()
-    zeros = [name for name in differ if is_few and not wrong[name][1]]
-    reasons = {
-        "": not differ,
-        f"swapped tensors: values of {listed}": any(distance(*pair) <= limit for pair in pairs),
-        f"rope theta: {listed} differ": all("inv_freq" in name for name in differ),
-        f"missing buffer: {listed} was not loaded": all(name in buffers for name in differ),
-        f"tied head: {listed} differs; see tie_word_embeddings": differ == [head],
-        f"one expert: {listed} is zero": bool(zeros) and "expert" in listed,
-        f"weights: {share}": is_few,
-        f"quantised server: {share}, each by rounding": all(
-            right[name][0] > 1 and distance(name, name) <= QUANTISED for name in differ
-        ),
-    }
-    found = (text for text, is_so in reasons.items() if is_so)
-    return next(found, f"stale weights: {share}; the last update did not reach them")
+    differing = [name for name in right if checksum_distance(right[name], wrong[name]) > limit]
+    if not differing:
+        return ""
+    return _difference_reason(differing, right, wrong, limit=limit, buffers=buffers)
+
+
+def _difference_reason(
+    names: list[str],
+    right: Sums,
+    wrong: Sums,
+    *,
+    limit: float,
+    buffers: set[str],
+) -> str:
+    """Return the reason why the tensors `names` differ by more than `limit`."""
+    is_few = len(names) <= FEW
+    listed = ", ".join(f"'{name}'" for name in names[:3])
+    if len(names) > 3:
+        listed += " …"
+    share = f"{len(names)} of {len(right)} tensors differ ({listed})"
+    if is_few and _has_swapped(names, right, wrong, limit):
+        return f"swapped tensors: values of {listed}"
+    if all("inv_freq" in name for name in names):
+        return f"rope theta: {listed} differ"
+    if buffers.issuperset(names):
+        return f"missing buffer: {listed} was not loaded"
+    if names == [HEAD]:
+        return f"tied head: {listed} differs; see tie_word_embeddings"
+    if is_few:
+        is_zero = any(wrong[name][1] == 0.0 for name in names)
+        if is_zero and "expert" in listed:
+            return f"one expert: {listed} is zero"
+        return f"weights: {share}"
+    if all(_is_quantised(right[name], wrong[name]) for name in names):
+        return f"quantised server: {share}, each by rounding"
+    return f"stale weights: {share}; the last update did not reach them"
+
+
+def checksum_distance(right: Checksum, wrong: Checksum) -> float:
+    """Return how far norm and projection are from the right ones, relative to the right norm."""
+    _, right_norm, right_projection = right
+    _, wrong_norm, wrong_projection = wrong
+    largest_difference = max(abs(right_norm - wrong_norm), abs(right_projection - wrong_projection))
+    return largest_difference / max(right_norm, 1e-12)
+
+
+def _has_swapped(names: list[str], right: Sums, wrong: Sums, limit: float) -> bool:
+    """Return whether a tensor has the right checksum of another one."""
+    pairs = permutations(names, 2)
+    return any(checksum_distance(right[one], wrong[other]) <= limit for one, other in pairs)
+
+
+def _is_quantised(right: Checksum, wrong: Checksum) -> bool:
+    """Return whether a tensor is a matrix that differs no more than its quantised copy would."""
+    num_dimensions, _, _ = right
+    return num_dimensions > 1 and checksum_distance(right, wrong) <= QUANTISED

@@ -35,20 +35,33 @@ def check_template(config: ExperimentConfig, tokenizer: Any = None) -> list[str]
         return []
     tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
     sampling = collector.sampling
-    words = tokenizer.convert_tokens_to_ids([*sampling.stop])
-    stops = {*eos_tokens(path), *sampling.stop_token_ids, *words, tokenizer.eos_token_id}
-    users = [each for each in collector.agents if issubclass(agents.get(each.type), ToolUseAgent)]
-    names = [agents.options(each).format for each in users]
-    family = format_of(tokenizer, names[0]).name if names else "auto"
-    faults = template_faults(tokenizer, stops, format=family, has_tools=bool(names))
-    if "auto" in names and family_of(tokenizer).name == "text":
-        what = "the chat template has no known format of tool calls, so Hermes calls are read"
-        faults.append(f"{what}; to choose one, set agent.tool_use.format")
+    stop_ids = {
+        *eos_tokens(path),
+        *sampling.stop_token_ids,
+        *tokenizer.convert_tokens_to_ids([*sampling.stop]),
+        tokenizer.eos_token_id,
+    }
+    formats = [
+        agents.options(agent_config).format
+        for agent_config in collector.agents
+        if issubclass(agents.get(agent_config.type), ToolUseAgent)
+    ]
+    family = format_of(tokenizer, formats[0]).name if formats else "auto"
+    faults = template_faults(tokenizer, stop_ids, format=family, has_tools=bool(formats))
+    if "auto" in formats and family_of(tokenizer).name == "text":
+        faults.append(
+            "the chat template has no known format of tool calls, so Hermes calls are read; "
+            "to choose one, set agent.tool_use.format"
+        )
     return faults
 
 
 def template_faults(
-    tokenizer: Any, stops: Collection[int], *, format: str = "auto", has_tools: bool = True
+    tokenizer: Any,
+    stops: Collection[int],
+    *,
+    format: str = "auto",
+    has_tools: bool = True,
 ) -> list[str]:
     """Return the faults of a chat template, one sentence for each; [] if none is found.
 
@@ -67,8 +80,11 @@ def template_faults(
     try:
         renderer.render([USER], ())
     except ApiError as error:
-        what = f"model.path: no prompt can be rendered: {one_line(error).partition('. Remove')[0]}"
-        raise UserError(f"{what}. Correct the chat template beside the tokenizer.") from error
+        reason, _, _ = one_line(error).partition(". Remove")
+        raise UserError(
+            f"model.path: no prompt can be rendered: {reason}. "
+            "Correct the chat template beside the tokenizer."
+        ) from error
     try:
         marker = turn_end(tokenizer).marker
     except UserError as error:
@@ -78,9 +94,11 @@ def template_faults(
             token = marker_id(tokenizer, marker)
         except UserError as error:
             raise UserError(f"model.path: {error}") from error
-        fix = f"set trainer.ppo.collector.sampling.stop_token_ids=[{token}]"
-        fault = f"the chat template ends a turn with {marker}, which is no stop token; {fix}"
-        faults += [fault] * (token not in stops)
+        if token not in stops:
+            faults.append(
+                f"the chat template ends a turn with {marker}, which is no stop token; "
+                f"set trainer.ppo.collector.sampling.stop_token_ids=[{token}]"
+            )
     try:
         if has_tools:
             faults += _faults_of_calls(renderer)
@@ -91,22 +109,31 @@ def template_faults(
 
 def _faults_of_calls(renderer: Renderer) -> list[str]:
     """Return the fault if the template renders no tools, or calls that the parser does not read."""
-    kinds = {"query": {"type": "string"}, "count": {"type": "integer"}}
-    schema: Any = {"type": "object", "properties": kinds, "required": []}
-    tools = [{"type": "function", "function": {"name": "search", "description": "d"}}]
-    tools[0]["function"]["parameters"] = schema
-    own = "functions.search:0"
-    name = own if re.fullmatch(renderer.family.sampled_id or "(?!)", own) else "c00010000"
-    call = {"role": "assistant", "tool_calls": [function_call(name, "search", ARGUMENTS)]}
+    schema: Any = {
+        "type": "object",
+        "properties": {"query": {"type": "string"}, "count": {"type": "integer"}},
+        "required": [],
+    }
+    function = {"name": "search", "description": "d", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
     user: Any = {"role": "user", "content": "q"}
-    before = renderer.render([user], tools)
-    if before == renderer.render([user], ()):
-        fault = "the chat template renders no tools, so the model does not see them"
-        return [f"{fault}; describe them in agent.tool_use.system_prompt, or use another template"]
-    whole = renderer.render([user, renderer.prepare(call)], tools, is_prompt=False)
-    written = whole[common_prefix_length(before, whole) :]
-    _, calls = read_calls(written, renderer.family, tools)
-    what = f"the chat template writes a call as {written[:80]!r}, which the format"
-    fix = "use the format of the model (agent.tool_use.format, gateway.parser)"
-    is_read = [(each.name, each.arguments) for each in calls] == [("search", ARGUMENTS)]
-    return [] if is_read else [f"{what} {renderer.family.name} does not read; {fix}"]
+    prompt = renderer.render([user], tools)
+    if prompt == renderer.render([user], ()):
+        return [
+            "the chat template renders no tools, so the model does not see them; "
+            "describe them in agent.tool_use.system_prompt, or use another template"
+        ]
+    sampled_id = "functions.search:0"
+    is_id_of_family = re.fullmatch(renderer.family.sampled_id or "(?!)", sampled_id)
+    call = function_call(sampled_id if is_id_of_family else "c00010000", "search", ARGUMENTS)
+    answer = {"role": "assistant", "tool_calls": [call]}
+    conversation = renderer.render([user, renderer.prepare(answer)], tools, is_prompt=False)
+    rendered_call = conversation[common_prefix_length(prompt, conversation) :]
+    _, calls = read_calls(rendered_call, renderer.family, tools)
+    if [(call.name, call.arguments) for call in calls] == [("search", ARGUMENTS)]:
+        return []
+    return [
+        f"the chat template writes a call as {rendered_call[:80]!r}, "
+        f"which the format {renderer.family.name} does not read; "
+        "use the format of the model (agent.tool_use.format, gateway.parser)"
+    ]

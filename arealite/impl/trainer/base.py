@@ -17,7 +17,7 @@ from arealite.base.errors import UserError
 from arealite.base.signals import is_repeated_hangup, stop_signals
 from arealite.impl.engine import checkpoint
 from arealite.impl.trainer.components import Components, LoadEngines, build_components
-from arealite.impl.trainer.metrics import Stopwatch
+from arealite.impl.trainer.metrics import Metrics, Stopwatch
 from arealite.impl.trainer.world import World
 
 logger = log.get(__name__)
@@ -51,10 +51,11 @@ class BaseTrainer(Trainer):
         self.saved_step: int | None = None
         """Step of the newest checkpoint of this process."""
         self._resources = ExitStack()
-        loggers = self.components.loggers
+        self.close_at_end(self.stop.restore)
+        self.close_at_end(self.world.destroy)
+        for metric_logger in self.components.loggers:
+            self.close_at_end(metric_logger.close)
         publisher = self.components.publisher
-        for close in (self.stop.restore, self.world.destroy, *(each.close for each in loggers)):
-            self.close_at_end(close)
         if publisher is not None:
             self.close_at_end(publisher.close)
 
@@ -69,8 +70,10 @@ class BaseTrainer(Trainer):
     @property
     def engines(self) -> dict[str, TrainEngine]:
         """The trained engines, by their folder in a checkpoint."""
-        critic = self.components.critic
-        return {".": self.engine} | ({"critic": critic} if critic is not None else {})
+        engines = {".": self.engine}
+        if self.components.critic is not None:
+            engines["critic"] = self.components.critic
+        return engines
 
     # ------------------------------------------------------------ checkpoints
 
@@ -89,14 +92,20 @@ class BaseTrainer(Trainer):
         extra = dict[str, Any]()
         newest = checkpoint.latest(folder)
         name = newest.name if newest else "none"
-        fits = {"auto": True, "must": newest is not None, "never": newest is None}
+        fits = {
+            "auto": True,
+            "must": newest is not None,
+            "never": newest is None,
+        }
         if not fits.get(wanted, wanted == name):
-            what = f"resume={wanted}, but the newest good checkpoint in {folder} is {name}"
-            fix = "Use resume=auto; or run train.py once without RANK to go back or to start over."
-            raise UserError(f"{what}. {fix}")
+            raise UserError(
+                f"resume={wanted}, but the newest good checkpoint in {folder} is {name}. "
+                "Use resume=auto; or run train.py once without RANK to go back or to start over."
+            )
         if newest is not None:
             extra = read_engines(newest, self.engines)
-            step = self.saved_step = int(extra["step"])
+            step = int(extra["step"])
+            self.saved_step = step
         logger.info("training starts", step=step, checkpoint=str(newest or "none"))
         return step, extra
 
@@ -104,7 +113,8 @@ class BaseTrainer(Trainer):
         """Write the checkpoint after `step` steps, and remove old checkpoints."""
         path = self.paths.checkpoints / f"step-{step:06d}"
         with self.clock("time/checkpoint_s"):
-            write_engines(path, self.engines, {"step": step} | self.progress, self.world)
+            extra = {"step": step} | self.progress
+            write_engines(path, self.engines, extra, self.world)
             self.saved_step = step
             if self.world.is_rank0:
                 self.on_checkpoint(step, path)
@@ -115,15 +125,15 @@ class BaseTrainer(Trainer):
 
     # ------------------------------------------------------------ metrics and end
 
-    def write_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def write_metrics(self, step: int, metrics: Metrics) -> None:
         """Write one line to every metric logger; only rank 0 has loggers."""
-        for each in self.components.loggers:
-            each.log(step, metrics)
+        for metric_logger in self.components.loggers:
+            metric_logger.log(step, metrics)
 
     def rewind_metrics(self, step: int) -> None:
         """Remove the metrics of steps after `step`, which are trained again."""
-        for each in self.components.loggers:
-            each.rewind(step)
+        for metric_logger in self.components.loggers:
+            metric_logger.rewind(step)
 
     def close_at_end(self, close: Callable[[], None]) -> None:
         """Call `close` at the end of training, in reverse order of these calls.
@@ -144,7 +154,12 @@ def _close(close: Callable[[], None]) -> None:
         logger.error("not closed", part=close.__qualname__, error=repr(error))
 
 
-def write_engines(path: Path, engines: ByFolder, extra: dict[str, object], world: World) -> None:
+def write_engines(
+    path: Path,
+    engines: ByFolder,
+    extra: dict[str, object],
+    world: World,
+) -> None:
     """Write a checkpoint; `path` appears once all ranks have written all of it.
 
     Args:
@@ -160,8 +175,12 @@ def write_engines(path: Path, engines: ByFolder, extra: dict[str, object], world
         engine.save(checkpoint.temporary(path) / folder, extra)
     world.barrier()
     if world.is_rank0:
-        facts: dict[str, object] = {"step": extra.get("step", 0), "world_size": world.size}
-        checkpoint.commit(path, facts | checkpoint.versions())
+        manifest: dict[str, object] = {
+            "step": extra.get("step", 0),
+            "world_size": world.size,
+            **checkpoint.versions(),
+        }
+        checkpoint.commit(path, manifest)
         logger.info("checkpoint written", path=str(path))
     world.barrier()
 
@@ -175,11 +194,13 @@ def read_engines(path: Path, engines: ByFolder) -> dict[str, Any]:
     checkpoint.require(path)
     for folder in engines:
         if not (path / folder).is_dir():
-            fix = "another trial_name, or resume=never to start over."
-            what = f"checkpoint {path} has no {folder}"
-            raise UserError(f"{what}. Use the advantage.type that the run was started with, {fix}")
-    found = [engine.load(path / folder) for folder, engine in engines.items()]
-    return found[0]
+            raise UserError(
+                f"checkpoint {path} has no {folder}. "
+                "Use the advantage.type that the run was started with, "
+                "another trial_name, or resume=never to start over."
+            )
+    extras = [engine.load(path / folder) for folder, engine in engines.items()]
+    return extras[0]
 
 
 class StopRequest:
@@ -187,11 +208,13 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        self._before = {n: signal.signal(n, self._on_signal) for n in stop_signals()}
+        self._earlier_handlers = {
+            number: signal.signal(number, self._on_signal) for number in stop_signals()
+        }
 
     def restore(self) -> None:
         """Restore the handlers that were set before."""
-        for number, handler in self._before.items():
+        for number, handler in self._earlier_handlers.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

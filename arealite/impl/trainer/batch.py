@@ -32,8 +32,8 @@ logger = log.get(__name__)
 class Unusable(InvariantError):
     """Some groups of a batch cannot be trained; `groups` maps their ids to errors."""
 
-    def __init__(self, text: str, groups: dict[str, str]) -> None:
-        super().__init__(text)
+    def __init__(self, message: str, groups: dict[str, str]) -> None:
+        super().__init__(message)
         self.groups = groups
 
 
@@ -69,19 +69,21 @@ class Trajectory:
 
     def gather(self, name: str) -> np.ndarray:
         """Return a field of all sampled tokens, float64 [N]."""
-        arrays = [row.fields[name][mask] for row, mask in zip(self.rows, self.sampled, strict=True)]
-        return np.concatenate(arrays).astype(np.float64)
+        pairs = zip(self.rows, self.sampled, strict=True)
+        sampled_parts = [row.fields[name][mask_T] for row, mask_T in pairs]
+        return np.concatenate(sampled_parts).astype(np.float64)
 
     def scatter(self, name: str, values_N: np.ndarray | float) -> None:
         """Set a field of the rows from values of the sampled tokens, or from one value for all."""
         begin = 0
-        for row, mask in zip(self.rows, self.sampled, strict=True):
+        for row, mask_T in zip(self.rows, self.sampled, strict=True):
             if not isinstance(values_N, np.ndarray):
-                row.fields[name] = np.full(len(mask), values_N, np.float32)
+                row.fields[name] = np.full(len(mask_T), values_N, np.float32)
                 continue
-            row.fields[name] = values_T = np.zeros(len(mask), np.float32)
-            end = begin + np.count_nonzero(mask)
-            values_T[mask] = values_N[begin:end]
+            end = begin + np.count_nonzero(mask_T)
+            values_T = np.zeros(len(mask_T), np.float32)
+            values_T[mask_T] = values_N[begin:end]
+            row.fields[name] = values_T
             begin = end
 
     @property
@@ -91,25 +93,29 @@ class Trajectory:
         The reward of a turn without tokens is added to the sampled token before it.
         """
         mask = np.concatenate(self.sampled)
-        place = np.maximum(np.cumsum(mask) - 1, 0)
-        return np.bincount(place, np.concatenate(self.rewards), np.count_nonzero(mask))
+        rewards = np.concatenate(self.rewards)
+        sampled_before = np.cumsum(mask) - 1
+        places = np.maximum(sampled_before, 0)
+        return np.bincount(places, rewards, np.count_nonzero(mask))
 
     @property
     def trained_N(self) -> np.ndarray:
         """Whether each sampled token is in the loss, bool."""
-        parts = zip(self.rows, self.sampled, strict=True)
-        return np.concatenate([row.loss_mask[mask] for row, mask in parts])
+        pairs = zip(self.rows, self.sampled, strict=True)
+        return np.concatenate([row.loss_mask[mask_T] for row, mask_T in pairs])
 
     def turns(self) -> list[tuple[int, int]]:
         """List (index of its last token in N, length) of each run of sampled tokens."""
-        found = list[tuple[int, int]]()
-        before = 0
-        for mask in self.sampled:
-            edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-            for length in (edges[1::2] - edges[::2]).tolist():
-                before += length
-                found.append((before - 1, length))
-        return found
+        turns = list[tuple[int, int]]()
+        end = 0
+        for mask_T in self.sampled:
+            is_edge = np.diff(mask_T, prepend=False, append=False)
+            edges = np.flatnonzero(is_edge)
+            lengths = edges[1::2] - edges[::2]
+            for length in lengths.tolist():
+                end += length
+                turns.append((end - 1, length))
+        return turns
 
 
 @dataclass
@@ -149,12 +155,11 @@ class TrainBatch:
         The last row of a truncated episode has an additional token. Its value is the value of the
         state in which the episode was truncated.
         """
-        cut = {i for i, header in enumerate(self.headers) if header.truncated}
         rows: list[Sequence] = []
         for trajectory in self.local:
-            pairs = zip(trajectory.rows, trajectory.sampled, strict=True)
-            rows += [Sequence(row.tokens, mask_T, row.temperature) for row, mask_T in pairs]
-            if trajectory.index in cut:
+            for row, mask_T in zip(trajectory.rows, trajectory.sampled, strict=True):
+                rows.append(Sequence(row.tokens, mask_T, row.temperature))
+            if self.headers[trajectory.index].truncated:
                 last = rows[-1]
                 last.tokens = np.append(last.tokens, last.tokens[-1:])
                 last.loss_mask = np.append(last.loss_mask, True)
@@ -164,41 +169,64 @@ class TrainBatch:
         """Set the field `values` of the rows from the critic's output for `critic_rows`."""
         begin = 0
         for trajectory in self.local:
-            output = values[begin : begin + len(trajectory.rows)]
-            for row, values_T in zip(trajectory.rows, output, strict=True):
+            end = begin + len(trajectory.rows)
+            values_of_rows = values[begin:end]
+            for row, values_T in zip(trajectory.rows, values_of_rows, strict=True):
                 row.fields["values"] = values_T[: len(row.tokens)]
             if self.headers[trajectory.index].truncated:
-                trajectory.bootstrap = float(output[-1][-1])
-            begin += len(trajectory.rows)
+                last_row_values = values_of_rows[-1]
+                trajectory.bootstrap = float(last_row_values[-1])
+            begin = end
 
     def minibatches(self, included: Collection[int]) -> list[Minibatch]:
         """Split the `included` trajectories into the minibatches of the batch's updates."""
-        found = list[Minibatch]()
+        minibatches = list[Minibatch]()
         for update in sorted(set(self.plan.minibatches)):
-            numbered = enumerate(self.plan.minibatches)
-            trained = {i: None for i, number in numbered if number == update and i in included}
-            rows = [row for each in self.local if each.index in trained for row in each.rows]
-            lengths = [length for i in trained for length in self.headers[i].segment_lengths]
-            found.append(Minibatch(rows, len(lengths), sum(lengths)))
-        return found
+            lengths = list[int]()
+            for index, header in enumerate(self.headers):
+                if self.plan.minibatches[index] == update and index in included:
+                    lengths += header.segment_lengths
+            rows = list[Sequence]()
+            for trajectory in self.local:
+                is_in_update = self.plan.minibatches[trajectory.index] == update
+                if is_in_update and trajectory.index in included:
+                    rows += trajectory.rows
+            minibatch = Minibatch(
+                rows=rows,
+                num_rows=len(lengths),
+                num_tokens=sum(lengths),
+            )
+            minibatches.append(minibatch)
+        return minibatches
 
 
 def make_rows(
-    batch: Batch, payloads: list[bytes], config: PPOConfig, *, world: World, link: TrainerLink
+    batch: Batch,
+    payloads: list[bytes],
+    config: PPOConfig,
+    *,
+    world: World,
+    link: TrainerLink,
 ) -> TrainBatch | None:
     """Return this rank's rows, or None on all ranks if any rank has a group that it cannot train.
 
     In that case the datapipe has removed these groups from the batch: request the batch again.
     """
-    made = None
+    train_batch = None
     groups = dict[str, str]()
     try:
-        made = make_train_batch(batch, payloads, config, rank=world.rank, world_size=world.size)
+        train_batch = make_train_batch(
+            batch,
+            payloads,
+            config,
+            rank=world.rank,
+            world_size=world.size,
+        )
     except Unusable as error:
         groups = error.groups
         logger.error("batch cannot be trained", step=batch.step, error=str(error))
-    if not world.any(made is None):
-        return made
+    if not world.any(train_batch is None):
+        return train_batch
     if groups:
         link.report(messages.Unusable(batch.step, groups))
     world.barrier()  # all ranks report to the datapipe before any rank requests the batch again
@@ -206,7 +234,12 @@ def make_rows(
 
 
 def make_train_batch(
-    batch: Batch, payloads: Seq[bytes], config: PPOConfig, *, rank: int, world_size: int
+    batch: Batch,
+    payloads: Seq[bytes],
+    config: PPOConfig,
+    *,
+    rank: int,
+    world_size: int,
 ) -> TrainBatch:
     """Decode and check the trajectories of one rank, and compute their token weights.
 
@@ -216,31 +249,73 @@ def make_train_batch(
     """
     owned = [i for i, owner in enumerate(batch.ranks) if owner == rank]
     if sorted(batch.mine) != owned or len(payloads) != len(owned):
-        what = f"rank {rank} received {len(payloads)} payloads for trajectories {batch.mine}"
-        raise InvariantError(f"batch {batch.step}: {what}, but it owns {owned}")
-    wrong = {
-        header.group_id: what
-        for index, payload in zip(batch.mine, payloads, strict=True)
-        if (what := find_mismatch(header := batch.headers[index], payload))
-    }
-    if wrong:
-        raise Unusable(f"batch {batch.step}: payloads differ from their headers: {wrong}", wrong)
-    weights = _token_weights(batch, config)
-    made = TrainBatch(batch, [], world_size)
-    for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
+        raise InvariantError(
+            f"batch {batch.step}: rank {rank} received {len(payloads)} payloads "
+            f"for trajectories {batch.mine}, but it owns {owned}"
+        )
+    mismatches = dict[str, str]()
+    for index, payload in zip(batch.mine, payloads, strict=True):
         header = batch.headers[index]
-        trajectory = Trajectory(index, [], [], [], [], is_scored=header.reward is not None)
-        for segment in decode_segments(payload):
-            row = _make_row(segment, weight=weights[index])
-            trajectory.rows.append(row)
-            trajectory.sampled.append(row.loss_mask)
-            trajectory.versions.append(np.frombuffer(segment.versions, "<i4"))
-            trajectory.rewards.append(np.frombuffer(segment.rewards, "<f4"))
-            _enforce_staleness(row, trajectory.versions[-1], header, step=batch.step, config=config)
-            if not trajectory.is_scored:
-                row.loss_mask = np.zeros_like(row.loss_mask)
-        made.local.append(trajectory)
-    return made
+        mismatch = find_mismatch(header, payload)
+        if mismatch:
+            mismatches[header.group_id] = mismatch
+    if mismatches:
+        raise Unusable(
+            f"batch {batch.step}: payloads differ from their headers: {mismatches}", mismatches
+        )
+    weights = _token_weights(batch, config)
+    train_batch = TrainBatch(batch, [], world_size)
+    for index, payload in sorted(zip(batch.mine, payloads, strict=True)):
+        trajectory = _make_trajectory(
+            batch,
+            index,
+            payload,
+            config,
+            weight=weights[index],
+        )
+        train_batch.local.append(trajectory)
+    return train_batch
+
+
+def _make_trajectory(
+    batch: Batch,
+    index: int,
+    payload: bytes,
+    config: PPOConfig,
+    *,
+    weight: float,
+) -> Trajectory:
+    """Return trajectory `index` of the batch, whose tokens have the weight `weight`.
+
+    Raises:
+        InvariantError: a token is too old.
+    """
+    header = batch.headers[index]
+    trajectory = Trajectory(
+        index=index,
+        rows=[],
+        sampled=[],
+        versions=[],
+        rewards=[],
+        is_scored=header.reward is not None,
+    )
+    for segment in decode_segments(payload):
+        row = _make_row(segment, weight=weight)
+        versions_T = np.frombuffer(segment.versions, "<i4")
+        trajectory.rows.append(row)
+        trajectory.sampled.append(row.loss_mask)
+        trajectory.versions.append(versions_T)
+        trajectory.rewards.append(np.frombuffer(segment.rewards, "<f4"))
+        _enforce_staleness(
+            row,
+            versions_T,
+            header,
+            step=batch.step,
+            config=config,
+        )
+        if not trajectory.is_scored:
+            row.loss_mask = np.zeros_like(row.loss_mask)
+    return trajectory
 
 
 def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
@@ -251,28 +326,40 @@ def _token_weights(batch: Batch, config: PPOConfig) -> list[float]:
     weights = [0.0] * len(batch.headers)
     divisor = float(config.collector.sampling.max_new_tokens)
     for update in set(batch.minibatches):
-        members = [i for i, owner in enumerate(batch.minibatches) if owner == update]
-        headers = [batch.headers[i] for i in members]
-        lengths = [0 if h.reward is None else h.trained_tokens for h in headers]
-        found = token_weights(config.loss.reduction, lengths, divisor=divisor)
-        for i, weight in zip(members, found, strict=True):
-            weights[i] = weight
+        indices = [i for i, number in enumerate(batch.minibatches) if number == update]
+        headers = [batch.headers[i] for i in indices]
+        lengths = [0 if header.reward is None else header.trained_tokens for header in headers]
+        weights_of_update = token_weights(config.loss.reduction, lengths, divisor=divisor)
+        for index, weight in zip(indices, weights_of_update, strict=True):
+            weights[index] = weight
     return weights
 
 
 def _make_row(segment: Segment, *, weight: float) -> Sequence:
     tokens_T = np.frombuffer(segment.tokens, "<i4")
     mask_T = np.frombuffer(segment.loss_mask, np.uint8).astype(bool)
-    behav_T = np.frombuffer(segment.logprobs, "<f4")
-    weight_T = np.full(len(tokens_T), weight, np.float32)
-    fields = {"behav_logprobs": behav_T, "loss_weight": weight_T}
-    routing = np.frombuffer(segment.routing, np.uint8).reshape(len(tokens_T), -1)
-    experts = routing if routing.size else None
-    return Sequence(tokens_T, mask_T, segment.temperature, fields, experts)
+    fields = {
+        "behav_logprobs": np.frombuffer(segment.logprobs, "<f4"),
+        "loss_weight": np.full(len(tokens_T), weight, np.float32),
+    }
+    routing_bytes = np.frombuffer(segment.routing, np.uint8)
+    routing = routing_bytes.reshape(len(tokens_T), -1)
+    return Sequence(
+        tokens=tokens_T,
+        loss_mask=mask_T,
+        temperature=segment.temperature,
+        fields=fields,
+        routing=routing if routing.size else None,
+    )
 
 
 def _enforce_staleness(
-    row: Sequence, versions_T: np.ndarray, header: TrajectoryHeader, *, step: int, config: PPOConfig
+    row: Sequence,
+    versions_T: np.ndarray,
+    header: TrajectoryHeader,
+    *,
+    step: int,
+    config: PPOConfig,
 ) -> None:
     """Mask tokens older than `max_staleness`.
 
@@ -286,7 +373,8 @@ def _enforce_staleness(
         row.loss_mask = row.loss_mask & ~old_T
         return
     oldest = int(versions_T[old_T].min())
-    what = f"trajectory {header.trajectory_id} has tokens of version {oldest} at step {step}"
-    bound = f"staleness {step - oldest} is above max_staleness {config.max_staleness}"
-    policy = f"staleness_policy={config.staleness_policy}"
-    raise InvariantError(f"{what}: {bound}, which {policy} must prevent")
+    raise InvariantError(
+        f"trajectory {header.trajectory_id} has tokens of version {oldest} at step {step}: "
+        f"staleness {step - oldest} is above max_staleness {config.max_staleness}, "
+        f"which staleness_policy={config.staleness_policy} must prevent"
+    )

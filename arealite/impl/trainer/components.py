@@ -54,17 +54,22 @@ def build_components(config: ExperimentConfig, load_engines: LoadEngines) -> Com
     """Join the other ranks, load the engines, and open publisher and loggers on rank 0."""
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
     registry = NameRegistry.of(config)
+    is_offline = config.trainer.is_offline
 
     def connect() -> TrainerLink:
         resolve = partial(registry.address, "datapipe")
         return TrainerLink(resolve, world.rank, world.size, secret=registry.secret)
 
-    check = None if config.trainer.is_offline else self_check
-    components = Components(world, **load_engines(config), connect=connect, self_check=check)
+    components = Components(
+        world=world,
+        **load_engines(config),
+        connect=connect,
+        self_check=None if is_offline else self_check,
+    )
     if world.is_rank0:
-        if not config.trainer.is_offline:
-            publisher = publishers.get(config.trainer.ppo.publisher.type)
-            components.publisher = publisher(config, components.engine)
+        if not is_offline:
+            publisher_class = publishers.get(config.trainer.ppo.publisher.type)
+            components.publisher = publisher_class(config, components.engine)
         components.loggers = open_loggers(config)
     return components
 
@@ -85,25 +90,35 @@ def open_loggers(config: ExperimentConfig) -> list[MetricLogger]:
 def load_ppo_engines(config: ExperimentConfig) -> Engines:
     """Load this rank's shards of the models that PPO needs."""
     ppo = config.trainer.ppo
-    kl = config.trainer.ppo.kl
-    critic = config.trainer.ppo.critic
-    updates = ppo.total_steps * ppo.updates * ppo.epochs
-    made = Engines(engine=make_engine(config, training=Training(ppo.optimizer, ppo.lr, updates)))
-    if kl.coef > 0:
-        path = kl.reference if kl.reference != "initial" else None
-        made["reference"] = make_reference(config, made["engine"], path)
+    num_updates = ppo.total_steps * ppo.updates * ppo.epochs
+    policy_training = Training(ppo.optimizer, ppo.lr, num_updates)
+    engine_by_name = Engines(engine=make_engine(config, training=policy_training))
+    if ppo.kl.coef > 0:
+        path = ppo.kl.reference if ppo.kl.reference != "initial" else None
+        policy = engine_by_name["engine"]
+        engine_by_name["reference"] = make_reference(config, policy, path)
     if ppo.advantage.type == "gae":
-        training = Training(critic.optimizer, critic.lr, updates)
-        made["critic"] = make_engine(config, critic.path, training=training, head="value")
-    return made
+        critic_training = Training(ppo.critic.optimizer, ppo.critic.lr, num_updates)
+        engine_by_name["critic"] = make_engine(
+            config,
+            ppo.critic.path,
+            training=critic_training,
+            head="value",
+        )
+    return engine_by_name
 
 
-def make_reference(config: ExperimentConfig, engine: TrainEngine, path: str | None) -> TrainEngine:
+def make_reference(
+    config: ExperimentConfig,
+    engine: TrainEngine,
+    path: str | None,
+) -> TrainEngine:
     """Return a frozen engine with the model at `path`; None: the model that `engine` began with.
 
     Where `engine` trains adapters only, that is the same engine without its adapters.
     """
-    if path is None and (config.trainer.own.engine.fsdp.lora.rank or config.model.adapter):
+    trains_adapters = config.trainer.own.engine.fsdp.lora.rank or config.model.adapter
+    if path is None and trains_adapters:
         return engine.without_adapter()
     return make_engine(config, path)
 
@@ -116,10 +131,17 @@ def make_engine(
     head: Head = "lm",
 ) -> TrainEngine:
     """Load the model at `path` (None: at model.path); without `training` it is frozen."""
-    options = config.trainer.own.engine
-    make = engines.get(options.type)
-    own = getattr(options, options.type, options.fsdp)
-    adapter = config.model.adapter if training and head == "lm" else None
-    given: dict[str, Any] = {"adapter": adapter} if adapter else {}
-    path = path or config.model.path
-    return make(own, model_path=path, seed=config.seed, training=training, head=head, **given)
+    engine_config = config.trainer.own.engine
+    engine_class = engines.get(engine_config.type)
+    options = getattr(engine_config, engine_config.type, engine_config.fsdp)
+    adapter_option = dict[str, Any]()
+    if config.model.adapter and training and head == "lm":
+        adapter_option["adapter"] = config.model.adapter
+    return engine_class(
+        options,
+        model_path=path or config.model.path,
+        seed=config.seed,
+        training=training,
+        head=head,
+        **adapter_option,
+    )

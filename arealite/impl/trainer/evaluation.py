@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from arealite.api.config import ExperimentConfig
 from arealite.api.trainer_messages import Waiting
 from arealite.base import log
+from arealite.impl.trainer.metrics import Metrics, in_group
 from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
@@ -17,7 +18,7 @@ class Evaluations:
 
     config: ExperimentConfig
     link: TrainerLink
-    write_metrics: Callable[[int, dict[str, float]], None]
+    write_metrics: Callable[[int, Metrics], None]
     on_wait: Callable[[Waiting], bool]
     """Called once a second during a wait; returns whether to stop waiting."""
     is_enabled: bool
@@ -38,7 +39,8 @@ class Evaluations:
         """
         self._collect(wait=False)
         ppo = self.config.trainer.ppo
-        if not ppo.eval.every_steps or step % ppo.eval.every_steps or step >= ppo.total_steps:
+        interval_steps = ppo.eval.every_steps
+        if not interval_steps or step % interval_steps or step >= ppo.total_steps:
             return
         if self.running is None:
             self._start(step)
@@ -54,9 +56,10 @@ class Evaluations:
         """Log the result of the evaluation under way as a line of the step it belongs to."""
         if self.running is None:
             return
-        if (result := self.link.eval_result(wait=wait, on_wait=self.on_wait)) is None:
+        result = self.link.eval_result(wait=wait, on_wait=self.on_wait)
+        if result is None:
             return
         self.running = None
-        metrics = {k if "/" in k else f"eval/{k}": v for k, v in result.metrics.items()}
+        metrics = in_group("eval", result.metrics)
         logger.info("evaluated", step=result.eval_id, **metrics)
         self.write_metrics(result.eval_id, metrics)

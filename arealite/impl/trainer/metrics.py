@@ -15,6 +15,7 @@ import numpy as np
 
 from arealite.algo.advantages import group_counts
 from arealite.algo.losses import MAX_LOG_RATIO, effective_sample_share, explained_variance
+from arealite.api.engine import Sequence as Row
 from arealite.api.publisher import PublishReport
 from arealite.api.trajectory import TrajectoryHeader, mean_reward, means
 from arealite.base import log
@@ -25,22 +26,36 @@ from arealite.system.ledger.token_stats import TokenStats
 
 logger = log.get(__name__)
 
+Metrics = dict[str, float]
+"""Metrics by their names `group/name`."""
+Stats = dict[str, float]
+"""Stats of one update, by name, as `TrainEngine.train_batch` returns them."""
+
 PLAIN = ("loss", "weight")
 """Stats of a loss function that are not sums over tokens."""
 ROUTING = "routing_matched", "routing_compared"
 ENGINE = (
-    *("grad_norm", "lr", "skipped_update", "loss_scale"),
-    *("microbatches", "tokens", "computed_tokens"),
-    *("router_loss", *ROUTING),
+    "grad_norm",
+    "lr",
+    "skipped_update",
+    "loss_scale",
+    "microbatches",
+    "tokens",
+    "computed_tokens",
+    "router_loss",
+    *ROUTING,
 )
 """Stats that the engine adds."""
 OF_SERVERS = ("pause_s", "load_s", "continue_s", "stall_s")
 """Costs of a publish that are measured at the servers."""
-
-
-FIRST_S, SLOW_S, SLOW = 600.0, 60.0, 5.0
-"""A part is late after FIRST_S the first time; later, after SLOW times its longest time, but not
-before SLOW_S."""
+MAXIMA = ("diff", "diff_current", "stale")
+"""Values of tokens whose maxima `token_sums` returns."""
+FIRST_S = 600.0
+"""Seconds after which a part is late the first time."""
+SLOW_S = 60.0
+"""Seconds before which a part is never late."""
+SLOW = 5.0
+"""From the second time on, a part is late after this many times its longest time."""
 
 
 class Stopwatch:
@@ -58,37 +73,46 @@ class Stopwatch:
     def __call__(self, name: str) -> Iterator[None]:
         """Add the body's seconds to the part `name`; bodies must not be nested."""
         begin = time.perf_counter()
-        longest = self._longest.get(name)
-        late_s = FIRST_S if longest is None else max(SLOW_S, SLOW * longest)
-        shown = Wait(name, owner="trainer", on=ITSELF, seconds=late_s)
-        is_wait = name.startswith("wait/")  # the wait inside has a name of its own
+        longest_s = self._longest.get(name)
+        late_s = FIRST_S if longest_s is None else max(SLOW_S, SLOW * longest_s)
+        wait = Wait(name, owner="trainer", on=ITSELF, seconds=late_s)
+        has_inner_wait = name.startswith("wait/")  # which has a name of its own
         try:
-            with nullcontext() if is_wait else shown:
+            with nullcontext() if has_inner_wait else wait:
                 yield
         finally:
             seconds = time.perf_counter() - begin
-            self._parts[name] = self._parts.get(name, 0.0) + seconds
-            self._longest[name] = max(self._longest.get(name, 0.0), seconds)
+            total_s = self._parts.get(name, 0.0)
+            self._parts[name] = total_s + seconds
+            self._longest[name] = max(longest_s or 0.0, seconds)
 
-    def lap(self) -> dict[str, float]:
+    def lap(self) -> Metrics:
         """Return the seconds since the previous lap, in all and by part."""
         now = time.perf_counter()
-        whole = now - self._begin
+        step_s = now - self._begin
         parts = self._parts
         self._begin = now
         self._parts = {}
-        return {**parts, "time/step_s": whole, "time/other_s": whole - sum(parts.values())}
+        return {
+            **parts,
+            "time/step_s": step_s,
+            "time/other_s": step_s - sum(parts.values()),
+        }
 
 
-def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dict[str, float]:
+def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> Metrics:
     """Compute the metrics of the whole batch from its headers."""
     count = len(headers)
     rewards = [h.reward for h in headers]
     groups = [(h.group_id, h.seat) for h in headers]
     scored = [reward for reward in rewards if reward is not None]
     spans = [h.newest_version - h.oldest_version + 1 for h in headers]
-    waits = means(h.waits for h in headers)
-    parts = means(h.reward_parts for h in headers)
+    num_segments = sum(len(h.segment_lengths) for h in headers)
+    num_interruptions = sum(h.interruptions for h in headers)
+    num_mixed = sum(span > 1 for span in spans)
+    wait_means = means(h.waits for h in headers)
+    reward_part_means = means(h.reward_parts for h in headers)
+    counts_of_groups = group_counts(rewards, groups)
     return {
         **(spread("reward/", scored) if scored else {}),
         "reward/unscored": float(count - len(scored)),
@@ -98,49 +122,62 @@ def trajectory_metrics(headers: Sequence[TrajectoryHeader], *, step: int) -> dic
         **spread("staleness/", [step - h.oldest_version for h in headers]),
         "episode/trajectories": float(count),
         "episode/turns_mean": sum(h.turns for h in headers) / count,
-        "episode/segments_mean": sum(len(h.segment_lengths) for h in headers) / count,
+        "episode/segments_mean": num_segments / count,
         "episode/truncated_frac": sum(h.truncated for h in headers) / count,
         "episode/seconds_mean": sum(h.seconds for h in headers) / count,
         "episode/seconds_max": max(h.seconds for h in headers),
-        "rollout/interruptions_in_batch": float(sum(h.interruptions for h in headers)),
+        "rollout/interruptions_in_batch": float(num_interruptions),
         "staleness/versions_per_trajectory_mean": sum(spans) / count,
         "staleness/versions_per_trajectory_max": float(max(spans)),
-        "staleness/mixed_version_frac": sum(span > 1 for span in spans) / count,
-        **{f"episode/wait/{name}": mean for name, mean in waits.items()},
-        **{f"reward/parts/{name}": mean for name, mean in parts.items()},
+        "staleness/mixed_version_frac": num_mixed / count,
+        **{f"episode/wait/{name}": mean for name, mean in wait_means.items()},
+        **{f"reward/parts/{name}": mean for name, mean in reward_part_means.items()},
         **metrics_by_source(headers),
-        **{f"episode/{name}": value for name, value in group_counts(rewards, groups).items()},
+        **{f"episode/{name}": number for name, number in counts_of_groups.items()},
     }
 
 
-def metrics_by_source(headers: Sequence[TrajectoryHeader]) -> dict[str, float]:
+def metrics_by_source(headers: Sequence[TrajectoryHeader]) -> Metrics:
     """Compute metrics for each source of tasks, and for each seat where there are several."""
-    found = defaultdict[str, list[TrajectoryHeader]](list)
+    by_source = defaultdict[str, list[TrajectoryHeader]](list)
     seats = {h.seat for h in headers}
     for h in headers:
         if h.source:
-            found[h.source].append(h)
+            by_source[h.source].append(h)
         if len(seats) > 1:
-            found[f"seat/{h.seat}"].append(h)
-    return {
-        f"{group}/{name}/{what}": float(number)
-        for name, own in sorted(found.items())
-        for group, what, number in (
-            ("reward", "mean", mean_reward(own)),
-            ("episode", "trajectories", len(own)),
-            ("episode", "turns_mean", fmean(h.turns for h in own)),
-            ("episode", "truncated_frac", fmean(h.truncated for h in own)),
-            ("length", "trained_mean", fmean(h.trained_tokens for h in own)),
-        )
-        if number is not None
-    }
+            by_source[f"seat/{h.seat}"].append(h)
+    metrics = Metrics()
+    for source, headers_of_source in sorted(by_source.items()):
+        reward = mean_reward(headers_of_source)
+        if reward is not None:
+            metrics[f"reward/{source}/mean"] = float(reward)
+        metrics |= {
+            f"episode/{source}/trajectories": float(len(headers_of_source)),
+            f"episode/{source}/turns_mean": fmean(h.turns for h in headers_of_source),
+            f"episode/{source}/truncated_frac": fmean(h.truncated for h in headers_of_source),
+            f"length/{source}/trained_mean": fmean(h.trained_tokens for h in headers_of_source),
+        }
+    return metrics
 
 
-def spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
+def in_group(group: str, metrics: Mapping[str, float]) -> Metrics:
+    """Return metrics whose names begin with `group/`, except those of another group."""
+    grouped = Metrics()
+    for name, number in metrics.items():
+        grouped_name = name if "/" in name else f"{group}/{name}"
+        grouped[grouped_name] = number
+    return grouped
+
+
+def spread(prefix: str, values: Sequence[float]) -> Metrics:
     """Return mean, min, max and std (population) of `values`; `prefix` begins their names."""
     array = np.asarray(values, np.float64)
-    numbers = {"mean": array.mean(), "min": array.min(), "max": array.max(), "std": array.std()}
-    return {prefix + name: float(value) for name, value in numbers.items()}
+    return {
+        f"{prefix}mean": float(array.mean()),
+        f"{prefix}min": float(array.min()),
+        f"{prefix}max": float(array.max()),
+        f"{prefix}std": float(array.std()),
+    }
 
 
 def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
@@ -148,47 +185,95 @@ def token_sums(batch: TrainBatch) -> tuple[dict[str, float], dict[str, float]]:
 
     Rows without prox_logprobs, which no update trained, count in the staleness only.
     """
-    pairs = [pair for each in batch.local for pair in zip(each.rows, each.versions, strict=True)]
-    ages = [batch.step - versions_T[row.loss_mask] for row, versions_T in pairs]
-    every = np.concatenate(ages).astype(np.float64) if ages else np.zeros(0)
-    pairs = [pair for pair in pairs if "prox_logprobs" in pair[0].fields]
-    rows = [row for row, _ in pairs]
-    versions = [versions_T for _, versions_T in pairs]
+    rows = list[Row]()
+    ages_of_rows = list[np.ndarray]()  # of all rows
+    versions_of_rows = list[np.ndarray]()  # of `rows`
+    for trajectory in batch.local:
+        for row, versions_T in zip(trajectory.rows, trajectory.versions, strict=True):
+            loss_versions = versions_T[row.loss_mask]
+            ages_of_rows.append(batch.step - loss_versions)
+            if "prox_logprobs" in row.fields:
+                rows.append(row)
+                versions_of_rows.append(loss_versions)
 
-    def gather(arrays: Sequence[np.ndarray | None]) -> np.ndarray:
-        parts = zip(arrays, rows, strict=True)
-        picked = [array[row.loss_mask] for array, row in parts if array is not None]
-        return np.concatenate(picked).astype(np.float64) if picked else np.zeros(0)
+    def in_loss(name: str) -> np.ndarray:
+        """Return a field of all loss tokens; rows without the field have no part in it."""
+        loss_values = list[np.ndarray]()
+        for row in rows:
+            if name in row.fields:
+                values_T = row.fields[name]
+                loss_values.append(values_T[row.loss_mask])
+        return joined(loss_values)
 
-    def named(name: str) -> np.ndarray:
-        return gather([row.fields.get(name) for row in rows])
-
-    prox = named("prox_logprobs")
-    reference = named("ref_logprobs")
-    log_w = prox - named("behav_logprobs")
-    clipped = np.clip(log_w, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    diff = np.abs(log_w)
-    w = np.exp(clipped)
-    current = gather(versions) == batch.step
-    log_rho = np.clip(reference - prox[: len(reference)], -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    prox_logprobs = in_loss("prox_logprobs")
+    ages = joined(ages_of_rows)
     values = {
-        "tokens": np.ones_like(diff),
-        "current": current,
-        "stale": every,
-        "aged": np.ones_like(every),
-        "entropy": named("entropy"),
-        "diff": diff,
-        "diff_current": diff * current,
-        "kl": w - 1.0 - clipped,
-        "w": w,
-        "w_sq": np.square(w),
+        "stale": ages,
+        "aged": np.ones_like(ages),
+        "entropy": in_loss("entropy"),
+        **mismatch_values(
+            prox_logprobs,
+            in_loss("behav_logprobs"),
+            is_current=joined(versions_of_rows) == batch.step,
+        ),
         "scored": np.ones(len(batch.scores)),
         "score": np.asarray(batch.scores),
-        "compared": np.ones_like(log_rho),
-        "reference_kl": np.exp(log_rho) - 1.0 - log_rho,
+        **reference_values(prox_logprobs, in_loss("ref_logprobs")),
     }
     sums = {name: float(array.sum()) for name, array in values.items()}
-    return sums, {k: float(values[k].max(initial=0.0)) for k in ("diff", "diff_current", "stale")}
+    maxima = dict[str, float]()
+    for name in MAXIMA:
+        array = values[name]
+        maxima[name] = float(array.max(initial=0.0))
+    return sums, maxima
+
+
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return arrays one after the other as float64; an empty array if there are none."""
+    if not arrays:
+        return np.zeros(0)
+    return np.concatenate(arrays).astype(np.float64)
+
+
+def mismatch_values(
+    prox_logprobs: np.ndarray,
+    behav_logprobs: np.ndarray,
+    *,
+    is_current: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """Return the terms of the mismatch metrics for each token: π_prox relative to π_behav.
+
+    Args:
+        prox_logprobs: Logprobs of the trainer.
+        behav_logprobs: Logprobs of the sampler.
+        is_current: Whether each token was sampled by the version that is trained.
+    """
+    log_ratio = prox_logprobs - behav_logprobs
+    clipped_log_ratio = np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = np.exp(clipped_log_ratio)
+    diff = np.abs(log_ratio)
+    return {
+        "tokens": np.ones_like(diff),
+        "current": is_current,
+        "diff": diff,
+        "diff_current": diff * is_current,
+        "kl": ratio - 1.0 - clipped_log_ratio,
+        "w": ratio,
+        "w_sq": np.square(ratio),
+    }
+
+
+def reference_values(
+    prox_logprobs: np.ndarray,
+    ref_logprobs: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """Return the terms of the reference KL for each token; empty without a reference."""
+    log_ratio = ref_logprobs - prox_logprobs[: len(ref_logprobs)]
+    clipped_log_ratio = np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {
+        "compared": np.ones_like(clipped_log_ratio),
+        "reference_kl": np.exp(clipped_log_ratio) - 1.0 - clipped_log_ratio,
+    }
 
 
 def write_token_stats(batch: TrainBatch, folder: Path, rank: int) -> bool:
@@ -204,31 +289,42 @@ def write_token_stats(batch: TrainBatch, folder: Path, rank: int) -> bool:
 def token_stats(batch: TrainBatch) -> TokenStats:
     """Return advantages and logprob differences of this rank's sampled tokens."""
     rows = batch.rows
-    sampled = [mask_T for each in batch.local for mask_T in each.sampled]
-    unseen = np.full(max(map(len, sampled), default=0), np.nan, np.float32)
-    prox = [row.fields.get("prox_logprobs", unseen[: len(row.tokens)]) for row in rows]
-    mask = np.concatenate([np.zeros(0, bool), *sampled])
+    sampled_masks = [mask_T for trajectory in batch.local for mask_T in trajectory.sampled]
+    mask = np.concatenate([np.zeros(0, bool), *sampled_masks])
 
-    def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(arrays)[mask] if arrays else np.zeros(0)
+    def sampled(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        if not arrays:
+            return np.zeros(0)
+        return np.concatenate(arrays)[mask]
 
-    in_loss = joined([row.loss_mask for row in rows])
-    behaviour = [row.fields["behav_logprobs"] for row in rows]
+    def prox_logprobs(row: Row) -> np.ndarray:
+        if "prox_logprobs" in row.fields:
+            return row.fields["prox_logprobs"]
+        return np.full(len(row.tokens), np.nan, np.float32)
+
+    is_in_loss_N = sampled([row.loss_mask for row in rows])
 
     def packed(values_N: np.ndarray) -> bytes:
+        with_nan_N = np.where(is_in_loss_N, values_N, np.nan)
         with np.errstate(over="ignore"):  # beyond float16: infinite
-            return np.where(in_loss, values_N, np.nan).astype("<f2").tobytes()
+            return with_nan_N.astype("<f2").tobytes()
 
-    headers = [batch.headers[each.index] for each in batch.local]
+    advantages_N = sampled([row.fields["advantages"] for row in rows])
+    prox_logprobs_N = sampled([prox_logprobs(row) for row in rows])
+    behav_logprobs_N = sampled([row.fields["behav_logprobs"] for row in rows])
+    headers = [batch.headers[trajectory.index] for trajectory in batch.local]
     return TokenStats(
         [header.trajectory_id for header in headers],
         [header.trained_tokens for header in headers],
-        packed(joined([row.fields["advantages"] for row in rows])),
-        packed(joined(prox) - joined(behaviour)),
+        packed(advantages_N),
+        packed(prox_logprobs_N - behav_logprobs_N),
     )
 
 
-def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+def token_metrics(
+    sums: Mapping[str, float],
+    maxima: Mapping[str, float],
+) -> Metrics:
     """Compare log π_prox (trainer) and log π_behav (sampler), over all and over current tokens.
 
     `mismatch/kl` estimates KL(π_behav ‖ π_prox) with k3 = ρ − 1 − log ρ, ρ = π_prox / π_behav, and
@@ -256,7 +352,7 @@ def token_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dic
     return metrics
 
 
-def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def update_metrics(stats: Sequence[Stats]) -> Metrics:
     """Average the stats of a step's updates; sums of a loss become means over its tokens.
 
     An update without a weighted token has no means, and does not count in the step's.
@@ -264,30 +360,33 @@ def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     columns: defaultdict[str, list[float]] = defaultdict(list)
     for update in stats:
         weight = update.get("weight", 1.0)
-        for key, value in update.items():
+        for key, total in update.items():
             model, _, name = key.rpartition("/")
-            of_engine = name in ENGINE
-            if not weight and not of_engine and name != "weight":
+            is_of_engine = name in ENGINE
+            if not weight and not is_of_engine and name != "weight":
                 continue
-            group = model or ("update" if of_engine else "loss")
-            named = "policy" if key == "loss" else name
-            mean = value if of_engine or name in PLAIN else value / weight
-            columns[f"{group}/{named}"].append(mean)
-        if (share := effective_sample_share(update)) is not None:
+            group = model or ("update" if is_of_engine else "loss")
+            metric = "policy" if key == "loss" else name
+            mean = total if is_of_engine or name in PLAIN else total / weight
+            columns[f"{group}/{metric}"].append(mean)
+        share = effective_sample_share(update)
+        if share is not None:
             columns["loss/behav_weight_ess"].append(share)
-        critic = {name.removeprefix("critic/"): value for name, value in update.items()}
-        if (explained := explained_variance(critic)) is not None:
+        critic_stats = {name.removeprefix("critic/"): total for name, total in update.items()}
+        explained = explained_variance(critic_stats)
+        if explained is not None:
             columns["critic/explained_variance"].append(explained)
     matched, compared = (sum(columns.pop(f"update/{name}", ())) for name in ROUTING)
     metrics = {name: sum(values) / len(values) for name, values in columns.items()}
     if compared:
         metrics["routing/agreement"] = matched / compared
-    if computed := metrics.get("update/computed_tokens"):
-        metrics["update/computed_frac"] = computed / metrics["update/tokens"]
+    computed_tokens = metrics.get("update/computed_tokens")
+    if computed_tokens:
+        metrics["update/computed_frac"] = computed_tokens / metrics["update/tokens"]
     return {"update/count": float(len(stats)), **metrics}
 
 
-def throughput(metrics: Mapping[str, float], *, before: float | None) -> dict[str, float]:
+def throughput(metrics: Mapping[str, float], *, before: float | None) -> Metrics:
     """Return the step's tokens per second.
 
     Args:
@@ -295,16 +394,18 @@ def throughput(metrics: Mapping[str, float], *, before: float | None) -> dict[st
             that is not known.
     """
     seconds = metrics["time/step_s"]
-    rates = {"throughput/trained_tokens_per_s": metrics["throughput/trained_tokens"] / seconds}
+    trained = metrics["throughput/trained_tokens"]
     generated = metrics.get("rollout/tokens", 0.0)
+    rates = {"throughput/trained_tokens_per_s": trained / seconds}
     if before is not None and generated > before:
         rates["throughput/generated_tokens_per_s"] = (generated - before) / seconds
     return rates
 
 
-def publish_metrics(report: PublishReport) -> dict[str, float]:
+def publish_metrics(report: PublishReport) -> Metrics:
     """Return the costs of a publish as metrics; without servers, no seconds of servers."""
-    numbers = asdict(report) | {"quarantined": len(report.quarantined)}
+    costs = asdict(report) | {"quarantined": len(report.quarantined)}
     if not report.servers:
-        numbers = {name: numbers[name] for name in numbers if name not in OF_SERVERS}
-    return {f"publish/{name}": float(value) for name, value in numbers.items()}
+        for name in OF_SERVERS:
+            del costs[name]
+    return {f"publish/{name}": float(cost) for name, cost in costs.items()}

@@ -4,6 +4,7 @@ The rows of a step depend on the step only. So a checkpoint needs no other posit
 a resumed run equals an uninterrupted one, bit for bit on a CPU.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from arealite.impl.engine.batch import collate
 from arealite.impl.trainer.base import BaseTrainer
 from arealite.impl.trainer.batch import Minibatch
 from arealite.impl.trainer.components import Components, Engines, make_engine
-from arealite.impl.trainer.metrics import ENGINE
+from arealite.impl.trainer.metrics import ENGINE, Metrics, Stats
 from arealite.system.data.chats import identity_of_rows, read_dataset
 from arealite.system.data.dataset import permutation
 from arealite.system.data.examples import Example, Row, RowEncoder
@@ -46,7 +47,8 @@ class OfflineTrainer(BaseTrainer):
         self.offline = config.trainer.offline
         self.checkpoint_keep = self.offline.checkpoint_keep
         super().__init__(config, components, self.load_engines)
-        self.encode = RowEncoder(config, load_tokenizer(config.model.path)).encode
+        tokenizer = load_tokenizer(config.model.path)
+        self.encode = RowEncoder(config, tokenizer).encode
         self.identity = identity_of_rows(config, self.train_rows)
         self.loss_fn = self.make_loss()
         self.tokenizing = ThreadPoolExecutor(1, "rows")
@@ -57,13 +59,19 @@ class OfflineTrainer(BaseTrainer):
     def read_data(self) -> None:
         """Read the dataset, on which the number of steps depends."""
         self.train_rows, self.held_out_rows = read_dataset(self.config)
-        self.epoch_steps = -(-len(self.train_rows) // self.offline.batch_size)
-        self.total_steps = self.offline.total_steps(len(self.train_rows))
+        num_rows = len(self.train_rows)
+        self.epoch_steps = math.ceil(num_rows / self.offline.batch_size)
+        self.total_steps = self.offline.total_steps(num_rows)
 
     def load_engines(self, config: ExperimentConfig) -> Engines:
         """Load the model that is trained."""
-        training = Training(self.offline.optimizer, self.offline.lr, self.total_steps)
-        return Engines(engine=make_engine(config, training=training, head=self.head))
+        training = Training(
+            optimizer=self.offline.optimizer,
+            lr=self.offline.lr,
+            total_updates=self.total_steps,
+        )
+        engine = make_engine(config, training=training, head=self.head)
+        return Engines(engine=engine)
 
     @abstractmethod
     def make_loss(self) -> LossFn:
@@ -98,9 +106,10 @@ class OfflineTrainer(BaseTrainer):
 
     def next_batch(self, step: int) -> Minibatch:
         """Return batch `step`, and start to make the one after it."""
-        for each in range(step, min(step + 2, self.total_steps)):
-            if each not in self.ahead:
-                self.ahead[each] = self.tokenizing.submit(self.make_batch, each)
+        end = min(step + 2, self.total_steps)
+        for batch_step in range(step, end):
+            if batch_step not in self.ahead:
+                self.ahead[batch_step] = self.tokenizing.submit(self.make_batch, batch_step)
         with self.clock("time/rows_s"):
             return self.ahead.pop(step).result()
 
@@ -109,61 +118,82 @@ class OfflineTrainer(BaseTrainer):
 
         The last batch of an epoch may be smaller.
         """
-        train = self.train_rows
-        size = self.offline.batch_size
-        epoch, place = divmod(step, self.epoch_steps)
-        order: Seq[int] = range(len(train))
+        num_rows = len(self.train_rows)
+        epoch, step_in_epoch = divmod(step, self.epoch_steps)
+        order: Seq[int] = range(num_rows)
         if self.config.dataset.shuffle:
-            order = permutation(self.config.seed, epoch, len(train))
-        return self.deal([train[i] for i in order[place * size : (place + 1) * size]])
+            order = permutation(self.config.seed, epoch, num_rows)
+        begin = step_in_epoch * self.offline.batch_size
+        end = begin + self.offline.batch_size
+        rows = [self.train_rows[index] for index in order[begin:end]]
+        return self.deal(rows)
 
     def deal(self, rows: list[Row]) -> Minibatch:
         """Encode and weight the rows of one batch; every rank gets about the same tokens."""
-        units = self.make_units([self.encode(row) for row in rows])
-        tokens = [sum(len(row.tokens) for row in unit) for unit in units]
-        pairs = zip(units, balance(tokens, ranks=self.world.size), strict=True)
-        mine = [row for unit, owner in pairs if owner == self.world.rank for row in unit]
-        return Minibatch(mine, sum(map(len, units)), sum(tokens))
+        examples = [self.encode(row) for row in rows]
+        units = self.make_units(examples)
+        num_tokens = [num_tokens_of(unit) for unit in units]
+        owners = balance(num_tokens, ranks=self.world.size)
+        local_rows = list[Sequence]()
+        for unit, owner in zip(units, owners, strict=True):
+            if owner == self.world.rank:
+                local_rows += unit
+        return Minibatch(
+            rows=local_rows,
+            num_rows=sum(map(len, units)),
+            num_tokens=sum(num_tokens),
+        )
 
-    def update(self, batch: Minibatch) -> dict[str, float]:
+    def update(self, batch: Minibatch) -> Stats:
         """Apply one optimizer update; skip it if no row has a loss."""
         if not batch.num_rows:
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
             self.prepare(batch)
-            size = self.rows_per_example
-            return self.engine.train_batch(batch.rows, self.loss_fn, rows_per_example=size)
+            return self.engine.train_batch(
+                batch.rows,
+                self.loss_fn,
+                rows_per_example=self.rows_per_example,
+            )
 
     def checkpoint_and_eval(self, step: int) -> None:
         """Evaluate and checkpoint where they are due."""
-        every = self.offline.checkpoint_every_steps
         if self.is_evaluation_due(step):
             self.evaluate(step)
-        if every and step % every == 0:
+        interval_steps = self.offline.checkpoint_every_steps
+        if interval_steps and step % interval_steps == 0:
             self.checkpoint(step)
 
-    def log(self, step: int, batch: Minibatch, stats: dict[str, float]) -> None:
+    def log(self, step: int, batch: Minibatch, stats: Stats) -> None:
         """Write the step's metrics."""
-        metrics = {("update/" if k in ENGINE else "train/") + k: v for k, v in stats.items()}
-        metrics |= self.clock.lap()
-        seconds = metrics["time/step_s"]
+        metrics = Metrics()
+        for name, mean in stats.items():
+            group = "update" if name in ENGINE else "train"
+            metrics[f"{group}/{name}"] = mean
+        times = self.clock.lap()
+        seconds = times["time/step_s"]
         metrics |= {
+            **times,
             "train/examples": float(batch.num_rows // self.rows_per_example),
             "train/epoch": float((step - 1) // self.epoch_steps),
             "train/total_steps": float(self.total_steps),
             "throughput/trained_tokens_per_s": batch.num_tokens / seconds,
         }
         self.write_metrics(step, metrics)
-        logger.info("step trained", step=step, loss=stats.get("loss"), seconds=seconds)
+        loss = stats.get("loss")
+        logger.info("step trained", step=step, loss=loss, seconds=seconds)
 
     # ------------------------------------------------------------ begin and end
 
     def begin(self) -> int:
         """Resume or start; return the step."""
         step, progress = self.load_checkpoint()
-        if progress and (before := progress.get("identity")) != self.identity:
-            what = f"{self.paths.checkpoints} was started with {before}, now it is {self.identity}"
-            raise UserError(f"{what}: restore that, or choose another trial_name.")
+        earlier_identity = progress.get("identity")
+        if progress and earlier_identity != self.identity:
+            raise UserError(
+                f"{self.paths.checkpoints} was started with {earlier_identity}, "
+                f"now it is {self.identity}: restore that, or choose another trial_name."
+            )
         self.rewind_metrics(step)
         if self.is_evaluation_due(step):
             self.evaluate(step)
@@ -190,14 +220,16 @@ class OfflineTrainer(BaseTrainer):
 
     def is_evaluation_due(self, step: int) -> bool:
         """Return whether the model before `step` is evaluated; the last one is left to `end`."""
-        every = self.offline.eval_every_steps
-        due = step == 0 or (every > 0 and step % every == 0)
-        return bool(self.held_out_rows) and due and step < self.total_steps
+        if not self.held_out_rows or step >= self.total_steps:
+            return False
+        interval_steps = self.offline.eval_every_steps
+        return step == 0 or (interval_steps > 0 and step % interval_steps == 0)
 
     @cached_property
     def held_out(self) -> Minibatch:
         """The held-out rows as one batch, made once: neither they nor the reference change."""
-        batch = self.tokenizing.submit(self.deal, self.held_out_rows).result()
+        dealing = self.tokenizing.submit(self.deal, self.held_out_rows)
+        batch = dealing.result()
         self.prepare(batch)
         return batch
 
@@ -206,22 +238,36 @@ class OfflineTrainer(BaseTrainer):
         with self.clock("time/eval_s"):
             batch = self.held_out
             outputs = self.engine.forward(batch.rows)
-            stats = self.loss_fn(as_loss_input(batch.rows, outputs))[1] if batch.rows else {}
-            sums = self.world.sum({name: float(stats.get(name, 0.0)) for name in self.stats})
-        metrics = {"eval/examples": float(batch.num_rows // self.rows_per_example)}
+            stats = {}
+            if batch.rows:
+                loss_input = as_loss_input(batch.rows, outputs)
+                _, stats = self.loss_fn(loss_input)
+            local_stats = {name: float(stats.get(name, 0.0)) for name in self.stats}
+            means = self.world.sum(local_stats)
+        num_examples = batch.num_rows // self.rows_per_example
+        metrics = {"eval/examples": float(num_examples)}
         if batch.num_rows:
-            metrics |= {f"eval/{name}": value for name, value in sums.items()}
+            metrics |= {f"eval/{name}": mean for name, mean in means.items()}
         logger.info("evaluated", step=step, **metrics)
         self.write_metrics(step, metrics)
 
 
-def as_loss_input(rows: Seq[Sequence], outputs: dict[str, list[np.ndarray]]) -> LossInput:
+def num_tokens_of(rows: list[Sequence]) -> int:
+    """Return the number of tokens of all rows."""
+    return sum(len(row.tokens) for row in rows)
+
+
+def as_loss_input(
+    rows: Seq[Sequence],
+    outputs: dict[str, list[np.ndarray]],
+) -> LossInput:
     """Return rows and their outputs of `TrainEngine.forward` as input of a loss function."""
-    names = list(outputs)
-    joined = [
-        replace(row, fields=row.fields | dict(zip(names, values, strict=True)))
-        for row, *values in zip(rows, *outputs.values(), strict=True)
-    ]
-    batch = collate(joined, CPU)
+    rows_with_outputs = list[Sequence]()
+    for index, row in enumerate(rows):
+        outputs_of_row = {name: arrays[index] for name, arrays in outputs.items()}
+        fields = row.fields | outputs_of_row
+        rows_with_outputs.append(replace(row, fields=fields))
+    batch = collate(rows_with_outputs, CPU)
     fields = dict(batch.fields)
-    return LossInput({name: fields.pop(name) for name in names}, batch.rows_N, fields)
+    outputs_N = {name: fields.pop(name) for name in outputs}
+    return LossInput(outputs_N, batch.rows_N, fields)

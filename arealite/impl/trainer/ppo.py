@@ -22,6 +22,7 @@ from arealite.impl.trainer.batch import Minibatch, TrainBatch, make_rows
 from arealite.impl.trainer.batch_advantages import compute_advantages
 from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.evaluation import Evaluations
+from arealite.impl.trainer.metrics import Metrics, Stats
 from arealite.system.links.trainer_link import TrainerLink
 
 logger = log.get(__name__)
@@ -50,18 +51,22 @@ class PPOTrainer(BaseTrainer):
         self.loss_fn = make_policy_loss(self.ppo.loss, self.ppo.kl)
         self.value_loss_fn = make_value_loss(self.ppo.critic)
         self.links: list[TrainerLink] = []
-        self.link, self.fetch_link = self.open_link(), self.open_link()
+        self.link = self.open_link()
+        self.fetch_link = self.open_link()
         self.fetcher = ThreadPoolExecutor(1, "fetch")
         self.close_at_end(self.end_fetch)
         self.is_closing = False
-        has_eval = self.world.is_rank0 and config.evaluates
         self.evaluations = Evaluations(
-            config, self.link, self.write_metrics, self.while_evaluating, has_eval
+            config=config,
+            link=self.link,
+            write_metrics=self.write_metrics,
+            on_wait=self.while_evaluating,
+            is_enabled=self.world.is_rank0 and config.evaluates,
         )
         self.version = -1
         """Version that every server should hold."""
         self.writes_token_stats = self.ppo.token_stats
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
         """Metrics of the current step."""
         self.interruptions = 0
         self.generated_tokens: float | None = None
@@ -74,7 +79,11 @@ class PPOTrainer(BaseTrainer):
             while (batch := self.next_batch(step)) is not None:
                 self.forward(batch)
                 minibatches = self.compute_advantages(batch)
-                stats = [self.update(each) for _ in range(self.ppo.epochs) for each in minibatches]
+                stats = [
+                    self.update(minibatch)
+                    for _ in range(self.ppo.epochs)
+                    for minibatch in minibatches
+                ]
                 self.report(batch, stats)
                 step += 1
                 self.publish(step)
@@ -91,9 +100,9 @@ class PPOTrainer(BaseTrainer):
         if self.world.is_rank0:
             self.link.start(step)
             self.rewind_metrics(step)
-        ticket = int(self.world.max({"ticket": float(self.link.ticket)})["ticket"])
+        newest = self.world.max({"ticket": float(self.link.ticket)})
         for link in self.links:
-            link.ticket = ticket
+            link.ticket = int(newest["ticket"])
         self.publish_first(step)
         if step == 0:
             self.evaluations.run(step)
@@ -118,8 +127,16 @@ class PPOTrainer(BaseTrainer):
                 all_have_one = self.world.all(answer is not None)
             if answer is None or not all_have_one:
                 return None
+            plan, payloads = answer
             with self.clock("time/rows_s"):
-                if batch := make_rows(*answer, self.ppo, world=self.world, link=self.link):
+                batch = make_rows(
+                    plan,
+                    payloads,
+                    self.ppo,
+                    world=self.world,
+                    link=self.link,
+                )
+                if batch is not None:
                     self.prefetch(step + 1)
                     return batch
         raise InvariantError(f"batch {step} could not be trained {ATTEMPTS} times, see the logs")
@@ -140,54 +157,69 @@ class PPOTrainer(BaseTrainer):
                 for name, field in RECORDED.items():
                     batch.fill(field, outputs[name])
             if self.reference is not None:
-                batch.fill("ref_logprobs", self.reference.forward(rows)["logprobs"])
+                outputs = self.reference.forward(rows)
+                batch.fill("ref_logprobs", outputs["logprobs"])
             if self.critic is not None:
-                batch.store_values(self.critic.forward(batch.critic_rows())["values"])
+                outputs = self.critic.forward(batch.critic_rows())
+                batch.store_values(outputs["values"])
 
     def compute_advantages(self, batch: TrainBatch) -> list[Minibatch]:
         """Set the advantages of the rows; return the minibatch of each update."""
         with self.clock("time/advantages_s"):
             return compute_advantages(batch, self.ppo, self.world)
 
-    def update(self, minibatch: Minibatch) -> dict[str, float]:
+    def update(self, minibatch: Minibatch) -> Stats:
         """Apply one optimizer update; skip it if no rank has a row with a gradient."""
         rows = minibatch.rows
         if not minibatch.num_rows:
             return {"skipped_update": 1.0}
         with self.clock("time/update_s"):
-            record = RECORDED if self.ppo.is_single_pass else None
-            stats = self.engine.train_batch(rows, self.loss_fn, record_outputs=record)
+            record_outputs = RECORDED if self.ppo.is_single_pass else None
+            stats = self.engine.train_batch(
+                rows,
+                self.loss_fn,
+                record_outputs=record_outputs,
+            )
             if self.critic is not None:
-                of_critic = self.critic.train_batch(rows, self.value_loss_fn)
-                stats |= {f"critic/{name}": value for name, value in of_critic.items()}
+                critic_stats = self.critic.train_batch(rows, self.value_loss_fn)
+                stats |= {f"critic/{name}": total for name, total in critic_stats.items()}
             return stats
 
-    def report(self, batch: TrainBatch, stats: list[dict[str, float]]) -> None:
+    def report(self, batch: TrainBatch, stats: list[Stats]) -> None:
         """Compute the step's metrics, and report to the datapipe that the batch is trained."""
         with self.clock("time/report_s"):
-            sums, maxima = metrics.token_sums(batch)
-            sums = self.world.sum(sums)
-            maxima = self.world.max(maxima)
+            local_sums, local_maxima = metrics.token_sums(batch)
+            sums = self.world.sum(local_sums)
+            maxima = self.world.max(local_maxima)
             if self.writes_token_stats:
-                folder = self.paths.token_stats
-                rank = self.world.rank
-                self.writes_token_stats = metrics.write_token_stats(batch, folder, rank)
-            fingerprint = "".join(engine.fingerprint() for engine in self.engines.values())
+                self.writes_token_stats = metrics.write_token_stats(
+                    batch,
+                    folder=self.paths.token_stats,
+                    rank=self.world.rank,
+                )
+            engines = self.engines.values()
+            fingerprints = [engine.fingerprint() for engine in engines]
             if not self.world.is_rank0:
                 return
-            self.interruptions += sum(h.interruptions for h in batch.headers)
+            headers = batch.headers
+            self.interruptions += sum(header.interruptions for header in headers)
+            trained_tokens = sum(header.trained_tokens for header in headers)
             self.metrics |= {
-                **metrics.trajectory_metrics(batch.headers, step=batch.step),
+                **metrics.trajectory_metrics(headers, step=batch.step),
                 **metrics.token_metrics(sums, maxima),
                 **metrics.update_metrics(stats),
-                **{k if "/" in k else f"datapipe/{k}": v for k, v in batch.plan.waits.items()},
+                **metrics.in_group("datapipe", batch.plan.waits),
                 "rollout/interrupted_generations": float(self.interruptions),
-                "throughput/trained_tokens": float(sum(h.trained_tokens for h in batch.headers)),
+                "throughput/trained_tokens": float(trained_tokens),
             }
-            trained = [header.trajectory_id for header in batch.headers]
-            ranks = self.world.size
-            found = dict(self.metrics)
-            self.link.report(StepReport(batch.step, trained, found, ranks, fingerprint))
+            step_report = StepReport(
+                step=batch.step,
+                trained=[header.trajectory_id for header in headers],
+                metrics=dict(self.metrics),
+                ranks=self.world.size,
+                fingerprint="".join(fingerprints),
+            )
+            self.link.report(step_report)
 
     def publish(self, version: int) -> None:
         """Update every server to `version`."""
@@ -195,14 +227,16 @@ class PPOTrainer(BaseTrainer):
         with self.clock("time/publish_s"):
             self.stage(version)
             if self.world.is_rank0:
-                self.metrics |= metrics.publish_metrics(self.push(self.link, version))
+                report = self.push(self.link, version)
+                self.metrics |= metrics.publish_metrics(report)
 
     def publish_first(self, version: int) -> None:
         """Publish `version` and run the self-check; then the datapipe may lease episodes."""
         self.version = version
         self.republish()
-        if (check := self.components.self_check) is not None:
-            check(self.config, self.engine, self.world, version)
+        self_check = self.components.self_check
+        if self_check is not None:
+            self_check(self.config, self.engine, self.world, version)
         if self.world.is_rank0:
             self.link.report(messages.Published(version))
 
@@ -216,14 +250,18 @@ class PPOTrainer(BaseTrainer):
         self.generated_tokens = line.get("rollout/tokens", self.generated_tokens)
         with self.clock("time/log_s"):
             self.write_metrics(step, line)
-        seconds = times["time/step_s"]
-        logger.info("step trained", step=step, reward=line.get("reward/mean"), seconds=seconds)
+        logger.info(
+            "step trained",
+            step=step,
+            reward=line.get("reward/mean"),
+            seconds=times["time/step_s"],
+        )
         self.metrics.clear()
 
     def checkpoint_and_eval(self, step: int) -> None:
         """Write a checkpoint and start an evaluation when they are due; generation continues."""
-        every = self.ppo.checkpoint.every_steps
-        if every and step % every == 0:
+        interval_steps = self.ppo.checkpoint.every_steps
+        if interval_steps and step % interval_steps == 0:
             self.checkpoint(step)
         self.evaluations.start_if_due(step)
 
@@ -253,7 +291,11 @@ class PPOTrainer(BaseTrainer):
 
     def request(self, step: int) -> Future[FetchedBatch]:
         """Request batch `step` in a thread that has its own link."""
-        return self.fetcher.submit(self.fetch_link.next_batch, step, on_wait=self.while_waiting)
+        return self.fetcher.submit(
+            self.fetch_link.next_batch,
+            step,
+            on_wait=self.while_waiting,
+        )
 
     def wait_on_all_ranks(self, answer: Future[T]) -> T:
         """Wait until every rank has its batch; meanwhile republish to servers that need it."""
@@ -261,8 +303,11 @@ class PPOTrainer(BaseTrainer):
         while waiting:
             if wait([answer], SLICE_S).done:
                 answer.result()  # raise a failure now: other ranks would wait forever
-            mine = {"waiting": float(not answer.done()), "republish": float(self.needs_republish)}
-            flags = self.world.max(mine)
+            local_flags = {
+                "waiting": float(not answer.done()),
+                "republish": float(self.needs_republish),
+            }
+            flags = self.world.max(local_flags)
             waiting = flags["waiting"] > 0.0
             if flags["republish"] > 0.0:
                 self.republish()
@@ -291,13 +336,16 @@ class PPOTrainer(BaseTrainer):
     def stage(self, version: int) -> None:
         """Stream the weights to the publisher, on all ranks; repeat while it needs them."""
         publisher = self.publisher
-        again = True
         on_device = publisher is not None and publisher.takes_device_tensors
-        while again:
+        is_needed = True
+        while is_needed:
             weights = self.engine.stream_weights(on_device=on_device)
-            if publisher is None:
+            if publisher is not None:
+                is_needed_here = publisher.stage(version, weights)
+            else:
                 deque(weights, maxlen=0)  # other ranks only take part in gathering
-            again = self.world.any(publisher is not None and publisher.stage(version, weights))
+                is_needed_here = False
+            is_needed = self.world.any(is_needed_here)
 
     def push(self, link: TrainerLink, version: int) -> PublishReport:
         """Send the staged weights to the servers; report it over this thread's `link`."""
@@ -384,7 +432,8 @@ class AsyncPPOTrainer(PPOTrainer):
     @property
     def needs_republish(self) -> bool:
         """Whether servers need the weights again; False during a push, which may update them."""
-        return (self._pushed is None or self._pushed.done()) and super().needs_republish
+        is_pushing = self._pushed is not None and not self._pushed.done()
+        return not is_pushing and super().needs_republish
 
     def while_waiting(self, waiting: Waiting) -> bool:
         """Raise the failure of a push: without new weights no batch can be completed."""

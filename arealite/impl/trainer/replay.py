@@ -17,6 +17,7 @@ from arealite.algo.partition import batch_for_rank
 from arealite.api.config import ExperimentConfig
 from arealite.api.trainer import trainers
 from arealite.api.trainer_messages import Batch, BatchRequest, StepReport, TrainerReady
+from arealite.api.trajectory import TrajectoryHeader
 from arealite.base.errors import ArealiteError, InvariantError
 from arealite.impl.trainer.components import Components, load_ppo_engines
 from arealite.impl.trainer.world import World
@@ -52,22 +53,35 @@ class LedgerLink:
         """Return this rank's shard of the batch that the run trained as `step`."""
         if step >= self.stop:
             return None
+        headers = self._trained_headers(step)
+        batch = batch_for_rank(
+            BatchRequest(step, self.world.rank, self.world.size),
+            headers,
+            updates=self.config.trainer.ppo.updates,
+            seed=self.config.seed,
+            waits={},
+        )
+        local_headers = [headers[index] for index in batch.mine]
+        payloads = read_payloads(self.ledger, [header.trajectory_id for header in local_headers])
+        for header, payload in zip(local_headers, payloads, strict=True):
+            mismatch = find_mismatch(header, payload)
+            if mismatch:
+                raise Differs(
+                    f"step {step + 1}: payload and header of {header.trajectory_id} differ: "
+                    f"{mismatch}"
+                )
+        return batch, payloads
+
+    def _trained_headers(self, step: int) -> list[TrajectoryHeader]:
+        """Return the headers of the trajectories that the run trained as `step`."""
         query = "SELECT trained FROM steps WHERE step = ?"
         (trained,) = self._db.execute(query, (step,)).fetchone()
         query = "SELECT header FROM trajectories WHERE trajectory_id = ?"
-        found = (self._db.execute(query, (key,)).fetchone() for key in json.loads(trained))
-        headers = [decode_header(header) for (header,) in found]
-        request = BatchRequest(step, self.world.rank, self.world.size)
-        updates = self.config.trainer.ppo.updates
-        seed = self.config.seed
-        batch = batch_for_rank(request, headers, updates=updates, seed=seed, waits={})
-        keys = [headers[index].trajectory_id for index in batch.mine]
-        payloads = read_payloads(self.ledger, keys)
-        for index, payload in zip(batch.mine, payloads, strict=True):
-            if what := find_mismatch(headers[index], payload):
-                name = headers[index].trajectory_id
-                raise Differs(f"step {step + 1}: payload and header of {name} differ: {what}")
-        return batch, payloads
+        headers = list[TrajectoryHeader]()
+        for trajectory_id in json.loads(trained):
+            (header,) = self._db.execute(query, (trajectory_id,)).fetchone()
+            headers.append(decode_header(header))
+        return headers
 
     def report(self, report: object) -> None:
         """Compare a step's mean reward and fingerprint with the run's; ignore other messages.
@@ -79,13 +93,18 @@ class LedgerLink:
             return
         query = "SELECT fingerprint, metrics FROM steps WHERE step = ?"
         fingerprint, metrics = self._db.execute(query, (report.step,)).fetchone()
+        problem = f"step {report.step + 1} is the first that differs"
         reward = report.metrics.get("reward/mean")
-        rewards = reward, json.loads(metrics).get("reward/mean", reward)
-        fingerprints = report.fingerprint, fingerprint
-        for what, (here, there) in ("mean reward is", rewards), ("parameters are", fingerprints):
-            if here != there:
-                cause = f"step {report.step + 1} is the first that differs"
-                raise Differs(f"{cause}: its {what} {here} here, {there} in the run.")
+        reward_of_run = json.loads(metrics).get("reward/mean", reward)
+        if reward != reward_of_run:
+            raise Differs(
+                f"{problem}: its mean reward is {reward} here, {reward_of_run} in the run."
+            )
+        if report.fingerprint != fingerprint:
+            raise Differs(
+                f"{problem}: its parameters are {report.fingerprint} here, "
+                f"{fingerprint} in the run."
+            )
         self.on_step(report.step)
 
     def close(self) -> None:
@@ -94,7 +113,13 @@ class LedgerLink:
 
 
 def replay(
-    config: ExperimentConfig, ledger: Path, *, scratch: Path, stop: int, leave: bool, on_step: Hook
+    config: ExperimentConfig,
+    ledger: Path,
+    *,
+    scratch: Path,
+    stop: int,
+    leave: bool,
+    on_step: Hook,
 ) -> None:
     """Train the steps before `stop` as this rank of the replay.
 
@@ -107,19 +132,7 @@ def replay(
     Raises:
         Differs: a step is not equal.
     """
-    ppo = config.trainer.ppo
-    engine = config.trainer.ppo.engine
-    with closing(connect(ledger, read_only=True)) as db:
-        sql = "SELECT 1 FROM steps WHERE instr(metrics, 'update/padded_tokens')"
-        is_old = db.execute(sql).fetchone()
-    if is_old and engine.fsdp.layout == "auto":  # AReaLite 0.2 padded rows on a CPU
-        ppo = replace(ppo, engine=replace(engine, fsdp=replace(engine.fsdp, layout="padded")))
-    checkpoint = replace(ppo.checkpoint, every_steps=0, export=False)
-    ppo = replace(ppo, checkpoint=checkpoint, token_stats=False)
-    cluster = replace(config.cluster, run_root=str(scratch))
-    dataset = config.dataset
-    config = replace(config, resume="auto", cluster=cluster, dataset=replace(dataset, eval=None))
-    config = replace(config, trainer=replace(config.trainer, ppo=ppo))
+    config = _replay_config(config, ledger, scratch)
     trainer_class: Any = trainers.get(config.trainer.type)
 
     class Replayer(trainer_class):
@@ -131,9 +144,38 @@ def replay(
                 super().checkpoint(step)
 
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed)
-    link: Any = lambda: LedgerLink(ledger, config, world, stop=stop, on_step=on_step)  # noqa: E731
-    trainer = Replayer(config, Components(world, **load_ppo_engines(config), connect=link))
+
+    def connect_ledger() -> Any:
+        return LedgerLink(ledger, config, world, stop=stop, on_step=on_step)
+
+    components = Components(world, **load_ppo_engines(config), connect=connect_ledger)
+    trainer = Replayer(config, components)
     try:
         trainer.train()
     except (InvariantError, msgspec.MsgspecError) as error:
         raise Differs(f"step {trainer.version + 1} cannot be trained again: {error}") from error
+
+
+def _replay_config(config: ExperimentConfig, ledger: Path, scratch: Path) -> ExperimentConfig:
+    """Return the config of a replay in the folder `scratch`: no evaluation, no export."""
+    ppo = config.trainer.ppo
+    fsdp = ppo.engine.fsdp
+    if fsdp.layout == "auto" and _padded_rows(ledger):
+        engine = replace(ppo.engine, fsdp=replace(fsdp, layout="padded"))
+        ppo = replace(ppo, engine=engine)
+    checkpoint = replace(ppo.checkpoint, every_steps=0, export=False)
+    ppo = replace(ppo, checkpoint=checkpoint, token_stats=False)
+    return replace(
+        config,
+        resume="auto",
+        cluster=replace(config.cluster, run_root=str(scratch)),
+        dataset=replace(config.dataset, eval=None),
+        trainer=replace(config.trainer, ppo=ppo),
+    )
+
+
+def _padded_rows(ledger: Path) -> bool:
+    """Return whether AReaLite 0.2, which padded rows on a CPU, has trained steps of the run."""
+    query = "SELECT 1 FROM steps WHERE instr(metrics, 'update/padded_tokens')"
+    with closing(connect(ledger, read_only=True)) as db:
+        return db.execute(query).fetchone() is not None

@@ -31,19 +31,29 @@ class SFTTrainer(OfflineTrainer):
         over tokens.
         """
         sft = self.config.trainer.sft
-        units = list[Unit]()
-        weight_of = np.array([0.0, sft.assistant_weight, sft.next_state_weight])
-        weights = [weight_of[example.kinds] for (example,) in examples]
+        weight_by_kind = np.array([0.0, sft.assistant_weight, sft.next_state_weight])
+        weights = [weight_by_kind[example.kinds] for (example,) in examples]
         for weight_T in weights:
             weight_T[:1] = 0.0  # no token comes before it
-        total = sum(float(weight_T.sum()) for weight_T in weights)
+        row_sums = [float(weight_T.sum()) for weight_T in weights]
+        sum_of_weights = sum(row_sums) or 1.0
+        units = list[Unit]()
         for (example,), weight_T in zip(examples, weights, strict=True):
-            fields = {
-                "loss_weight": (weight_T / (total or 1.0)).astype(np.float32),
-                "is_answer": (example.kinds == ASSISTANT).astype(np.float32),
-            }
-            if (mask_T := weight_T > 0.0).any():
-                units.append([Sequence(example.tokens, mask_T, 1.0, fields)])
+            mask_T = weight_T > 0.0
+            if not mask_T.any():
+                continue
+            normalized_T = weight_T / sum_of_weights
+            is_answer_T = example.kinds == ASSISTANT
+            row = Sequence(
+                tokens=example.tokens,
+                loss_mask=mask_T,
+                temperature=1.0,
+                fields={
+                    "loss_weight": normalized_T.astype(np.float32),
+                    "is_answer": is_answer_T.astype(np.float32),
+                },
+            )
+            units.append([row])
         return units
 
 
@@ -54,32 +64,40 @@ class DPOTrainer(OfflineTrainer):
     stats = PAIR_STATS
 
     def load_engines(self, config: ExperimentConfig) -> Engines:
-        made = super().load_engines(config)
+        engines = super().load_engines(config)
         dpo = config.trainer.dpo
         if not dpo.reference_free:
-            made["reference"] = make_reference(config, made["engine"], dpo.reference)
-        return made
+            policy = engines["engine"]
+            engines["reference"] = make_reference(config, policy, dpo.reference)
+        return engines
 
     def make_loss(self) -> LossFn:
         return make_dpo_loss(self.config.trainer.dpo)
 
     def make_units(self, examples: list[list[Example]]) -> list[Unit]:
         """Make two rows of each pair, of equal weight; skip pairs whose prompt leaves no answer."""
-        whole = [pair for pair in examples if all(is_learned(each).any() for each in pair)]
-        return [[self._row(each, 1.0 / len(whole)) for each in pair] for pair in whole]
+        pairs = [pair for pair in examples if has_answers(pair)]
+        weight = 1.0 / max(1, len(pairs))
+        return [[self._row(example, weight) for example in pair] for pair in pairs]
 
     def prepare(self, batch: Minibatch) -> None:
         """Set the field `ref_logprobs` of the rows."""
         if self.components.reference is None:
             return
         outputs = self.components.reference.forward(batch.rows)
-        for row, logprobs_T in zip(batch.rows, outputs.get("logprobs", []), strict=True):
+        logprobs = outputs.get("logprobs", [])
+        for row, logprobs_T in zip(batch.rows, logprobs, strict=True):
             row.fields["ref_logprobs"] = logprobs_T
 
     @staticmethod
     def _row(example: Example, weight: float) -> Sequence:
-        fields = {"loss_weight": np.full(len(example.tokens), weight, np.float32)}
-        return Sequence(example.tokens, is_learned(example), 1.0, fields)
+        weight_T = np.full(len(example.tokens), weight, np.float32)
+        return Sequence(
+            tokens=example.tokens,
+            loss_mask=is_learned(example),
+            temperature=1.0,
+            fields={"loss_weight": weight_T},
+        )
 
 
 class RewardTrainer(OfflineTrainer):
@@ -94,15 +112,25 @@ class RewardTrainer(OfflineTrainer):
 
     def make_units(self, examples: list[list[Example]]) -> list[Unit]:
         """Make two rows of each pair, of equal weight."""
-        return [[self._row(each, 1.0 / len(examples)) for each in pair] for pair in examples]
+        weight = 1.0 / max(1, len(examples))
+        return [[self._row(example, weight) for example in pair] for pair in examples]
 
     @staticmethod
     def _row(example: Example, weight: float) -> Sequence:
         # The value after token t is read at token t + 1, so append one arbitrary token.
         tokens_T = np.append(example.tokens, example.tokens[-1:])
-        mask_T = np.arange(len(tokens_T)) == len(tokens_T) - 1
-        fields = {"loss_weight": np.full(len(tokens_T), weight, np.float32)}
-        return Sequence(tokens_T, mask_T, 1.0, fields)
+        num_tokens = len(tokens_T)
+        return Sequence(
+            tokens=tokens_T,
+            loss_mask=np.arange(num_tokens) == num_tokens - 1,
+            temperature=1.0,
+            fields={"loss_weight": np.full(num_tokens, weight, np.float32)},
+        )
+
+
+def has_answers(pair: list[Example]) -> bool:
+    """Return whether each example of a pair has a token of an answer."""
+    return all(is_learned(example).any() for example in pair)
 
 
 def is_learned(example: Example) -> np.ndarray:

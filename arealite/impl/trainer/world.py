@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -73,9 +74,16 @@ class World:
         if variables.get(SHARED_STORE) == "True":
             store = rendezvous(rank, size)
         elif size > 1:
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = open_store(address if rank else socket.create_server(address), size, TIMEOUT)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            endpoint = socket.create_server(address) if rank == 0 else address
+            store = open_store(endpoint, size, TIMEOUT)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+        )
         return cls(rank, size)
 
     def all(self, flag: bool) -> bool:
@@ -92,7 +100,8 @@ class World:
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Add up each number over the ranks; every rank passes the same names."""
-        return dict(zip(values, self.add(np.array([*values.values()])).tolist(), strict=True))
+        sums = self.add(np.array([*values.values()]))
+        return dict(zip(values, sums.tolist(), strict=True))
 
     def max(self, values: dict[str, float]) -> dict[str, float]:
         """Return the largest of each number over the ranks; every rank passes the same names."""
@@ -125,9 +134,10 @@ class World:
         return tensor.numpy()
 
     def _wait(self) -> Wait:
-        count = counters["collectives"] = counters.get("collectives", 0.0) + 1
+        number = counters.get("collectives", 0.0) + 1
+        counters["collectives"] = number
         counters["ranks"] = self.size
-        return Wait(f"collective {count:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS)
+        return Wait(f"collective {number:.0f}", owner=f"trainer rank {self.rank}", on=OTHER_RANKS)
 
 
 def serve_store(host: str) -> TCPStore:
@@ -146,10 +156,19 @@ def serve_store(host: str) -> TCPStore:
     try:
         listener = socket.create_server((host, port)).detach()
     except OSError as error:
-        what = f"MASTER_PORT={port}: rank 0 cannot listen on it: {error.strerror}"
-        raise UserError(f"{what}. Use a free port, the same for all ranks.") from error
+        raise UserError(
+            f"MASTER_PORT={port}: rank 0 cannot listen on it: {error.strerror}. "
+            "Use a free port, the same for all ranks."
+        ) from error
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener)
+    return TCPStore(
+        host,
+        port,
+        world_size=None,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
@@ -172,31 +191,65 @@ def rendezvous(rank: int, size: int, *, seconds: float = RENDEZVOUS_S) -> Store:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
         return _meet(store, rank, size, seconds)
     except dist.DistNetworkError as error:
-        what = f"trainer-{rank} cannot reach rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT)"
-        raise RoleError(f"{what}. Its output may have the reason.") from error
+        raise RoleError(
+            f"trainer-{rank} cannot reach rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT). "
+            "Its output may have the reason."
+        ) from error
 
 
 def _meet(store: TCPStore, rank: int, size: int, seconds: float) -> Store:
-    own = uuid4().hex
-    others = range(1, size)
-
-    def read(key: str) -> str:
-        return store.get(key).decode() if store.check([key]) else ""
-
-    store.set(f"here/{rank}", own)
+    """Exchange the ids of this attempt; return the store with the id of rank 0 as prefix."""
+    attempt_id = uuid4().hex
+    store.set(f"here/{rank}", attempt_id)
     end = time.monotonic() + seconds
-    met = {"name": own}
-    missing = list(others)
+
+    def check_deadline(missing: Sequence[int]) -> None:
+        if time.monotonic() > end:
+            absent = ", ".join(map(str, missing))
+            raise RoleError(f"trainer-{rank} waited {seconds:g} s for ranks {absent}")
+
     with Wait("ranks to meet", owner=f"trainer-{rank}", on=OTHER_RANKS, seconds=seconds):
-        while missing if rank == 0 else met.get(str(rank)) != own:
-            if time.monotonic() > end:
-                absent = ", ".join(map(str, missing)) if rank == 0 else "0"
-                raise RoleError(f"trainer-{rank} waited {seconds:g} s for ranks {absent}")
-            if rank == 0:
-                store.set("met", json.dumps(met | {str(r): read(f"here/{r}") for r in others}))
-                missing = [r for r in others if read(f"seen/{r}") != own]
-            else:
-                met = json.loads(read("met") or "{}")
-            time.sleep(POLL_S)
-    store.set(f"seen/{rank}", met["name"])
-    return PrefixStore(met["name"], store)
+        if rank == 0:
+            name = attempt_id
+            _gather_ranks(store, name, size, check_deadline)
+        else:
+            name = _join_rank0(store, attempt_id, rank, check_deadline)
+    store.set(f"seen/{rank}", name)
+    return PrefixStore(name, store)
+
+
+def _gather_ranks(
+    store: TCPStore,
+    name: str,
+    size: int,
+    check_deadline: Callable[[Sequence[int]], None],
+) -> None:
+    """Copy the ids of the other ranks until each rank has confirmed its own; runs on rank 0."""
+    others = range(1, size)
+    missing = list(others)
+    while missing:
+        check_deadline(missing)
+        ids = {str(rank): _read(store, f"here/{rank}") for rank in others}
+        store.set("met", json.dumps({"name": name} | ids))
+        missing = [rank for rank in others if _read(store, f"seen/{rank}") != name]
+        time.sleep(POLL_S)
+
+
+def _join_rank0(
+    store: TCPStore,
+    attempt_id: str,
+    rank: int,
+    check_deadline: Callable[[Sequence[int]], None],
+) -> str:
+    """Wait until rank 0 has copied this rank's id; return the id of rank 0."""
+    met = dict[str, str]()
+    while met.get(str(rank)) != attempt_id:
+        check_deadline([0])
+        met = json.loads(_read(store, "met") or "{}")
+        time.sleep(POLL_S)
+    return met["name"]
+
+
+def _read(store: TCPStore, key: str) -> str:
+    """Return the text of a key of the store; "" without the key."""
+    return store.get(key).decode() if store.check([key]) else ""
