@@ -179,7 +179,14 @@ def cpu_seconds(process: Process) -> float:
 
 def lease_one(seq: int) -> Group:
     """Return a group that one worker runs."""
-    group = Group(seq, f"g{seq}", TASKS[seq % 1000], GROUP, *divmod(seq, 1000))
+    group = Group(
+        seq=seq,
+        group_id=f"g{seq}",
+        task=TASKS[seq % 1000],
+        size=GROUP,
+        epoch=seq // 1000,
+        row=seq % 1000,
+    )
     version, members = seq // GROUP // BATCH, list(range(GROUP))
     lease = Lease(f"{group.group_id}.1.1", group.group_id, "train", group.task, members, version)
     group.state, group.leases = "leased", {lease.lease_id: lease}

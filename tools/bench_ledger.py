@@ -49,9 +49,15 @@ def segments(tokens: int, version: int) -> tuple[list[Segment], bytes]:
     logprobs = (-rng.exponential(0.5, tokens) * mask).astype("<f4")
     rewards = np.zeros(tokens, "<f4")
     rewards[-1] = 1.0
-    arrays = (ids, mask.astype("u1"), logprobs, versions, rewards)
-    made = [Segment(*[array.tobytes() for array in arrays], temperature=1.0)]
-    return made, encode_segments(made)
+    segment = Segment(
+        tokens=ids.tobytes(),
+        loss_mask=mask.astype("u1").tobytes(),
+        logprobs=logprobs.tobytes(),
+        versions=versions.tobytes(),
+        rewards=rewards.tobytes(),
+        temperature=1.0,
+    )
+    return [segment], encode_segments([segment])
 
 
 def header(group: Group, member: int, tokens: int, version: int) -> TrajectoryHeader:
@@ -73,7 +79,14 @@ def fill(path: Path, records: int, tokens: int) -> dict[str, float]:
         groups = list[Group]()
         for place in range(BATCH):
             seq = step * BATCH + place
-            group = Group(seq, f"g{seq}", TASKS[seq % 1000], GROUP, *divmod(seq, 1000))
+            group = Group(
+                seq=seq,
+                group_id=f"g{seq}",
+                task=TASKS[seq % 1000],
+                size=GROUP,
+                epoch=seq // 1000,
+                row=seq % 1000,
+            )
             group.state, group.step, group.place = "batched", step, place
             ledger.put_group(group)
             groups.append(group)

@@ -130,12 +130,13 @@ def test_servers_without_a_reported_capacity_are_filled_until_requests_queue() -
 
 @given(st.lists(st.tuples(*[st.integers(0, 500)] * 4), max_size=30), st.integers(1, 50))
 def test_concurrency_stays_within_its_bounds_for_any_readings(
-    found: list[tuple[int, int, int, int]], least: int
+    readings: list[tuple[int, int, int, int]], least: int
 ) -> None:
     scaler = Autoscaler(utilisation=0.9, target=least)
-    for each in found:
-        scaler.adjust_damping(each[0], allowed=each[1])
-        assert least <= scaler.decide([Reading(*each)], least=least, most=least + 99) <= least + 99
+    for running, waiting, capacity, in_flight in readings:
+        scaler.adjust_damping(running, allowed=waiting)
+        reading = Reading(running=running, waiting=waiting, capacity=capacity, in_flight=in_flight)
+        assert least <= scaler.decide([reading], least=least, most=least + 99) <= least + 99
 
 
 def test_paused_servers_and_idle_workers_do_not_change_concurrency() -> None:

@@ -18,9 +18,27 @@ batches = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 500)), min_size=4
 
 def header(group: str, tokens: int, *, prompt: int = 0, computed: int = 0) -> TrajectoryHeader:
     """Make a header; `prompt=0` makes a header of an older version, which recorded no prompt."""
-    facts = (f"{group}/0/agent", group, 0, "agent", "task", 0.0, {}, [tokens], 1, 0, 0, 1)
-    name = group.encode() if prompt else b""
-    return TrajectoryHeader(*facts, False, 0, 0.0, {}, "", 0, name, prompt, computed)
+    return TrajectoryHeader(
+        trajectory_id=f"{group}/0/agent",
+        group_id=group,
+        member=0,
+        seat="agent",
+        task_id="task",
+        reward=0.0,
+        reward_parts={},
+        segment_lengths=[tokens],
+        trained_tokens=1,
+        oldest_version=0,
+        newest_version=0,
+        turns=1,
+        truncated=False,
+        interruptions=0,
+        seconds=0.0,
+        waits={},
+        prompt=group.encode() if prompt else b"",
+        prompt_tokens=prompt,
+        computed_tokens=computed,
+    )
 
 
 @given(batches, st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(0, 99))

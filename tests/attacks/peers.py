@@ -160,7 +160,14 @@ class Forgery:
         return msgspec.msgpack.encode([self.segment])
 
     def episode(self, lease_id: str) -> Episode:
-        return Episode(lease_id, *self.ids, [self.header, *self.more], None)
+        group_id, member = self.ids
+        return Episode(
+            lease_id=lease_id,
+            group_id=group_id,
+            member=member,
+            headers=[self.header, *self.more],
+            failure=None,
+        )
 
 
 def no_security(socket: zmq.Socket[bytes]) -> None:

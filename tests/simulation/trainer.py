@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from arealite.api.payloads import decode_segments
-from arealite.api.trainer_messages import Batch, Checkpointed, Finish, Published, StepReport
+from arealite.api.trainer_messages import Batch, Finish, Published, StepReport
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from tests.simulation.links import async_link
 from tests.simulation.loop import Process
@@ -219,9 +219,7 @@ class Rank:
         await self._meet("saved")
         self.saved = step
         if self.lead:
-            await self.link.report(
-                Checkpointed(*saved(self.scenario.experiment(self.sim.root), step))
-            )
+            await self.link.report(saved(self.scenario.experiment(self.sim.root), step))
             self.sim.promise("checkpoint", step)
             self.sim.disk.prune()
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from arealite.api.config import ExperimentConfig
-from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport
+from arealite.api.trainer_messages import Finish, Published, StepReport
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe import datapipe
 from arealite.system.datapipe.datapipe import Datapipe
@@ -134,7 +134,7 @@ def begin(link: TrainerLink) -> None:
 
 def finish(link: TrainerLink, config: ExperimentConfig, step: int) -> None:
     """Report the last checkpoint and the end of the run."""
-    link.report(Checkpointed(*saved(config, step)))
+    link.report(saved(config, step))
     link.report(Finish("test over"))
 
 

@@ -101,21 +101,26 @@ def payload(header: TrajectoryHeader) -> bytes:
         seed = zlib.crc32(f"{header.trajectory_id}/{len(segments)}".encode()) >> 1
         ages = [-1] * prompt + [versions[n % 2] for n in range(sampled)]
         ids = [(shared if n < prompt else seed) ^ n for n in range(length)]
-        arrays = array("i", ids), bytes(prompt) + b"\1" * sampled
-        logprobs, rewards = (
-            array("f", [0.0] * prompt + [-1.0] * sampled),
-            array("f", bytes(4 * length)),
-        )
+        logprobs = array("f", [0.0] * prompt + [-1.0] * sampled)
+        rewards = array("f", bytes(4 * length))
         if not segments:
             rewards[-1] = header.reward or 0.0
-        told = (arrays[0].tobytes(), arrays[1], logprobs.tobytes(), array("i", ages).tobytes())
-        segments.append(Segment(*told, rewards.tobytes(), 1.0))
+        segment = Segment(
+            tokens=array("i", ids).tobytes(),
+            loss_mask=bytes(prompt) + b"\1" * sampled,
+            logprobs=logprobs.tobytes(),
+            versions=array("i", ages).tobytes(),
+            rewards=rewards.tobytes(),
+            temperature=1.0,
+        )
+        segments.append(segment)
     return encode_segments(segments)
 
 
-def saved(config: ExperimentConfig, step: int) -> tuple[int, str]:
-    """Return step and path of a checkpoint, as a trainer reports them."""
-    return step, str(run_paths(config).checkpoints / f"step-{step:06d}")
+def saved(config: ExperimentConfig, step: int) -> Checkpointed:
+    """Return the message with which a trainer reports its checkpoint of a step."""
+    path = run_paths(config).checkpoints / f"step-{step:06d}"
+    return Checkpointed(step=step, path=str(path))
 
 
 class FakeWorker:

@@ -9,8 +9,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from arealite.base.errors import UserError
 from arealite.base.chat_template import render_chat
+from arealite.base.errors import UserError
 from arealite.impl.demo import real_models
 from arealite.impl.demo.real_models import Source
 

@@ -22,7 +22,7 @@ from arealite.api.llm import LLMClientConfig, SamplingConfig, SGLangClientConfig
 from arealite.api.payloads import decode_segments
 from arealite.api.task import Task
 from arealite.api.trainer import PPOConfig, TrainerConfig
-from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport
+from arealite.api.trainer_messages import Finish, Published, StepReport
 from arealite.api.trajectory import TrajectoryHeader
 from arealite.api.trial import ClusterConfig
 from arealite.api.turns import decode_turn
@@ -83,7 +83,7 @@ def train(link: TrainerLink, config: ExperimentConfig) -> tuple[TrajectoryHeader
     assert answer is not None
     batch, (payload,) = answer
     link.report(StepReport(0, [batch.headers[0].trajectory_id], {}))
-    link.report(Checkpointed(*saved(config, 1)))
+    link.report(saved(config, 1))
     link.report(Finish("done"))
     link.close()
     return batch.headers[0], payload

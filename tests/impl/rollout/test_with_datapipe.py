@@ -11,7 +11,7 @@ import zmq
 
 from arealite.api.payloads import decode_segments
 from arealite.api.task import Task
-from arealite.api.trainer_messages import Checkpointed, Finish, Published, StepReport
+from arealite.api.trainer_messages import Finish, Published, StepReport
 from arealite.api.trial import ClusterConfig
 from arealite.base.errors import EpisodeError
 from arealite.impl.rollout import worker as module
@@ -76,7 +76,7 @@ async def test_worker_datapipe_and_trainer_complete_a_run(tmp_path: Path, monkey
                 rank.report(StepReport(step, ids, {}))
                 version = step + 1
                 rank.report(Published(version))
-            rank.report(Checkpointed(*saved(config, STEPS)))
+            rank.report(saved(config, STEPS))
             rank.report(Finish("done"))
             rank.close()
             return trained

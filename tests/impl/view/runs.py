@@ -142,8 +142,15 @@ def many(
         reward = float(rng.integers(0, 2))
         rewards = np.zeros(length, "<f4")
         rewards[-1] = reward
-        arrays = [array.tobytes() for array in (ids, mask, logprobs, versions, rewards)]
-        segments = [Segment(*arrays, 1.0)]
+        segment = Segment(
+            tokens=ids.tobytes(),
+            loss_mask=mask.tobytes(),
+            logprobs=logprobs.tobytes(),
+            versions=versions.tobytes(),
+            rewards=rewards.tobytes(),
+            temperature=1.0,
+        )
+        segments = [segment]
         name = f"g{group}/{member}/agent"
         yield step, header(name, segments, reward=reward, source=f"source {group % 3}"), segments
 
@@ -195,5 +202,21 @@ def branched_session(turns: Sequence[tuple[list[int], Origin]] = BRANCHED) -> li
 def branched_header(segments: list[Segment], member: int) -> TrajectoryHeader:
     """Return the header of a `branched_session`."""
     lengths = [len(segment.loss_mask) for segment in segments]
-    ids = (f"g0/{member}/agent", "g0", member, "agent", "train-0")
-    return TrajectoryHeader(*ids, 0.0, {}, lengths, 8, 0, 1, 4, False, 0, 0.1, {})
+    return TrajectoryHeader(
+        trajectory_id=f"g0/{member}/agent",
+        group_id="g0",
+        member=member,
+        seat="agent",
+        task_id="train-0",
+        reward=0.0,
+        reward_parts={},
+        segment_lengths=lengths,
+        trained_tokens=8,
+        oldest_version=0,
+        newest_version=1,
+        turns=4,
+        truncated=False,
+        interruptions=0,
+        seconds=0.1,
+        waits={},
+    )

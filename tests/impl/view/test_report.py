@@ -60,11 +60,12 @@ def paths(tmp_path: Path) -> RunPaths:
         (None, header("g2/0/agent", two, reward=0.0), two),
     ]
     paths = make_run(tmp_path / "run", made, lines=metrics(4))
-    halves = (
-        np.array([0.25, 0.25, np.nan, -1.0, -2.0], "<f2"),
-        np.array([0.0, 1e-4, 0.5, 0, 0], "<f2"),
+    stats = TokenStats(
+        trajectory_ids=["g0/0/agent", "g1/0/agent"],
+        counts=[3, 2],
+        advantages=np.array([0.25, 0.25, np.nan, -1.0, -2.0], "<f2").tobytes(),
+        differences=np.array([0.0, 1e-4, 0.5, 0, 0], "<f2").tobytes(),
     )
-    stats = TokenStats(["g0/0/agent", "g1/0/agent"], [3, 2], *(array.tobytes() for array in halves))
     token_stats.write(paths.token_stats, 3, 0, stats)
     return paths
 

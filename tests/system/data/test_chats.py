@@ -193,8 +193,22 @@ def collected(folder: Path) -> Path:
             blank = bytes(4 * length)
             segments.append(Segment(tokens, mask, blank, blank, blank, 0.7))
         header = TrajectoryHeader(
-            *(f"g/{member}/agent", "g", member, "agent", "t", reward, {}, lengths),
-            *(2 * len(lengths), 0, 0, 1, False, 0, 0.1, {}),
+            trajectory_id=f"g/{member}/agent",
+            group_id="g",
+            member=member,
+            seat="agent",
+            task_id="t",
+            reward=reward,
+            reward_parts={},
+            segment_lengths=lengths,
+            trained_tokens=2 * len(lengths),
+            oldest_version=0,
+            newest_version=0,
+            turns=1,
+            truncated=False,
+            interruptions=0,
+            seconds=0.1,
+            waits={},
         )
         ledger.add_trajectory(header, encode_segments(segments))
     ledger.commit()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from arealite.api.trainer_messages import (
     BatchRequest,
-    Checkpointed,
     Done,
     EvalRequest,
     FromTrainer,
@@ -138,7 +137,7 @@ class TrainerEvents(WorkerEvents):
     @event(ahead=st.integers(-1, 1))
     def save_checkpoint(self, ahead: int) -> None:
         step = max(self.model.saved, self.model.num_trained + ahead)
-        request = Checkpointed(*saved(self.config, step))
+        request = saved(self.config, step)
         if step > self.model.num_trained:
             with pytest.raises(OutOfStep, match="impossible"):
                 self.ask(request)
@@ -171,7 +170,7 @@ class TrainerEvents(WorkerEvents):
         requests: list[Any] = [
             Published(step),
             BatchRequest(len(self.model.batches), 0, 1),
-            Checkpointed(*saved(self.config, step)),
+            saved(self.config, step),
             Unusable(step, {"g0": "mask"}),
             StepReport(step, [], {}),
             EvalRequest(step),

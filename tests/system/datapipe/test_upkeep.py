@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from arealite.api.config import run_paths
-from arealite.api.trainer_messages import Checkpointed, Finish
+from arealite.api.trainer_messages import Finish
 from arealite.base.errors import InvariantError
 from arealite.system.datapipe import upkeep as upkeep_module
 from arealite.system.datapipe.upkeep import Upkeep
@@ -296,7 +296,7 @@ async def test_datapipe_audits_and_drops_after_each_checkpoint(start_pipe: Start
     path = run_paths(live.config).ledger
     live.work()
     await live.train(steps=4, finishes=False)
-    await live.trainer(lambda link: link.report(Checkpointed(*saved(live.config, 4))))
+    await live.trainer(lambda link: link.report(saved(live.config, 4)))
     is_dropped = "SELECT 1 FROM meta WHERE key = 'dropped' AND value = '4'"
     await eventually(lambda: read(path, is_dropped), "the drop of four steps")
     await live.trainer(lambda link: link.report(Finish("over")))
