@@ -19,6 +19,7 @@ from arealite.api.datapipe import DatapipeConfig
 from arealite.api.payloads import encode_segments
 from arealite.api.rollout_messages import Episode, Failure, Lease
 from arealite.api.task import Task
+from arealite.api.trainer_messages import Checkpointed
 from arealite.api.trajectory import Segment, TrajectoryHeader
 from arealite.system.links.worker_link import WorkerLink
 from tests.waiting import settle
