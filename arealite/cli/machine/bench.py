@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,52 +45,82 @@ class Bench:
     numbers: Row = field(default_factory=dict[str, Any])
     failures: list[str] = field(default_factory=list[str])
 
-    def bound(self, name: str, value: float, most: float) -> None:
-        """Report a number; the row fails if it is above `most` or not a number."""
-        self.numbers[name] = float(value)
-        self.require(value <= most, f"{name} is {value:.3g}, the bound is {most:.3g}")
+    def bound(self, name: str, number: float, maximum: float) -> None:
+        """Report a number; the row fails if it is above `maximum` or not a number."""
+        self.numbers[name] = float(number)
+        self.require(
+            number <= maximum,
+            f"{name} is {number:.3g}, the bound is {maximum:.3g}",
+        )
 
     def require(self, holds: object, failure: str) -> None:
         """Fail the row with `failure` unless `holds`."""
-        self.failures += [] if holds else [failure]
+        if not holds:
+            self.failures.append(failure)
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Return the mean time of two calls, after two calls that are not measured."""
-        threads = torch.get_num_threads()
-        return Timer("call()", globals={"call": call}, num_threads=threads).timeit(2).mean
+        timer = Timer(
+            "call()",
+            globals={"call": call},
+            num_threads=torch.get_num_threads(),
+        )
+        return timer.timeit(2).mean
 
     async def run(self, row: Row) -> None:
         """Run one check; rank 0 prints and writes its result."""
         self.numbers = {}
         self.failures = []
-        began = time.perf_counter()
-        module, name = row["run"].split(":")
-        check = getattr(import_module(module), name)
-        if (waiting := check(self, **row["options"])) is not None:
-            await waiting
-        failures: list[list[str]] = [[]] * self.world.size
-        dist.all_gather_object(failures, self.failures)
-        words = sum(failures, list[str]())
-        row |= {"status": "FAIL" if words else "pass", "device": self.device.type}
-        row |= {"seconds": time.perf_counter() - began, "numbers": self.numbers}
-        for name, value in self.numbers.items():
-            words.append(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}")
+        started_s = time.perf_counter()
+        module, function_name = row["run"].split(":")
+        check = getattr(import_module(module), function_name)
+        coroutine = check(self, **row["options"])
+        if coroutine is not None:
+            await coroutine
+        failures = self._failures_of_all_ranks()
+        row["status"] = "FAIL" if failures else "pass"
+        row["device"] = self.device.type
+        row["seconds"] = time.perf_counter() - started_s
+        row["numbers"] = self.numbers
+        words = [*failures, *self._formatted_numbers()]
         row["text"] = "; ".join(words)
         if self.world.is_rank0:
             print(fold(line(row)), flush=True)
-            with (self.folder / "results.jsonl").open("a") as file:
+            results_file = self.folder / "results.jsonl"
+            with results_file.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
+    def _failures_of_all_ranks(self) -> list[str]:
+        failures_by_rank: list[list[str]] = [[]] * self.world.size
+        dist.all_gather_object(failures_by_rank, self.failures)
+        return [*chain.from_iterable(failures_by_rank)]
 
-def main(rank: int, environments: list[Row], rows: list[Row], plan: Row, folder: Path) -> None:
+    def _formatted_numbers(self) -> Iterator[str]:
+        for name, number in self.numbers.items():
+            if isinstance(number, float):
+                yield f"{name} {number:.3g}"
+            else:
+                yield f"{name} {number}"
+
+
+def main(
+    rank: int,
+    environments: list[Row],
+    rows: list[Row],
+    plan: Row,
+    folder: Path,
+) -> None:
     """Run rows as one rank; called in a new process."""
     os.environ |= environments[rank]  # before CUDA is initialized
     os.environ[PARENT] = str(os.getppid())  # the fork server, which exits with the command
     die_with_parent()
-    os.dup2(os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+    log_flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    log_fd = os.open(folder / f"{rank}.log", log_flags)
+    os.dup2(log_fd, 2)
     log.setup("machine", "warning")
     logging.disable_progress_bar()
-    threads = max(1, (os.cpu_count() or 1) // len(environments) // 2)  # servers need the others
+    cores_per_rank = (os.cpu_count() or 1) // len(environments)
+    threads = max(1, cores_per_rank // 2)  # servers need the others
     world = World.init(threads=threads, seed=SEED)
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -97,7 +128,13 @@ def main(rank: int, environments: list[Row], rows: list[Row], plan: Row, folder:
 
     async def run() -> None:
         async with AsyncExitStack() as stack:
-            bench = Bench(folder, plan, world, device, stack)
+            bench = Bench(
+                folder=folder,
+                plan=plan,
+                world=world,
+                device=device,
+                stack=stack,
+            )
             for row in rows:
                 signal.setitimer(signal.ITIMER_REAL, plan["limit_s"])  # SIGALRM ends the process
                 await bench.run(row)

@@ -25,62 +25,110 @@ LIMIT_S = 600.0
 STATUSES = "pass", "FAIL", "n/a"
 Row = dict[str, Any]
 """An entry of rows.toml with `name`; the result adds status, text, seconds, device, numbers."""
-DEFAULTS: Row = {"ranks": 1, "gpus": 0, "server": "", "options": {}, "seconds": 0.0, "device": ""}
+DEFAULTS: Row = {
+    "ranks": 1,
+    "gpus": 0,
+    "server": "",
+    "options": {},
+    "seconds": 0.0,
+    "device": "",
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the rows; return 1 if one fails."""
+    options = _parse(argv)
+    out: Path = options.out
+    out_folder = out.absolute().parent
+    check_folder(out_folder, "folder", "--out")
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder. Give the file to write, such as a.json.")
+    import torch
+
+    python = Path(options.sglang_python or sys.executable)
+    plan: Row = {
+        "quick": options.quick,
+        "gpus": torch.cuda.device_count(),
+        "limit_s": LIMIT_S,
+        "python": str(python.expanduser()),
+    }
+    rows = _rows_with(options.only)
+    explain_missing(rows, plan)
+    with tempfile.TemporaryDirectory(prefix="arealite-machine-") as temp:
+        results = run(rows, plan, Path(temp))
+    statuses = [row["status"] for row in results]
+    counts = {status: statuses.count(status) for status in STATUSES}
+    host = [*info.versions(plan["python"]), *info.devices()]
+    report = {
+        "host": dict(host),
+        **plan,
+        "counts": counts,
+        "rows": results,
+    }
+    out_folder.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    summary = [f"{count} {status}," for status, count in counts.items()]
+    print(*summary, f"see {out}")
+    return int(counts["FAIL"] > 0)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
     if "--model" in argv:
         raise UserError("--machine and --model exclude each other. Use two commands.")
     parser = argparse.ArgumentParser(prog="arealite check --machine", description=__doc__)
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="tiny models, at most 2 ranks")
-    parser.add_argument("--out", type=Path, default=Path("machine.json"), help="report to write")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("machine.json"),
+        help="report to write",
+    )
     parser.add_argument("--sglang-python", metavar="PATH", help="Python that has sglang")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="in names of rows")
-    options = parser.parse_args(argv)
-    check_folder(folder := options.out.absolute().parent, "folder", "--out")
-    if options.out.is_dir():
-        raise UserError(f"--out {options.out} is a folder. Give the file to write, such as a.json.")
-    import torch
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="in names of rows",
+    )
+    return parser.parse_args(argv)
 
-    plan: Row = {"quick": options.quick, "gpus": torch.cuda.device_count(), "limit_s": LIMIT_S}
-    plan["python"] = str(Path(options.sglang_python or sys.executable).expanduser())
+
+def _rows_with(name_parts: Sequence[str]) -> list[Row]:
+    """Return the rows whose name contains one of `name_parts`, and the rows that they need.
+
+    Raises:
+        UserError: No row has such a name.
+    """
     table = read_toml(__file__, "rows.toml")
     rows = [DEFAULTS | row | {"name": name} for name, row in table.items()]
-    chosen = [row for row in rows if any(text in row["name"] for text in options.only)]
+    chosen = [row for row in rows if any(part in row["name"] for part in name_parts)]
     if not chosen:
-        raise UserError(f"--only {' '.join(options.only)}: no row has such a name. Run without it.")
-    needed = {"reference", *(row.get("needs") for row in chosen)}
-    rows = [row for row in rows if row in chosen or row["name"] in needed]
-    explain_missing(rows, plan)
-    with tempfile.TemporaryDirectory(prefix="arealite-machine-") as temp:
-        results = run(rows, plan, Path(temp))
-    counts = {status: [row["status"] for row in results].count(status) for status in STATUSES}
-    host = dict([*info.versions(plan["python"]), *info.devices()])
-    report = json.dumps({"host": host, **plan, "counts": counts, "rows": results}, indent=1)
-    folder.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(report + "\n")
-    print(*(f"{count} {status}," for status, count in counts.items()), f"see {options.out}")
-    return int(counts["FAIL"] > 0)
+        raise UserError(f"--only {' '.join(name_parts)}: no row has such a name. Run without it.")
+    needed_names = {"reference", *(row.get("needs") for row in chosen)}
+    return [row for row in rows if row in chosen or row["name"] in needed_names]
 
 
 def explain_missing(rows: list[Row], plan: Row) -> None:
     """Set status and text of the rows that do not run: of this machine, or with --quick."""
-    sglang = ""
     gpus = plan["gpus"]
+    sglang_error = ""
     if any(row["server"] == "sglang" for row in rows):
         try:
             probe(plan["python"], "auto" if gpus else "cpu")
         except UserError as error:
-            sglang = f"{error} Option: --sglang-python PATH"
+            sglang_error = f"{error} Option: --sglang-python PATH"
     for row in rows:
-        reason = sglang if row["server"] == "sglang" else ""
+        reason = sglang_error if row["server"] == "sglang" else ""
         if row["gpus"] > gpus:
             reason = f"GPUs: needs {row['gpus']}, found {gpus}"
         elif plan["quick"] and row["ranks"] > 2:
             reason = "left out by --quick"
-        row |= {"status": "n/a", "text": reason} if reason else {}
+        if reason:
+            row["status"] = "n/a"
+            row["text"] = reason
 
 
 def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
@@ -89,24 +137,44 @@ def run(rows: list[Row], plan: Row, folder: Path) -> list[Row]:
     Consecutive rows with equal ranks and server share processes. A row that crashes them or exceeds
     `limit_s` fails; the next row gets new processes.
     """
-    path = folder / "results.jsonl"
+    results_file = folder / "results.jsonl"
     results = list[Row]()
-    for _, group in groupby(rows, lambda row: (row["ranks"], row["server"])):
-        left = [*group]
-        while left:
-            missing = [row for row in left if "status" in row]
-            left = [row for row in left if "status" not in row]
-            path.write_text("")
-            reason = session(left, plan, folder) if left else ""
-            found = [*map(json.loads, path.read_text().splitlines())]
-            if left := left[len(found) :]:
-                files = folder.glob("*.log")
-                logs = {file.name: file.read_text(errors="replace")[-4000:] for file in files}
-                missing.append(left.pop(0) | {"status": "FAIL", "text": reason, "logs": logs})
-            for row in missing:
+    for _, group in groupby(rows, _processes_key):
+        pending = [*group]
+        while pending:
+            unprinted = [row for row in pending if "status" in row]
+            pending = [row for row in pending if "status" not in row]
+            results_file.write_text("")
+            reason = session(pending, plan, folder) if pending else ""
+            result_lines = results_file.read_text().splitlines()
+            finished = [json.loads(result_line) for result_line in result_lines]
+            pending = pending[len(finished) :]
+            if pending:
+                crashed = pending.pop(0)
+                outcome = {
+                    "status": "FAIL",
+                    "text": reason,
+                    "logs": _ends_of_logs(folder),
+                }
+                unprinted.append(crashed | outcome)
+            for row in unprinted:
                 print(fold(line(row)), flush=True)
-            results += found + missing
+            results += finished + unprinted
     return results
+
+
+def _processes_key(row: Row) -> tuple[int, str]:
+    """Return the key of the processes of a row; rows with equal keys can share processes."""
+    return row["ranks"], row["server"]
+
+
+def _ends_of_logs(folder: Path) -> dict[str, str]:
+    """Return the last 4,000 characters of each log file."""
+    logs = dict[str, str]()
+    for file in folder.glob("*.log"):
+        log = file.read_text(errors="replace")
+        logs[file.name] = log[-4000:]
+    return logs
 
 
 def session(rows: list[Row], plan: Row, folder: Path) -> str:
@@ -124,12 +192,18 @@ def session(rows: list[Row], plan: Row, folder: Path) -> str:
     count = rows[0]["ranks"]
     environments = rank_environments(count)
     if rows[0]["server"]:  # the server has the first GPU, the trainer the last
-        environments[0]["LOCAL_RANK"] = str(max(0, gpus - 1))
+        last_gpu = max(0, gpus - 1)
+        environments[0]["LOCAL_RANK"] = str(last_gpu)
     if gpus < count:
         for environment in environments:
             environment["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        start_processes(main, (environments, rows, plan, folder), count, start_method="forkserver")
+        start_processes(
+            main,
+            args=(environments, rows, plan, folder),
+            nprocs=count,
+            start_method="forkserver",
+        )
     except Exception as error:  # noqa: BLE001  (of a rank, whichever it is)
         if getattr(error, "exit_code", 0) == -signal.SIGALRM:
             return f"no result after {plan['limit_s']:g} s"
