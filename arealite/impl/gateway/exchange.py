@@ -11,6 +11,9 @@ import msgspec
 from arealite.api.llm import LLMResponse
 from arealite.api.observation import ChatMessage
 
+StopReason = Literal["stop", "stop_string", "calls", "length"]
+"""Why an answer ended: at the end of its turn or at a stop string, with calls, or at a limit."""
+
 
 class ApiError(Exception):
     """A request that is refused. Each API has its own form for it.
@@ -60,11 +63,14 @@ def function_call(id: object, name: object, arguments: object) -> dict[str, Any]
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def assistant(text: str, thought: str, calls: list[dict[str, Any]]) -> ChatMessage:
+def assistant(content: str, thought: str, calls: list[dict[str, Any]]) -> ChatMessage:
     """Return a message of the assistant in the form of chat templates."""
-    message: ChatMessage = {"role": "assistant", "content": text}
-    message |= {"reasoning_content": thought} if thought else {}
-    return message | ({"tool_calls": calls} if calls else {})
+    message: ChatMessage = {"role": "assistant", "content": content}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -90,7 +96,7 @@ class Answer(msgspec.Struct, frozen=True):
     text: str
     """Text without thoughts, calls, the stop string and the token that ended the turn."""
     calls: tuple[Call, ...]
-    stop_reason: Literal["stop", "stop_string", "calls", "length"]
+    stop_reason: StopReason
     stop_string: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -103,8 +109,10 @@ class Answer(msgspec.Struct, frozen=True):
 
     def message(self) -> ChatMessage:
         """Return the answer as a message in the form of chat templates."""
-        decode = msgspec.json.decode
-        calls = [function_call(call.id, call.name, decode(call.arguments)) for call in self.calls]
+        calls = list[dict[str, Any]]()
+        for call in self.calls:
+            arguments = msgspec.json.decode(call.arguments)
+            calls.append(function_call(call.id, call.name, arguments))
         return assistant(self.text, self.thought, calls)
 
 

@@ -33,13 +33,13 @@ class CallError(Exception):
     """A call that cannot be read.
 
     Args:
-        why: The reason.
+        reason: Why the call cannot be read.
         at: Index after which the call's close marker is searched; None: a close marker in the text
             so far may belong to an argument.
     """
 
-    def __init__(self, why: str, at: int | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, at: int | None = None) -> None:
+        super().__init__(reason)
         self.at = at
 
 
@@ -76,102 +76,186 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     sampled_id: str = ""
     """Pattern of the model's own ids that clients get; "": none."""
 
-    def opening(self, tool: str | None) -> str:
+    def opening(self, tool_name: str | None) -> str:
         """Return the text that begins a call of a tool, or of any; "" if it cannot be forced."""
-        return self.named.partition("{name}")[0] if not tool else self.named.replace("{name}", tool)
+        if not tool_name:
+            return self.named.partition("{name}")[0]
+        return self.named.replace("{name}", tool_name)
 
-    def parse(self, text: str, at: int, tools: Tools) -> Part:
+    def parse(self, answer: str, at: int, tools: Tools) -> Part:
         """Read the part at the marker at an index.
 
         Raises:
             CallError: A call is malformed or not complete.
         """
-        part = (read_tags if self.tag else read_json)(self, text, at, tools)
+        read = read_tags if self.tag else read_json
+        part = read(self, answer, at, tools)
         for call in part.calls:
-            _checked(_decode_object, call.arguments, f'"{self.key}" must be an object', at)
+            _decoded(
+                _decode_arguments,
+                call.arguments,
+                rule=f'"{self.key}" must be an object',
+                at=at,
+            )
         return part
 
 
 # ------------------------------------------------------------ readers
 
 
-def skip(text: str, at: int, characters: str) -> int:
+def skip(answer: str, at: int, characters: str) -> int:
     """Return the index after characters, the inside of a regular expression's [...]."""
-    found = re.compile(f"[^{characters}]").search(text, at)
-    return found.start() if found else len(text)
+    other = re.compile(f"[^{characters}]").search(answer, at)
+    return other.start() if other else len(answer)
 
 
-def _checked(decode: Callable[[str], Any], text: str, rule: str, at: int) -> Any:
+def _decoded(decode: Callable[[str], Any], json_text: str, *, rule: str, at: int) -> Any:
+    """Decode JSON of a call.
+
+    Raises:
+        CallError: It is not JSON, or breaks the rule.
+    """
     try:
-        return decode(text)
+        return decode(json_text)
     except INVALID as error:
-        why = rule if isinstance(error, msgspec.ValidationError) else "not JSON"
-        raise CallError(f"{why}: {error}", at) from error
+        reason = rule if isinstance(error, msgspec.ValidationError) else "not JSON"
+        raise CallError(f"{reason}: {error}", at) from error
 
 
-def read_json(family: Family, text: str, at: int, tools: Tools) -> Part:
+def read_json(family: Family, answer: str, at: int, tools: Tools) -> Part:
     """Read calls that are JSON, or whose arguments are; or the header of a message."""
-    if (head := re.compile(family.head).match(text, at)) is None:
+    head = re.compile(family.head).match(answer, at)
+    if head is None:
         raise CallError(f"a call must have the form {family.named}…{family.close}")
     begin = head.end()
-    close = family.close
     if family.has_channels and not head["name"]:
-        return Part(begin, mode="thought" if head["channel"] == "analysis" else "text")
+        is_thought = head["channel"] == "analysis"
+        return Part(begin, mode="thought" if is_thought else "text")
+    json_end = _end_of_json(answer, begin)
+    end = _end_after_close(family, answer, json_end)
+    body = answer[begin:json_end]
+    raw = answer[at:end]
+    groups = head.groupdict()
+    name = groups.get("name")
+    if not name:
+        return Part(end, _calls_in_json(family, body, raw, at))
+    call = Call(
+        id=groups.get("id") or "",
+        name=name,
+        arguments=body,
+        raw=raw,
+    )
+    return Part(end, [call])
+
+
+def _end_of_json(answer: str, begin: int) -> int:
+    """Return the index after the JSON at an index.
+
+    Raises:
+        CallError: There is no JSON, or it is not complete.
+    """
     try:
-        end = after = _decoder.raw_decode(text, begin)[1]
+        _, end = _decoder.raw_decode(answer, begin)
     except (ValueError, RecursionError) as error:
-        is_open = str(error).startswith("Unterminated")  # a close marker may be inside a string
-        wrong = None if is_open else getattr(error, "pos", begin)
-        raise CallError(f"not JSON: {error}", wrong) from error
-    if close and not text.startswith(close, after := skip(text, end, r"\s`")):
-        raise CallError(f"the call does not end with {close}", end)
-    body = text[begin:end]
-    raw = text[at : after + len(close)]
+        # In a string that is still open, a close marker may be a part of the string.
+        is_open_string = str(error).startswith("Unterminated")
+        wrong_at = None if is_open_string else getattr(error, "pos", begin)
+        raise CallError(f"not JSON: {error}", wrong_at) from error
+    return end
+
+
+def _end_after_close(family: Family, answer: str, json_end: int) -> int:
+    """Return the index after the close marker of a call, if the family has one.
+
+    Raises:
+        CallError: The marker does not follow the call's JSON.
+    """
+    close = family.close
+    if not close:
+        return json_end
+    close_start = skip(answer, json_end, r"\s`")
+    if not answer.startswith(close, close_start):
+        raise CallError(f"the call does not end with {close}", json_end)
+    return close_start + len(close)
+
+
+def _calls_in_json(family: Family, body: str, raw: str, at: int) -> list[Call]:
+    """Return the calls of an object or a list, with their names inside."""
+    objects_json = body if body[0] == "[" else f"[{body}]"
+    rule = 'a call must be an object with a "name"'
     calls = list[Call]()
-    if name := (named := head.groupdict()).get("name"):
-        calls.append(Call(named.get("id") or "", name, body, raw=raw))
-    else:
-        listed = body if body[0] == "[" else f"[{body}]"
-        for each in _checked(_decode_calls, listed, 'a call must be an object with a "name"', at):
-            arguments = bytes(getattr(each, family.key)).decode()
-            calls.append(Call(str(each.id), each.name, arguments, raw=raw))
-            raw = f", {each.name}{arguments}"
-    return Part(after + len(close), calls)
+    for fields in _decoded(_decode_calls, objects_json, rule=rule, at=at):
+        arguments = bytes(getattr(fields, family.key)).decode()
+        call = Call(
+            id=str(fields.id),
+            name=fields.name,
+            arguments=arguments,
+            raw=raw,
+        )
+        calls.append(call)
+        raw = f", {fields.name}{arguments}"
+    return calls
 
 
-def read_tags(family: Family, text: str, at: int, tools: Tools) -> Part:
+def read_tags(family: Family, answer: str, at: int, tools: Tools) -> Part:
     """Read a call whose arguments are tags with unquoted values."""
-    if (end := re.compile(family.tail).search(text, at)) is None:
+    tail = re.compile(family.tail).search(answer, at)
+    if tail is None:
         raise CallError(f"the call does not end with {family.close}")
-    head = re.compile(family.head).match(text, at, end.start())
-    before, *tags = text[head.end() if head else at : end.start()].split(family.tag)
-    found = [re.fullmatch(family.argument, each, re.DOTALL) for each in tags]
-    pairs = [argument.group("key", "value") for argument in found if argument]
-    if not head or before.strip() or len(pairs) < len(tags):
+    head = re.compile(family.head).match(answer, at, tail.start())
+    begin = head.end() if head else at
+    body = answer[begin : tail.start()]
+    before, *tags = body.split(family.tag)
+    arguments = [re.fullmatch(family.argument, tag, re.DOTALL) for tag in tags]
+    pairs = [argument.group("key", "value") for argument in arguments if argument]
+    is_complete = len(pairs) == len(tags)
+    if not head or not is_complete or before.strip():
         raise CallError(f"a call must have the form {family.named}…{family.close}", at)
-    named = (tool for tool in tools if _get(tool, "function", "name") == head["name"])
-    schemas = _get(next(named, None), "function", "parameters", "properties")
-    values = {key: to_json(value, _get(schemas, key)) for key, value in pairs}
-    arguments = "{" + ", ".join(f"{_json(key)}: {value}" for key, value in values.items()) + "}"
-    return Part(end.end(), [Call("", head["name"], arguments, raw=text[at : end.end()])])
+    name = head["name"]
+    schemas = _schemas_of_arguments(tools, name)
+    arguments_json = dict[str, str]()
+    for key, unquoted in pairs:
+        arguments_json[key] = to_json(unquoted, _get(schemas, key))
+    fields = [f"{_json(key)}: {argument}" for key, argument in arguments_json.items()]
+    end = tail.end()
+    call = Call(
+        id="",
+        name=name,
+        arguments="{" + ", ".join(fields) + "}",
+        raw=answer[at:end],
+    )
+    return Part(end, [call])
 
 
-def to_json(value: str, schema: object) -> str:
+def _schemas_of_arguments(tools: Tools, name: str) -> object:
+    """Return the schemas of a tool's arguments by name; None if the tool is unknown."""
+    for tool in tools:
+        if _get(tool, "function", "name") == name:
+            return _get(tool, "function", "parameters", "properties")
+    return None
+
+
+def to_json(unquoted: str, schema: object) -> str:
     """Convert an unquoted value to JSON: a string if its schema says so, or if it is not JSON."""
     kinds = {*KINDS.findall(msgspec.json.encode(schema))}
     if kinds == {b"boolean"}:
-        value = value.lower()
-    if not kinds or not kinds <= {b"string", b"null"} or (value == "null" and b"null" in kinds):
+        unquoted = unquoted.lower()
+    is_string = len(kinds) > 0 and kinds <= {b"string", b"null"}
+    is_null = unquoted == "null" and b"null" in kinds
+    if is_null or not is_string:
         with suppress(*INVALID):
-            msgspec.json.decode(value)
-            return value
-    return _json(value)
+            msgspec.json.decode(unquoted)
+            return unquoted
+    return _json(unquoted)
 
 
-def _get(value: object, *path: str) -> object:
+def _get(schema: object, *path: str) -> object:
+    """Return a nested field of an object; None if it is missing."""
     for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+        if not isinstance(schema, dict):
+            return None
+        schema = schema.get(key)
+    return schema
 
 
 class _Object(msgspec.Struct):
@@ -187,16 +271,20 @@ KINDS = re.compile(rb'"(string|integer|number|boolean|array|object|null)"')
 """Types in a JSON schema."""
 _json = json.JSONEncoder(ensure_ascii=False).encode
 _decoder = json.JSONDecoder()
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
-_decode_calls = msgspec.json.Decoder(Annotated[list[_Object], msgspec.Meta(min_length=1)]).decode
+_decode_arguments = msgspec.json.Decoder(dict[str, Any]).decode
+_Objects = Annotated[list[_Object], msgspec.Meta(min_length=1)]
+_decode_calls = msgspec.json.Decoder(_Objects).decode
 
 # ------------------------------------------------------------ families
 
 DATA: dict[str, dict[str, Any]] = read_toml(__file__, "families.toml")
 FAMILIES = {name: Family(name=name, **options) for name, options in DATA["families"].items()}
+"""By name, in the order in which their markers are searched in a chat template."""
 HERMES = FAMILIES["qwen2_5"]
 THINK = FAMILIES["qwen3"].think
-FOREIGN = re.compile("|".join(f"(?P<{k}>{v})" for k, v in DATA["foreign"].items()), re.MULTILINE)
+_FORMATS = [f"(?P<{name}>{pattern})" for name, pattern in DATA["foreign"].items()]
+FOREIGN = re.compile("|".join(_FORMATS), re.MULTILINE)
+"""Matches the start of a call in any format; the group is named as the format."""
 
 
 def family_of(tokenizer: Any, name: str = "auto") -> Family:
@@ -210,22 +298,31 @@ def family_of(tokenizer: Any, name: str = "auto") -> Family:
     if name != "auto":
         raise UserError(f"gateway.parser={name}: {unknown('family', name, ['auto', *FAMILIES])}")
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    family = next(each for each in FAMILIES.values() if all(m in template for m in each.markers))
-    return family if any(family.think) or THINK[0] not in template else replace(family, think=THINK)
+    family = next(family for family in FAMILIES.values() if _is_of_family(template, family))
+    if not any(family.think) and THINK[0] in template:
+        return replace(family, think=THINK)
+    return family
 
 
-def foreign(text: str, known: Sequence[str]) -> str:
+def _is_of_family(template: str, family: Family) -> bool:
+    """Return whether a chat template has all markers of a family."""
+    return all(marker in template for marker in family.markers)
+
+
+def foreign(answer: str, tool_names: Sequence[str]) -> str:
     """Detect a tool call in another format than the configured one.
 
     Args:
-        text: An answer without calls in the configured format.
-        known: Names of the tools.
+        answer: An answer without calls in the configured format.
+        tool_names: Names of the tools.
 
     Returns:
-        The format of the first call; "" if the text holds no call.
+        The format of the first call; "" if the answer holds no call.
     """
-    for found in FOREIGN.finditer(text):
-        name = found.lastgroup or ""
-        if name not in ("json", "pythonic") or found[f"{name}_tool"] in known:
-            return name
+    for match in FOREIGN.finditer(answer):
+        format_name = match.lastgroup or ""
+        if format_name not in ("json", "pythonic"):
+            return format_name
+        if match[f"{format_name}_tool"] in tool_names:
+            return format_name
     return ""

@@ -75,14 +75,24 @@ class Gateway:
         self._ended: dict[str, None] = {}
         """Keys of ended sessions, oldest first."""
         self._renderer: Renderer | None = None
-        hosts = (config.host, config.public_host, args.cluster.host, socket.gethostname())
+        hosts = (
+            config.host,
+            config.public_host,
+            args.cluster.host,
+            socket.gethostname(),
+        )
         self._names = {"localhost", *(host.lower() for host in hosts if host)}
-        size = config.max_body_mb * 2**20
-        app = web.Application(middlewares=[self._serve], client_max_size=size)
-        for name, handler in self._routes().items():
-            method, path = name.split()
+        """Names of this host, in lower case."""
+        max_body_bytes = config.max_body_mb * 2**20
+        app = web.Application(middlewares=[self._serve], client_max_size=max_body_bytes)
+        for route, handler in self._routes().items():
+            method, path = route.split()
             app.router.add_route(method, path, handler)
-        self._runner = LimitedRunner(app, bodies=dict.fromkeys(APIS, size), shutdown_timeout=0.1)
+        self._runner = LimitedRunner(
+            app,
+            bodies=dict.fromkeys(APIS, max_body_bytes),
+            shutdown_timeout=0.1,
+        )
 
     async def start(self, path: str = "") -> None:
         """Listen, and set `url`.
@@ -101,10 +111,16 @@ class Gateway:
         await web.TCPSite(runner, host, config.port).start()
         if path:
             await web.UnixSite(runner, path).start()
-        public = self.args.cluster.host if host in ("0.0.0.0", "::") else host
-        public = config.public_host or (f"[{public}]" if ":" in public else public)
-        self.url = f"http://{public}:{runner.addresses[0][1]}"
-        bypass_proxies(public.strip("[]"))
+        public_host = config.public_host or self._public_host(host)
+        port = runner.addresses[0][1]
+        self.url = f"http://{public_host}:{port}"
+        bypass_proxies(public_host.strip("[]"))
+
+    def _public_host(self, host: str) -> str:
+        """Return the host of URLs for the address at which the gateway listens."""
+        if host in ("0.0.0.0", "::"):
+            host = self.args.cluster.host
+        return f"[{host}]" if ":" in host else host
 
     async def close(self) -> None:
         """End all sessions, and stop listening."""
@@ -130,7 +146,8 @@ class Gateway:
     def renderer(self, tokenizer: Any) -> Renderer:
         """Return the renderer of all sessions."""
         if self._renderer is None:
-            self._renderer = Renderer(tokenizer, family_of(tokenizer, self.config.parser))
+            family = family_of(tokenizer, self.config.parser)
+            self._renderer = Renderer(tokenizer, family)
         return self._renderer
 
     def forget(self, session: Session) -> None:
@@ -140,7 +157,8 @@ class Gateway:
             self._seats.pop(seat.key, None)
             self._ended[seat.key] = None
         while len(self._ended) > MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
 
     # ------------------------------------------------------------ requests
 
@@ -175,25 +193,30 @@ class Gateway:
             logger.exception("request failed", path=request.path)
             error = ApiError(500, internal(failure), "internal_error")
         is_anthropic = request.path.startswith("/v1/messages")
-        body = APIS["/v1/messages" if is_anthropic else "/v1/chat/completions"].error(error)
+        api = APIS["/v1/messages" if is_anthropic else "/v1/chat/completions"]
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return _json(body, error.status, headers)
+        return _json(api.error(error), error.status, headers)
 
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check a request before its body is read, and count those in flight of its session."""
-        if why := refusal_of_page(request, self._names):
-            raise ApiError(403, why, "forbidden")
+        refusal = refusal_of_page(request, self._names)
+        if refusal:
+            raise ApiError(403, refusal, "forbidden")
         if request.path in OPEN:
             return await handler(request)
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
             raise ApiError(415, "compressed bodies are not supported; send it uncompressed")
-        if (seat := self._seat(request)) is None:
+        seat = self._seat(request)
+        if seat is None:
             return await handler(request)
         session = seat.session
-        most = self.config.max_in_flight
-        if session.in_flight >= most:
-            text = f"the session has {most} requests in flight; wait for their answers"
-            raise ApiError(429, text, "too_many_requests")
+        limit = self.config.max_in_flight
+        if session.in_flight >= limit:
+            raise ApiError(
+                429,
+                f"the session has {limit} requests in flight; wait for their answers",
+                "too_many_requests",
+            )
         session.in_flight += 1
         session.touch()
         try:
@@ -208,22 +231,29 @@ class Gateway:
         Raises:
             ApiError: The key is unknown, or its session has ended.
         """
-        ended = False
-        headers = request.headers
-        scheme, _, bearer = headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        for key in (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")):
-            if seat := self._seats.get(key):
+        is_ended = False
+        for key in _keys(request):
+            seat = self._seats.get(key)
+            if seat is not None:
                 return seat
-            if self._token and hmac.compare_digest(key.encode(errors="replace"), self._token):
+            key_bytes = key.encode(errors="replace")
+            if self._token and hmac.compare_digest(key_bytes, self._token):
                 return None
-            ended = ended or key in self._ended
-        if ended:
+            is_ended = is_ended or key in self._ended
+        if is_ended:
             raise session_ended()
-        text = "the API key is missing, or is not of a session of this gateway"
         if request.path == SESSIONS:
             name = self.config.token_env
-            text = f"tasks need the token of gateway.token_env={name} as the API key (${name})"
-        raise ApiError(401, text, "invalid_api_key")
+            raise ApiError(
+                401,
+                f"tasks need the token of gateway.token_env={name} as the API key (${name})",
+                "invalid_api_key",
+            )
+        raise ApiError(
+            401,
+            "the API key is missing, or is not of a session of this gateway",
+            "invalid_api_key",
+        )
 
     def _own_seat(self, request: web.Request) -> SessionSeat:
         """Return the seat of the request's key.
@@ -231,7 +261,8 @@ class Gateway:
         Raises:
             ApiError: The request has the token of agents that take tasks instead.
         """
-        if (seat := self._seat(request)) is None:
+        seat = self._seat(request)
+        if seat is None:
             raise ApiError(401, "this token only takes tasks; use the key of a session")
         return seat
 
@@ -240,34 +271,41 @@ class Gateway:
         api = APIS[request.path]
         seat = self._own_seat(request)
         headers = request.headers
-        key = headers.get("Idempotency-Key", "")
-        body = await request.read()
-        is_retry = headers.get("x-stainless-retry-count", "0") != "0"
-        reply = seat.reply(api, request.path, body, key=key, is_retry=is_retry)
+        reply = seat.reply(
+            api,
+            request.path,
+            await request.read(),
+            key=headers.get("Idempotency-Key", ""),
+            is_retry=headers.get("x-stainless-retry-count", "0") != "0",
+        )
         if reply.is_stream:
             response = await _stream(request, reply, api)
         else:
-            while not reply.is_done:
-                await reply.changed.wait()
-            if reply.error is not None:
-                raise reply.error
-            await _write(request, response := _json(reply.chunks[0]))
+            response = await _whole(request, reply)
         seat.deliver(reply)
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         seat = self._own_seat(request)
         api = APIS[COUNT_TOKENS]
-        prompt = await seat.conversation.ask(api.decode(await request.read()), is_count_only=True)
+        chat_request = api.decode(await request.read())
+        prompt = await seat.conversation.ask(chat_request, is_count_only=True)
         return _json({"input_tokens": len(prompt.ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
         name = request.match_info.get("id")
-        known = self.config.model
-        model = {"id": known, "object": "model", "created": 0, "owned_by": "arealite"}
-        if name not in (None, known):
-            raise ApiError(404, f"model {name!r} is unknown; use {known!r}", "model_not_found")
-        return _json(model if name else {"object": "list", "data": [model]})
+        model_name = self.config.model
+        model = {
+            "id": model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "arealite",
+        }
+        if name is None:
+            return _json({"object": "list", "data": [model]})
+        if name != model_name:
+            raise ApiError(404, f"model {name!r} is unknown; use {model_name!r}", "model_not_found")
+        return _json(model)
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "sessions": len(self.sessions)})
@@ -281,24 +319,43 @@ class Gateway:
         """Wait for a task; return it with the keys of its session."""
         if self._seat(request) is not None:
             raise ApiError(403, "tasks need the token of gateway.token_env", "forbidden")
-        wait_s = decode_lease(await request.read() or b"{}").wait_s
-        try:
-            async with asyncio.timeout(min(wait_s, MAX_LEASE_S)):
-                while (session := await self.offered.get()).ended.is_set():
-                    pass
-        except TimeoutError:
-            raise ApiError(429, "no task is waiting; retry later", "no_task") from None
+        lease = decode_lease(await request.read() or b"{}")
+        session = await self._next_offered(min(lease.wait_s, MAX_LEASE_S))
         session.touch()
         session.leased.set()
         keys = {name: seat.key for name, seat in session.seats.items()}
-        own = {"session_id": session.id, "task": session.task, "seats": keys}
+        response = _json(
+            {
+                **vars(session.endpoint),
+                "session_id": session.id,
+                "task": session.task,
+                "seats": keys,
+            }
+        )
         try:
-            await _write(request, response := _json(vars(session.endpoint) | own))
+            await _write(request, response)
         except (ConnectionError, asyncio.CancelledError):
-            text = "its agent disconnected before it received the key"
-            session.fail(EpisodeError(f"{session.task.task_id}: {text}"))
+            task_id = session.task.task_id
+            session.fail(
+                EpisodeError(f"{task_id}: its agent disconnected before it received the key")
+            )
             raise
         return response
+
+    async def _next_offered(self, wait_s: float) -> Session:
+        """Wait for a session that agents can take and that has not ended.
+
+        Raises:
+            ApiError: 429: there is none in `wait_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    session = await self.offered.get()
+                    if not session.ended.is_set():
+                        return session
+        except TimeoutError:
+            raise ApiError(429, "no task is waiting; retry later", "no_task") from None
 
     def _session(self, request: web.Request) -> Session:
         """Return the session in the path; `current` is the session of the key.
@@ -308,21 +365,25 @@ class Gateway:
         """
         seat = self._seat(request)
         name = request.match_info["id"]
-        own = self.sessions.get(name) if seat is None else seat.session
-        if own is None or name not in (own.id, "current"):
+        session = self.sessions.get(name) if seat is None else seat.session
+        if session is None or name not in (session.id, "current"):
             raise ApiError(404, f"session {name!r} does not run, or has another key", "not_found")
-        own.touch()
-        return own
+        session.touch()
+        return session
 
     async def _reward(self, request: web.Request) -> web.Response:
         """Store the reward of a session; a later one replaces it."""
         session = self._session(request)
         body = decode_reward(await request.read())
-        value = sum(body.parts.values()) if body.reward is None else body.reward
-        if not math.isfinite(value) or (body.reward is None and not body.parts):
-            text = f"send a finite reward, parts, or both; got {body.reward} and {body.parts}"
-            raise ApiError(400, text, "invalid_request")
-        session.reported = value, body.parts
+        is_empty = body.reward is None and not body.parts
+        reward = sum(body.parts.values()) if body.reward is None else body.reward
+        if is_empty or not math.isfinite(reward):
+            raise ApiError(
+                400,
+                f"send a finite reward, parts, or both; got {body.reward} and {body.parts}",
+                "invalid_request",
+            )
+        session.reported = reward, body.parts
         return await self._state(request)
 
     async def _end(self, request: web.Request) -> web.Response:
@@ -337,29 +398,53 @@ class Gateway:
         """Show where the tokens of each turn come from."""
         session = self._session(request)
         turns: list[dict[str, object]] = []
-        for seat, agent in session.agents.items():
+        for seat_name, agent in session.agents.items():
             for turn in agent.record.turns:
-                sampled = len(turn.response.output_ids)
-                stop_reason = turn.response.stop_reason
-                own = {"seat": seat, "sampled": sampled, "stop_reason": stop_reason}
-                turns.append(own | (msgspec.to_builtins(turn.origin) or {}))
-        return _json(_describe(session) | {"turns": turns})
+                origin = msgspec.to_builtins(turn.origin) or {}
+                turns.append(
+                    {
+                        "seat": seat_name,
+                        "sampled": len(turn.response.output_ids),
+                        "stop_reason": turn.response.stop_reason,
+                        **origin,
+                    }
+                )
+        return _json({**_describe(session), "turns": turns})
+
+
+def _keys(request: web.Request) -> tuple[str, str]:
+    """Return the API keys of a request, in the forms of both vendors; "" where it has none."""
+    headers = request.headers
+    scheme, _, token = headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    bearer_key = token if scheme.lower() == "bearer" else ""
+    return bearer_key, headers.get("x-api-key", "")
 
 
 def _describe(session: Session) -> dict[str, Any]:
-    status = "ended" if session.ended.is_set() else "running"
-    own = {"session_id": session.id, "task_id": session.task.task_id, "status": status}
-    return own | {"reward": (session.reported or (None,))[0], "stats": session.stats}
+    """Return the state of a session."""
+    reward = None
+    if session.reported is not None:
+        reward, _ = session.reported
+    return {
+        "session_id": session.id,
+        "task_id": session.task.task_id,
+        "status": "ended" if session.ended.is_set() else "running",
+        "reward": reward,
+        "stats": session.stats,
+    }
 
 
-def _json(data: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    body = data if isinstance(data, bytes) else encode(data)
-    kind = "application/json"
-    return web.Response(body=body, status=status, headers=headers, content_type=kind)
+def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=body if isinstance(body, bytes) else encode(body),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
 
 
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes = b"") -> None:
-    """Send a response to its end; or, if there is `data`, this part of a stream.
+async def _write(request: web.Request, response: web.StreamResponse, part: bytes = b"") -> None:
+    """Send a response to its end; or, if there is a `part`, this part of a stream.
 
     Raises:
         ConnectionError: The client has disconnected, or does not read.
@@ -367,13 +452,32 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
     try:
         async with asyncio.timeout(WRITE_S):
             await response.prepare(request)
-            await (response.write(data) if data else response.write_eof())
+            if part:
+                await response.write(part)
+            else:
+                await response.write_eof()
             await request.writer.drain()
     except TimeoutError:  # the client does not read
         if request.transport is not None:
             request.transport.abort()
     if request.transport is None or request.transport.is_closing():
         raise ConnectionResetError("the client has disconnected")
+
+
+async def _whole(request: web.Request, reply: Reply) -> web.Response:
+    """Send the body of a reply when it is complete.
+
+    Raises:
+        ApiError: The request failed.
+        ConnectionError: The client has disconnected, or does not read.
+    """
+    while not reply.is_done:
+        await reply.changed.wait()
+    if reply.error is not None:
+        raise reply.error
+    response = _json(reply.chunks[0])
+    await _write(request, response)
+    return response
 
 
 async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamResponse:
@@ -385,19 +489,16 @@ async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamRes
     """
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers=headers)
-    sent = 0
-    while not reply.is_done or sent < len(reply.chunks):
-        data = b"".join(reply.chunks[sent:])
-        sent = len(reply.chunks)
-        if not data:
-            try:
-                async with asyncio.timeout(KEEP_ALIVE_S):
-                    await reply.changed.wait()
+    num_sent = 0
+    while not reply.is_done or num_sent < len(reply.chunks):
+        new_events = b"".join(reply.chunks[num_sent:])
+        num_sent = len(reply.chunks)
+        if not new_events:
+            if await _has_changed(reply):
                 continue
-            except TimeoutError:
-                data = api.keep_alive
-        await _write(request, response, data)
-        reply.written = max(reply.written, sent)
+            new_events = api.keep_alive
+        await _write(request, response, new_events)
+        reply.written = max(reply.written, num_sent)
     reply.settle()
     if reply.error is not None:
         if not response.prepared:
@@ -405,3 +506,13 @@ async def _stream(request: web.Request, reply: Reply, api: Api) -> web.StreamRes
         await _write(request, response, api.failed(reply.error))
     await _write(request, response)
     return response
+
+
+async def _has_changed(reply: Reply) -> bool:
+    """Wait for an event or the end of a reply; return False if a keep-alive is due before."""
+    try:
+        async with asyncio.timeout(KEEP_ALIVE_S):
+            await reply.changed.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -35,21 +35,51 @@ decode_reward = partial(decode, msgspec.json.Decoder(RewardBody))
 
 def describe(routes: Mapping[str, object]) -> dict[str, Any]:
     """Return the OpenAPI description of routes."""
-    kinds: dict[str, Any] = {f"POST {path}": api.request_type for path, api in APIS.items()}
-    kinds |= {f"POST {SESSIONS}": LeaseBody, f"POST {SESSIONS}/{{id}}/reward": RewardBody}
-    template = "#/components/schemas/{name}"
-    refs, schemas = msgspec.json.schema_components(kinds.values(), ref_template=template)
-    bodies = dict(zip(kinds, [{"application/json": {"schema": ref}} for ref in refs], strict=True))
-    responses = {str(status): {"description": ""} for status in STATUSES}
-    key = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+    body_types: dict[str, Any] = {f"POST {path}": api.request_type for path, api in APIS.items()}
+    body_types[f"POST {SESSIONS}"] = LeaseBody
+    body_types[f"POST {SESSIONS}/{{id}}/reward"] = RewardBody
+    references, schemas = msgspec.json.schema_components(
+        body_types.values(), ref_template="#/components/schemas/{name}"
+    )
+    bodies = dict(zip(body_types, references, strict=True))
     paths: dict[str, Any] = {}
-    for name in routes:
-        method, path = name.replace(":.+", "").split()
-        operation = {"responses": responses, "parameters": [key] if "{id" in path else []}
-        if name in bodies:
-            operation["requestBody"] = {"required": True, "content": bodies[name]}
+    for route in routes:
+        method, path = route.replace(":.+", "").split()
+        operation = _operation(path, bodies.get(route))
         paths.setdefault(path, {})[method.lower()] = operation
-    info = {"title": "AReaLite gateway", "version": arealite.__version__}
-    schemes = {"bearer": {"type": "http", "scheme": "bearer"}}
-    described = {"openapi": "3.1.0", "info": info, "paths": paths, "security": [{"bearer": []}]}
-    return {**described, "components": {"schemas": schemas, "securitySchemes": schemes}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "AReaLite gateway", "version": arealite.__version__},
+        "paths": paths,
+        "security": [{"bearer": []}],
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+            },
+        },
+    }
+
+
+def _operation(path: str, body_schema: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the description of one route.
+
+    Args:
+        path: Its path.
+        body_schema: Reference to the schema of its body; None: no body.
+    """
+    id_parameter = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string"},
+    }
+    responses = {str(status): {"description": ""} for status in STATUSES}
+    operation: dict[str, Any] = {
+        "responses": responses,
+        "parameters": [id_parameter] if "{id" in path else [],
+    }
+    if body_schema is not None:
+        content = {"application/json": {"schema": body_schema}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation

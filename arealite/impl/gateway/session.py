@@ -9,7 +9,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arealite.api.agent import Agent
@@ -62,7 +62,15 @@ class SessionSeat:
         self._replies: list[Reply] = []
         """All undelivered replies and the last delivered ones; repeated requests get them."""
 
-    def reply(self, api: Api, path: str, body: bytes, *, key: str, is_retry: bool) -> Reply:
+    def reply(
+        self,
+        api: Api,
+        path: str,
+        body: bytes,
+        *,
+        key: str,
+        is_retry: bool,
+    ) -> Reply:
         """Return the reply to a request; begin to generate it unless the request is repeated.
 
         Args:
@@ -80,33 +88,49 @@ class SessionSeat:
         if session.is_closed:  # while the body was read
             raise session_ended()
         name = f"{path} {hashlib.sha256(body).hexdigest()} {key}"
-        for found in reversed(self._replies):
-            is_open = key or is_retry or not found.is_delivered
-            if found.name == name and found.error is None and is_open:
-                stats["repeated_requests"] += 1
-                return found
+        is_declared = bool(key) or is_retry
+        earlier = self._reply_to(name, is_declared=is_declared)
+        if earlier is not None:
+            stats["repeated_requests"] += 1
+            return earlier
         request = api.decode(body)
         stats["requests"] += 1
-        self._replies.append(reply := Reply(self, name, request.is_stream))
+        reply = Reply(self, name, request.is_stream)
+        self._replies.append(reply)
         task = session.spawn(reply.run(api, request))
         task.add_done_callback(lambda task: self._fail(reply, task))
         return reply
 
+    def _reply_to(self, name: str, *, is_declared: bool) -> Reply | None:
+        """Return the latest reply to an equal request; None if the request is a new one.
+
+        Args:
+            name: `Reply.name` of the request.
+            is_declared: Whether the client declares the request a repeated one. Other requests
+                get a reply only until it is delivered.
+        """
+        for reply in reversed(self._replies):
+            is_open = is_declared or not reply.is_delivered
+            if reply.name == name and reply.error is None and is_open:
+                return reply
+        return None
+
     def _fail(self, reply: Reply, task: asyncio.Task[None]) -> None:
         """End a reply whose task failed. Its request is generated anew when repeated."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is not None:
-            reply.finish(self.session.refusal(error))
-            if not reply.responses:
-                self._replies.remove(reply)
+        if error is None:
+            return
+        reply.finish(self.session.refusal(error))
+        if not reply.responses:
+            self._replies.remove(reply)
 
     def deliver(self, reply: Reply) -> None:
         """Mark a reply as delivered, after its last byte was written."""
         if reply.error is not None or reply.is_delivered:
             return
         reply.is_delivered = True
-        self.session.answer = reply.text
-        delivered = [each for each in self._replies if each.is_delivered]
+        self.session.answer = reply.first_text
+        delivered = [earlier for earlier in self._replies if earlier.is_delivered]
         if len(delivered) > KEPT:
             self._replies.remove(delivered[0])
 
@@ -118,11 +142,13 @@ class SessionSeat:
         """
         record = self.agent.record
         extended = {id(turn.parent.response) for turn in record.turns if turn.parent}
-        undelivered = [reply for reply in self._replies if not reply.is_delivered]
-        for response in [each for reply in undelivered for each in reply.responses]:
-            if id(response) not in extended:
-                record.drop(response)
-                self.session.stats["undelivered_turns"] += 1
+        for reply in self._replies:
+            if reply.is_delivered:
+                continue
+            for response in reply.responses:
+                if id(response) not in extended:
+                    record.drop(response)
+                    self.session.stats["undelivered_turns"] += 1
         self._replies.clear()
 
 
@@ -154,9 +180,9 @@ class Session:
         self.in_flight = 0
         self.is_closed = False
         self._tasks = set[asyncio.Task[Any]]()
-        urls = f"{gateway.url}/v1", gateway.url, gateway.config.model
-        seats = {name: Endpoint(*urls, seat.key) for name, seat in self.seats.items()}
-        self.endpoint = Endpoint(*urls, next(iter(self.seats.values())).key, seats)
+        endpoints = {name: self._endpoint(seat) for name, seat in self.seats.items()}
+        first_endpoint = next(iter(endpoints.values()))
+        self.endpoint = replace(first_endpoint, seats=endpoints)
         """Of the first seat."""
         self.touch()
 
@@ -167,6 +193,16 @@ class Session:
         await self.close()
         if self.error is not None and isinstance(error, errors.EpisodeError | None):
             raise self.error
+
+    def _endpoint(self, seat: SessionSeat) -> Endpoint:
+        """Return the endpoint of a seat."""
+        gateway = self._gateway
+        return Endpoint(
+            base_url=f"{gateway.url}/v1",
+            anthropic_base_url=gateway.url,
+            model=gateway.config.model,
+            api_key=seat.key,
+        )
 
     def touch(self) -> None:
         """Store the present time as that of the last request."""
@@ -196,11 +232,13 @@ class Session:
         if isinstance(error, asyncio.CancelledError):  # by `close`
             return session_ended()
         status, code = STATUSES.get(type(error), (500, "internal_error"))
+        message = str(error)
         if status == 500:
             logger.error("request failed", task=self.task.task_id, exc_info=error)
+            message = internal(error)
         if status >= 500:
             self.fail(error)
-        return ApiError(status, internal(error) if status == 500 else str(error), code)
+        return ApiError(status, message, code)
 
     async def close(self) -> None:
         """Cancel running generations, and drop the turns that no client received."""

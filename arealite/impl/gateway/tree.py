@@ -16,9 +16,17 @@ from arealite.system.data.forms import tool_calls
 
 LONGEST_RUN = 16
 """Neighbouring messages of the assistant that may be parts of one answer."""
-Key = tuple[str, str, tuple[tuple[str, bytes], ...]]
-"""What a message is recognised by: role, stripped text, names and arguments of calls. A result of
-a tool has the id of its call instead, if the template writes ids."""
+
+
+class Key(NamedTuple):
+    """The key by which a message is recognised."""
+
+    role: str = ""
+    content: str = ""
+    """The stripped text."""
+    calls: tuple[tuple[str, bytes], ...] = ()
+    """Names and arguments of calls. A result of a tool has the id of its call instead, if the
+    template writes ids."""
 
 
 class Item(NamedTuple):
@@ -28,9 +36,14 @@ class Item(NamedTuple):
     message: ChatMessage
 
     @property
+    def is_assistant(self) -> bool:
+        """Whether the message is an answer or a part of one."""
+        return self.key.role == "assistant"
+
+    @property
     def is_system(self) -> bool:
         """Whether the message instructs the assistant."""
-        return self.key[0] == "system"
+        return self.key.role == "system"
 
 
 @dataclass(eq=False)
@@ -39,7 +52,7 @@ class Node:
 
     parent: Node | None = None
     """None: the root, which is no message."""
-    key: Key = ("", "", ())
+    key: Key = Key()
     message: ChatMessage = field(default_factory=dict[str, Any])
     """Prepared for the template."""
     kinds: int = 0
@@ -56,12 +69,12 @@ class Node:
 
     def path(self, depth: int = 0) -> list[Node]:
         """Return the nodes from below `depth` to this one."""
-        path = list[Node]()
-        at = self
-        while at.depth > depth and at.parent is not None:
-            path.append(at)
-            at = at.parent
-        return path[::-1]
+        nodes = list[Node]()
+        node = self
+        while node.depth > depth and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
 
 @dataclass(eq=False)
@@ -77,7 +90,7 @@ class Prompt:
     """The last message; None for the prompt of /v1/completions."""
     base: Sample | None = None
     """The answer whose tokens the prompt begins with."""
-    text: str = ""
+    template_text: str = ""
     """Text of the template after `base`, without the opening."""
     header: int | None = None
     """Number of tokens before the opening; None: one token has parts of both."""
@@ -88,17 +101,17 @@ class Sample:
     """A sampled answer."""
 
     prompt: Prompt
-    """Without its ids. Its text is that between the answer before and this one."""
-    new: list[int]
+    """Without its ids. Its `template_text` is that between the answer before and this one."""
+    new_ids: list[int]
     """Tokens of prompt and answer after those of `prompt.base`."""
-    length: int
+    num_tokens: int
     """Number of tokens of prompt and answer."""
     stop: str
     """Text of the special token that ended the answer; "" if there is none."""
     message: ChatMessage
     """Prepared for the template."""
     node: Node
-    turns: int
+    num_turns: int
     """Number of answers in prompt and answer."""
     response: LLMResponse | None
     is_continued: bool = False
@@ -110,34 +123,32 @@ class Sample:
         A list for each answer would take quadratic memory in the number of turns.
         """
         ids = list[int]()
-        for each in self.chain():
-            ids += each.new
+        for sample in self.chain():
+            ids += sample.new_ids
         return ids
 
     def chain(self) -> list[Sample]:
         """Return the answers whose tokens the prompt of this one has, and this one."""
-        chain = list[Sample]()
-        at = self
-        while at is not None:
-            chain.append(at)
-            at = at.prompt.base
-        return chain[::-1]
+        samples = list[Sample]()
+        sample = self
+        while sample is not None:
+            samples.append(sample)
+            sample = sample.prompt.base
+        return samples[::-1]
 
 
-@dataclass(eq=False)
-class Completion:
-    """The beginning of a text that continues an answer of /v1/completions."""
-
-    text: str
-    ids: list[int]
-    reason: str = ""
-    """`Origin.reason` of the next prompt that begins with it."""
-
-
-def choose(samples: Sequence[Sample], message: ChatMessage) -> Sample:
-    """Return the answer with the call ids of a message; without one, the newest."""
-    ids = call_ids(message) if len(samples) > 1 else []
-    return next((each for each in samples[::-1] if call_ids(each.message) == ids), samples[-1])
+def choose(samples: Sequence[Sample], message: ChatMessage, *, preferred: Sample | None) -> Sample:
+    """Return the preferred answer or that with the call ids of a message; else the newest."""
+    if preferred is not None and preferred in samples:
+        return preferred
+    newest = samples[-1]
+    if len(samples) == 1:
+        return newest
+    ids = call_ids(message)
+    for sample in reversed(samples):
+        if call_ids(sample.message) == ids:
+            return sample
+    return newest
 
 
 def call_ids(message: ChatMessage) -> list[object]:
@@ -145,35 +156,46 @@ def call_ids(message: ChatMessage) -> list[object]:
     return [call.get("id") for call in tool_calls(message)]
 
 
-def merge(node: Node, items: Sequence[Item], at: int) -> tuple[Item, int]:
+def merge(node: Node, items: Sequence[Item], start: int) -> tuple[Item, int]:
     """Merge neighbouring messages of the assistant, if possible to a known message after `node`.
 
     Returns:
-        The message, and the number of items from index `at` on that it consists of.
+        The message, and the number of items from index `start` on that it consists of.
     """
-    run = [*takewhile(lambda each: each.key[0] == "assistant", items[at : at + LONGEST_RUN])]
+    candidates = items[start : start + LONGEST_RUN]
+    run = [*takewhile(lambda item: item.is_assistant, candidates)]
     if len(run) < 2:
-        return items[at], 1
-    tried = [(_merged(run[:size]), size) for size in range(len(run), 0, -1)]
-    return next((each for each in tried if each[0].key in node.children), tried[0])
+        return items[start], 1
+    for length in range(len(run), 0, -1):
+        merged = _merged(run[:length])
+        if merged.key in node.children:
+            return merged, length
+    return _merged(run), len(run)
 
 
 def _merged(items: Sequence[Item]) -> Item:
+    """Join the parts of an answer: texts and thoughts by line breaks, and all calls."""
     messages = [item.message for item in items]
-    texts = {
-        name: "\n".join([str(each[name]) for each in messages if each.get(name)])
-        for name in ("content", "reasoning_content")
-    }
-    calls = [call for each in messages for call in tool_calls(each)]
-    made: ChatMessage = {"role": "assistant", **texts, "tool_calls": calls}
-    return Item(key_of(made), made)
+    message: ChatMessage = {"role": "assistant"}
+    for field_name in ("content", "reasoning_content"):
+        texts = [str(part[field_name]) for part in messages if part.get(field_name)]
+        message[field_name] = "\n".join(texts)
+    message["tool_calls"] = [call for part in messages for call in tool_calls(part)]
+    return Item(key_of(message), message)
 
 
 def key_of(message: ChatMessage) -> Key:
-    """Return what a message is recognised by."""
-    functions = [call["function"] for call in tool_calls(message)]
-    calls = [(str(each["name"]), _canonical(each["arguments"])) for each in functions]
-    return str(message["role"]), str(message.get("content") or "").strip(), tuple(calls)
+    """Return the key by which a message is recognised."""
+    calls = list[tuple[str, bytes]]()
+    for call in tool_calls(message):
+        function = call["function"]
+        name = str(function["name"])
+        calls.append((name, _canonical(function["arguments"])))
+    return Key(
+        role=str(message["role"]),
+        content=str(message.get("content") or "").strip(),
+        calls=tuple(calls),
+    )
 
 
 def _canonical(arguments: object) -> bytes:
@@ -181,9 +203,9 @@ def _canonical(arguments: object) -> bytes:
     return _encode(_decode(msgspec.json.encode(arguments)))
 
 
-def _number(text: str) -> int | float:
-    value = float(text)
-    return int(value) if value.is_integer() else value
+def _number(digits: str) -> int | float:
+    number = float(digits)
+    return int(number) if number.is_integer() else number
 
 
 _encode = msgspec.json.Encoder(order="sorted").encode

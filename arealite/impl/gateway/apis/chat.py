@@ -12,7 +12,13 @@ from arealite.impl.gateway.apis import shared
 from arealite.impl.gateway.apis.shared import Api, Body, Count, Deltas, Events, dumps, sse
 from arealite.impl.gateway.exchange import Answer, ApiError, Call, ChatRequest, Delta
 
-FINISH = {"stop": "stop", "stop_string": "stop", "calls": "tool_calls", "length": "length"}
+FINISH = {
+    "stop": "stop",
+    "stop_string": "stop",
+    "calls": "tool_calls",
+    "length": "length",
+}
+"""`finish_reason` by `Answer.stop_reason`."""
 
 
 class ChatBody(Body, kw_only=True, frozen=True):
@@ -26,70 +32,122 @@ class ChatCompletions(Api):
     """POST /v1/chat/completions."""
 
     request_type = ChatBody
-    names = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    """Prefix of the id; `object` of an answer and of an event."""
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion"
+    """`object` of an answer."""
+    chunk_name = "chat.completion.chunk"
+    """`object` of an event."""
     first: ClassVar[dict[str, Any]] = {"delta": {"role": "assistant", "content": ""}}
     """Fields of a choice in the first event of an answer."""
 
     def read(self, body: Any) -> dict[str, Any]:
-        limit = body.max_completion_tokens or body.max_tokens
-        return {"items": [*map(bytes, body.messages)], "max_tokens": limit}
+        return {
+            "items": [*map(bytes, body.messages)],
+            "max_tokens": body.max_completion_tokens or body.max_tokens,
+        }
 
     def encode(self, request: ChatRequest, answers: list[Answer], model: str) -> bytes:
-        made = [{**self._whole(answer), **self._end(request, answer)} for answer in answers]
-        choices = [{"index": index, **choice} for index, choice in enumerate(made)]
-        id = f"{self.names[0]}-{answers[0].id}"
-        kind = self.names[1]
-        head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
-        return dumps({**head, "choices": choices, "usage": _usage(answers)})
+        choices = list[dict[str, Any]]()
+        for index, answer in enumerate(answers):
+            choices.append(
+                {
+                    "index": index,
+                    **self._whole(answer),
+                    **self._end(request, answer),
+                }
+            )
+        return dumps(
+            {
+                **self._head(self.object_name, answers[0].id, model),
+                "choices": choices,
+                "usage": _usage(answers),
+            }
+        )
 
-    async def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
-        id = f"{self.names[0]}-{id}"
-        kind = self.names[2]
-        head = {"id": id, "object": kind, "created": int(time.time()), "model": model}
+    async def events(
+        self,
+        request: ChatRequest,
+        deltas: Deltas,
+        model: str,
+        id: str,
+    ) -> Events:
+        head = self._head(self.chunk_name, id, model)
         answers = list[Answer]()
-        calls = Counter[int]()
+        num_calls = Counter[int]()  # by the number of the answer
 
         def event(index: int, fields: dict[str, Any]) -> bytes:
-            choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
+            choice = {
+                "index": index,
+                "logprobs": None,
+                "finish_reason": None,
+                **fields,
+            }
             return sse({**head, "choices": [choice]})
 
         for index in range(request.n):
             yield event(index, self.first)
         async for delta in deltas:
-            piece = self._piece(delta, calls[delta.index])
-            calls[delta.index] += delta.kind == "call"
+            fields = self._piece(delta, num_calls[delta.index])
+            if delta.kind == "call":
+                num_calls[delta.index] += 1
             if delta.answer:
                 answers.append(delta.answer)
-                piece |= self._end(request, delta.answer)
-            yield event(delta.index, piece)
-        if (request.options.stream_options or {}).get("include_usage"):
+                fields |= self._end(request, delta.answer)
+            yield event(delta.index, fields)
+        stream_options = request.options.stream_options or {}
+        if stream_options.get("include_usage"):
             yield sse({**head, "choices": [], "usage": _usage(answers)})
         yield b"data: [DONE]\n\n"
 
+    def _head(self, object_name: str, id: str, model: str) -> dict[str, Any]:
+        """Return the first fields of an answer or an event."""
+        return {
+            "id": f"{self.id_prefix}-{id}",
+            "object": object_name,
+            "created": int(time.time()),
+            "model": model,
+        }
+
     def _whole(self, answer: Answer) -> dict[str, Any]:
         """Return the fields of a choice that only this API has."""
-        text = answer.text or (None if answer.calls else "")
-        message = exchange.assistant(answer.text, answer.thought, [*map(_call, answer.calls)])
-        return {"message": {**message, "content": text, "refusal": None}}
+        calls = [_call(call) for call in answer.calls]
+        message = exchange.assistant(answer.text, answer.thought, calls)
+        message["content"] = answer.text
+        if not answer.text and answer.calls:
+            message["content"] = None
+        message["refusal"] = None
+        return {"message": message}
 
-    def _piece(self, delta: Delta, calls: int) -> dict[str, Any]:
+    def _piece(self, delta: Delta, num_calls: int) -> dict[str, Any]:
         """Return the fields of a choice for a delta after some calls."""
         if delta.call:
-            return {"delta": {"tool_calls": [{"index": calls, **_call(delta.call)}]}}
-        name = "reasoning_content" if delta.kind == "thought" else "content"
-        return {"delta": {name: delta.text} if delta.text else {}}
+            call = {"index": num_calls, **_call(delta.call)}
+            return {"delta": {"tool_calls": [call]}}
+        if not delta.text:
+            return {"delta": {}}
+        field_name = "reasoning_content" if delta.kind == "thought" else "content"
+        return {"delta": {field_name: delta.text}}
 
     def _end(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         """Return the fields of a choice that are known at its end."""
-        response = answer.response if request.logprobs else None
-        logprobs = self._logprobs(answer.tokens, response.logprobs) if response else None
+        logprobs = None
+        if request.logprobs and answer.response:
+            logprobs = self._logprobs(answer.tokens, answer.response.logprobs)
         return {"finish_reason": FINISH[answer.stop_reason], "logprobs": logprobs}
 
-    def _logprobs(self, texts: tuple[str, ...], values: list[float]) -> dict[str, Any]:
-        fields = {"bytes": None, "top_logprobs": []}
-        pairs = zip(texts, values, strict=True)
-        return {"content": [{"token": text, "logprob": value, **fields} for text, value in pairs]}
+    def _logprobs(self, tokens: tuple[str, ...], logprobs: list[float]) -> dict[str, Any]:
+        """Return the texts of sampled tokens with their log-probabilities."""
+        content = list[dict[str, Any]]()
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            content.append(
+                {
+                    "token": token,
+                    "logprob": logprob,
+                    "bytes": None,
+                    "top_logprobs": [],
+                }
+            )
+        return {"content": content}
 
 
 class CompletionBody(Body, kw_only=True, frozen=True):
@@ -104,29 +162,45 @@ class Completions(ChatCompletions):
     """POST /v1/completions."""
 
     request_type = CompletionBody
-    names = "cmpl", "text_completion", "text_completion"
+    id_prefix = "cmpl"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
     first: ClassVar[dict[str, Any]] = {"text": ""}
 
     def read(self, body: CompletionBody) -> dict[str, Any]:
         prompt = body.prompt
-        has_logprobs = body.logprobs is not None
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        is_batch = isinstance(prompt, list) and len(prompt) == 1
+        if is_batch and isinstance(prompt[0], str | list):
             prompt = prompt[0]
-        is_tokens = isinstance(prompt, list) and all(type(each) is int for each in prompt)
-        if not prompt or not (isinstance(prompt, str) or is_tokens):
+        is_prompt = isinstance(prompt, str) or _is_ids(prompt)
+        if not prompt or not is_prompt:
             raise ApiError(400, "prompt must be a text or a list of token ids: one in a request")
-        return {"items": [], "prompt": prompt, "logprobs": has_logprobs}
+        return {
+            "items": [],
+            "prompt": prompt,
+            "logprobs": body.logprobs is not None,
+        }
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
-    def _piece(self, delta: Delta, calls: int) -> dict[str, Any]:
+    def _piece(self, delta: Delta, num_calls: int) -> dict[str, Any]:
         return {"text": delta.text}
 
-    def _logprobs(self, texts: tuple[str, ...], values: list[float]) -> dict[str, Any]:
-        offsets = [0, *accumulate(map(len, texts))][: len(texts)]
-        fields = {"token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
-        return {"tokens": texts, **fields}
+    def _logprobs(self, tokens: tuple[str, ...], logprobs: list[float]) -> dict[str, Any]:
+        ends = accumulate(map(len, tokens))
+        offsets = [0, *ends][: len(tokens)]
+        return {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+
+def _is_ids(prompt: object) -> bool:
+    """Return whether a prompt is a list of token ids; JSON's true is none."""
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
 def _call(call: Call) -> dict[str, Any]:
@@ -134,7 +208,12 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _usage(answers: list[Answer]) -> dict[str, Any]:
-    prompt = answers[0].prompt_tokens
-    made = shared.sampled(*answers)
-    usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
-    return {**usage, "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens}}
+    """Return the numbers of tokens of the answers to one prompt."""
+    num_prompt = answers[0].prompt_tokens
+    num_sampled = shared.sampled(*answers)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": answers[0].cached_tokens},
+    }

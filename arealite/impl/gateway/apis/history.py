@@ -68,69 +68,101 @@ def messages(item: bytes) -> Iterable[ChatMessage]:
     Raises:
         ApiError: 400: the item is invalid, or has an image or a file.
     """
-    each: Item = decode(ITEM, item)
-    name: ChatMessage = {"name": each.name} if each.name else {}
-    match each.type, each.role:
+    parsed: Item = decode(ITEM, item)
+    match parsed.type, parsed.role:
         case "message", "assistant":
-            return [_assistant(each)]
+            return [_assistant(parsed)]
         case "message", "tool":
-            return [_result(each.tool_call_id, each.content) | name]
+            result = _tool_result(parsed.tool_call_id, parsed.content)
+            return [_named(result, parsed.name)]
         case "message", "system" | "developer" | "user":
-            return [message | name for message in _others(each)]
+            split_messages = _texts_and_results(parsed)
+            return [_named(message, parsed.name) for message in split_messages]
         case "reasoning", _:
-            thought = _text(each.content or each.summary)
+            thought = _join_texts(parsed.content or parsed.summary)
             return [_assistant(Item(reasoning=thought))] if thought else []
         case "function_call", _:
-            return [_assistant(Item(tool_calls=[Item(id=each.call_id, function=each)]))]
+            call = Item(id=parsed.call_id, function=parsed)
+            return [_assistant(Item(tool_calls=[call]))]
         case "function_call_output", _:
-            return [_result(each.call_id, each.output)]
-    what = f"an item of type '{each.type}' and role '{each.role}' is not supported"
-    raise ApiError(400, f"{what}. Send messages, reasoning, and calls of functions.", "unsupported")
+            return [_tool_result(parsed.call_id, parsed.output)]
+    raise ApiError(
+        400,
+        f"an item of type '{parsed.type}' and role '{parsed.role}' is not supported. "
+        "Send messages, reasoning, and calls of functions.",
+        "unsupported",
+    )
 
 
-def _assistant(each: Item) -> ChatMessage:
+def _named(message: ChatMessage, name: str | None) -> ChatMessage:
+    """Return a message with the name of its author, if the item has one."""
+    return {**message, "name": name} if name else message
+
+
+def _assistant(item: Item) -> ChatMessage:
     """Return a message of the assistant. Texts of one answer are joined without a separator."""
-    parts = _parts(each.content)
-    thought = "".join([part.thinking for part in parts])
-    calls = [part for part in parts if part.type == "tool_use"] + (each.tool_calls or [])
-    text = _text([part for part in parts if part.type not in ("tool_use", *THOUGHTS)], glue="")
-    thought = thought or each.reasoning_content or each.reasoning or ""
-    return assistant(text, thought, [*map(_call, calls)])
+    thoughts = list[str]()
+    texts = list[Item]()
+    calls = list[Item]()
+    for part in _parts(item.content):
+        thoughts.append(part.thinking)
+        if part.type == "tool_use":
+            calls.append(part)
+        elif part.type not in THOUGHTS:
+            texts.append(part)
+    calls += item.tool_calls or []
+    content = _join_texts(texts, separator="")
+    thought = "".join(thoughts) or item.reasoning_content or item.reasoning or ""
+    return assistant(content, thought, [_call(call) for call in calls])
 
 
-def _others(each: Item) -> Iterator[ChatMessage]:
+def _texts_and_results(item: Item) -> Iterator[ChatMessage]:
     """Yield a message for each tool result, and one for texts between results."""
-    role = template_role(each.role)
-    for is_result, group in groupby(_parts(each.content), lambda part: part.type == "tool_result"):
+    role = template_role(item.role)
+    parts = _parts(item.content)
+    for is_result, group in groupby(parts, lambda part: part.type == "tool_result"):
         if is_result:
-            yield from [_result(part.tool_use_id, part.content) for part in group]
+            for part in group:
+                yield _tool_result(part.tool_use_id, part.content)
         else:
-            yield {"role": role, "content": _text([*group])}
+            yield {"role": role, "content": _join_texts([*group])}
 
 
 def _parts(content: str | list[Item] | None) -> list[Item]:
-    return [Item(type="text", text=content)] if isinstance(content, str) else content or []
+    if isinstance(content, str):
+        return [Item(type="text", text=content)]
+    return content or []
 
 
-def _text(content: str | list[Item] | None, *, glue: str = "\n") -> str:
+def _join_texts(content: str | list[Item] | None, *, separator: str = "\n") -> str:
     parts = _parts(content)
-    if others := {part.type for part in parts} - TEXTS:
-        what = f"content of type '{others.pop()}' is not supported: send text"
-        raise ApiError(400, what, "unsupported")
-    return glue.join([part.text for part in parts])
+    unsupported_types = {part.type for part in parts} - TEXTS
+    if unsupported_types:
+        raise ApiError(
+            400,
+            f"content of type '{unsupported_types.pop()}' is not supported: send text",
+            "unsupported",
+        )
+    return separator.join([part.text for part in parts])
 
 
-def _result(call_id: str, content: str | list[Item] | None) -> ChatMessage:
-    return {"role": "tool", "content": _text(content), "tool_call_id": call_id}
+def _tool_result(call_id: str, content: str | list[Item] | None) -> ChatMessage:
+    return {
+        "role": "tool",
+        "content": _join_texts(content),
+        "tool_call_id": call_id,
+    }
 
 
 def _call(call: Item) -> dict[str, Any]:
     """Return a tool call with decoded arguments."""
     function = call.function or call
-    arguments = function.input or function.arguments or {}
     if not function.name:
         raise ApiError(400, f"tool call '{call.id}' is no call of a named function", "unsupported")
+    name = function.name
+    if function.namespace:
+        name = f"{function.namespace}__{name}"
+    arguments = function.input or function.arguments or {}
     if isinstance(arguments, str):
         arguments = decode(_arguments, arguments.encode())
-    name = f"{function.namespace}__{function.name}" if function.namespace else function.name
     return function_call(call.id or "", name, arguments)

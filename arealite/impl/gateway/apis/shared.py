@@ -1,9 +1,8 @@
 """Requests, errors, events and blocks of answers that several APIs have."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from functools import lru_cache
-from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -15,11 +14,25 @@ from arealite.impl.gateway.exchange import Answer, ApiError, Call, ChatRequest, 
 
 FIELDS = read_toml(__file__, "fields.toml")
 """The fields that are refused, by reason, and their values that are not."""
-ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-ERRORS |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 """Types of errors by status."""
 MAX_PARTS = 2**17
 """Largest number of brackets and braces of a body. Each list or object of it costs CPU time."""
+LINE_SEPARATORS = {
+    b"\n": b" ",
+    b"\r": b" ",
+    b"\xc2\x85": b"\\u0085",
+    b"\xe2\x80\xa8": b"\\u2028",
+    b"\xe2\x80\xa9": b"\\u2029",
+}
+"""Replacements of characters in JSON at which `str.splitlines` splits, in UTF-8."""
 Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -70,39 +83,61 @@ class Api(ABC):
     """Type of a tool that the client runs."""
 
     def __init__(self) -> None:
-        reasons = [FIELDS["refused"][api].items() for api in ("all", type(self).__name__)]
-        self._refused = [(n.split("."), why) for why, names in chain(*reasons) for n in names]
-        fields = [(path[0], Any, None) for path, _ in self._refused]
-        body = msgspec.defstruct("Body", fields, bases=(self.request_type,), frozen=True)
-        self._decoder = msgspec.json.Decoder(body)
+        self._refused: list[tuple[str, str]] = []
+        """Fields that are refused, by path, and the reasons."""
+        for api_name in ("all", type(self).__name__):
+            for reason, paths in FIELDS["refused"][api_name].items():
+                self._refused += [(path, reason) for path in paths]
+        names = [path.partition(".")[0] for path, _ in self._refused]
+        fields = [(name, Any, None) for name in names]
+        body_type = msgspec.defstruct(
+            "Body",
+            fields,
+            bases=(self.request_type,),
+            frozen=True,
+        )
+        self._decoder = msgspec.json.Decoder(body_type)
 
-    def decode(self, data: bytes) -> ChatRequest:
+    def decode(self, body_json: bytes) -> ChatRequest:
         """Decode a request.
 
         Raises:
             ApiError: 400: the body is invalid, or has a field that would change the answer; 413: it
                 has too many lists and objects.
         """
-        parts = data.count(b"{") + data.count(b"[") if len(data) > MAX_PARTS else 0
-        if parts > MAX_PARTS:
-            raise ApiError(413, f"the body has {parts} brackets and braces; at most {MAX_PARTS}")
-        body = decode(self._decoder, data)
-        for (name, *inner), why in self._refused:
-            value = getattr(body, name)
-            path = ".".join([name, *inner])
-            value = value.get(*inner) if inner and isinstance(value, dict) else value
-            if value and value != FIELDS["neutral"].get(path):
-                raise ApiError(400, f"{path} is not supported: remove it. {why}", "unsupported")
+        _check_number_of_parts(body_json)
+        body = decode(self._decoder, body_json)
+        self._check_refused(body)
         tools = read_tools(body.tools, self.function_type)
-        names = ("max_tokens", "temperature", "top_p")
-        made: dict[str, Any] = {name: getattr(body, name) for name in names}
-        made["tools"] = [schema for schema, *_ in tools.values()]
-        made["tool_choice"] = read_choice(body.tool_choice, tools)
         is_single = getattr(body.tool_choice, "disable_parallel_tool_use", False)
-        made["is_parallel"] = body.parallel_tool_calls is not False and not is_single
-        made |= {"is_stream": bool(body.stream), "logprobs": bool(body.logprobs), "n": body.n or 1}
-        made["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return ChatRequest(options=body, **made | self.read(body))
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        fields: dict[str, Any] = {
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tools": [schema for schema, *_ in tools.values()],
+            "tool_choice": read_choice(body.tool_choice, tools),
+            "is_parallel": body.parallel_tool_calls is not False and not is_single,
+            "is_stream": bool(body.stream),
+            "logprobs": bool(body.logprobs),
+            "n": body.n or 1,
+            "stop": tuple(stops),
+        }
+        return ChatRequest(options=body, **fields | self.read(body))
+
+    def _check_refused(self, body: Body) -> None:
+        """Check that a body has no field that would change the answer.
+
+        Raises:
+            ApiError: 400: the body has such a field.
+        """
+        for path, reason in self._refused:
+            name, _, inner_name = path.partition(".")
+            setting = getattr(body, name)
+            if inner_name and isinstance(setting, dict):
+                setting = setting.get(inner_name)
+            if setting and setting != FIELDS["neutral"].get(path):
+                raise ApiError(400, f"{path} is not supported: remove it. {reason}", "unsupported")
 
     @abstractmethod
     def read(self, body: Any) -> dict[str, Any]:
@@ -117,7 +152,13 @@ class Api(ABC):
         """Return the body of the answers (`request.n`)."""
 
     @abstractmethod
-    def events(self, request: ChatRequest, deltas: Deltas, model: str, id: str) -> Events:
+    def events(
+        self,
+        request: ChatRequest,
+        deltas: Deltas,
+        model: str,
+        id: str,
+    ) -> Events:
         """Yield the server-sent events of a stream, each with its blank line.
 
         Args:
@@ -134,8 +175,23 @@ class Api(ABC):
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the body of an error."""
         kind = "invalid_request_error" if error.status < 500 else "api_error"
-        about = {"type": ERRORS.get(error.status, kind), "message": error.message}
-        return {"error": {**about, "param": None, "code": error.code or None}}
+        return {
+            "error": {
+                "type": ERRORS.get(error.status, kind),
+                "message": error.message,
+                "param": None,
+                "code": error.code or None,
+            }
+        }
+
+
+def _check_number_of_parts(body_json: bytes) -> None:
+    """Check that a body has few enough lists and objects; a short body always has."""
+    if len(body_json) <= MAX_PARTS:
+        return
+    count = body_json.count(b"{") + body_json.count(b"[")
+    if count > MAX_PARTS:
+        raise ApiError(413, f"the body has {count} brackets and braces; at most {MAX_PARTS}")
 
 
 Tools = dict[str, tuple[dict[str, Any], str | None, str]]
@@ -145,41 +201,64 @@ _decoder = msgspec.json.Decoder(list[Tool] | None)
 
 def read_tools(raw: Raw, function_type: str) -> Tools:
     """Convert tools to OpenAI's function schemas. The caller must not change them."""
-    data = bytes(raw)
-    cached = _tools if len(data) < 2**18 else _tools.__wrapped__
-    return cached(data, function_type)
+    tools_json = bytes(raw)
+    convert = _tools if len(tools_json) < 2**18 else _tools.__wrapped__
+    return convert(tools_json, function_type)
 
 
 @lru_cache(maxsize=32)
-def _tools(data: bytes, function_type: str) -> Tools:
+def _tools(tools_json: bytes, function_type: str) -> Tools:
     tools: Tools = {}
-    for outer in decode(_decoder, data) or ():
-        space = outer.name if outer.type == "namespace" else None
-        for each in [outer] if space is None else outer.tools or ():
-            tool = each.function or each
-            if each.type not in ("", function_type):
-                what = f"tool '{tool.name}' of type '{each.type}' is no function that the client"
-                raise ApiError(400, f"{what} runs. Turn it off in the client", "unsupported")
+    for outer in decode(_decoder, tools_json) or ():
+        namespace = outer.name if outer.type == "namespace" else None
+        entries = [outer] if namespace is None else outer.tools or []
+        for entry in entries:
+            tool = entry.function or entry
+            if entry.type not in ("", function_type):
+                raise ApiError(
+                    400,
+                    f"tool '{tool.name}' of type '{entry.type}' is no function that the client "
+                    "runs. Turn it off in the client",
+                    "unsupported",
+                )
             if not tool.name:
                 raise ApiError(400, f"tool {len(tools)} has no name. Name each function", "invalid")
-            name = tool.name if space is None else f"{space}__{tool.name}"
-            about = {"description": tool.description} if tool.description else {}
-            schema = tool.parameters or tool.input_schema or {"type": "object", "properties": {}}
-            function = {"name": name, **about, "parameters": schema}
-            tools[name] = {"type": "function", "function": function}, space, tool.name
+            name = tool.name if namespace is None else f"{namespace}__{tool.name}"
+            tools[name] = _schema(name, tool), namespace, tool.name
     return tools
+
+
+def _schema(name: str, tool: Tool) -> dict[str, Any]:
+    """Return OpenAI's schema of a function."""
+    function: dict[str, Any] = {"name": name}
+    if tool.description:
+        function["description"] = tool.description
+    no_parameters = {"type": "object", "properties": {}}
+    function["parameters"] = tool.parameters or tool.input_schema or no_parameters
+    return {"type": "function", "function": function}
 
 
 def read_choice(choice: str | Tool | None, tools: Iterable[str]) -> str:
     """Convert a `tool_choice` to the form of ChatRequest."""
-    chosen = choice.type if isinstance(choice, Tool) else choice or "auto"
-    if isinstance(choice, Tool) and chosen in ("function", "tool"):
-        chosen = f"={(choice.function or choice).name}"
-    chosen = "required" if chosen == "any" else chosen
-    possible = ["auto", "none", *["required" for _ in tools], *[f"={name}" for name in tools]]
+    if not isinstance(choice, Tool):
+        chosen = choice or "auto"
+    elif choice.type in ("function", "tool"):
+        function = choice.function or choice
+        chosen = f"={function.name}"
+    else:
+        chosen = choice.type
+    if chosen == "any":
+        chosen = "required"
+    forced = [f"={name}" for name in tools]
+    possible = ["auto", "none", *forced]
+    if forced:
+        possible.append("required")
     if chosen not in possible:
-        fix = "Use auto, none, required, or the name of a function in tools"
-        raise ApiError(400, f"tool_choice '{chosen.lstrip('=')}' is not possible. {fix}")
+        raise ApiError(
+            400,
+            f"tool_choice '{chosen.lstrip('=')}' is not possible. "
+            "Use auto, none, required, or the name of a function in tools",
+        )
     return chosen
 
 
@@ -190,18 +269,21 @@ def message(role: str, content: object) -> list[bytes]:
 
 def sampled(*answers: Answer) -> int:
     """Return the number of sampled tokens."""
-    return sum([len(answer.response.output_ids) for answer in answers if answer.response])
+    responses = [answer.response for answer in answers if answer.response]
+    return sum([len(response.output_ids) for response in responses])
 
 
-def sse(data: dict[str, Any]) -> bytes:
-    """Return a server-sent event; its name is the data's type.
+def sse(fields: dict[str, Any]) -> bytes:
+    """Return a server-sent event; its name is the type in its fields.
 
     Clients that split lines as `str.splitlines` does must see one line.
     """
-    line = dumps(data).replace(b"\n", b" ").replace(b"\r", b" ").replace(b"\xc2\x85", b"\\u0085")
-    line = line.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
-    name = f"event: {data['type']}\n" if "type" in data else ""
-    return b"%bdata: %b\n\n" % (name.encode(), line)
+    line = dumps(fields)
+    for separator, replacement in LINE_SEPARATORS.items():
+        line = line.replace(separator, replacement)
+    if "type" not in fields:
+        return b"data: %b\n\n" % line
+    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), line)
 
 
 class Block(msgspec.Struct):
@@ -219,21 +301,27 @@ class Block(msgspec.Struct):
         return "".join(self.parts)
 
 
-def blocks_of(answer: Answer) -> Iterator[Block]:
-    """Yield the blocks of a whole answer. One without calls has a text, which may be empty."""
-    made = [("thought", None, answer.thought)] if answer.thought else []
+def blocks_of(answer: Answer) -> list[Block]:
+    """Return the blocks of a whole answer. One without calls has a text, which may be empty."""
+    blocks = list[Block]()
+    if answer.thought:
+        blocks.append(Block("thought", parts=[answer.thought]))
     if answer.text or not answer.calls:
-        made.append(("text", None, answer.text))
-    made += [("call", call, call.arguments) for call in answer.calls]
-    for index, (kind, call, text) in enumerate(made):
-        yield Block(kind, index, call, [text])
+        blocks.append(Block("text", parts=[answer.text]))
+    for call in answer.calls:
+        block = Block("call", call=call, parts=[call.arguments])
+        blocks.append(block)
+    for index, block in enumerate(blocks):
+        block.index = index
+    return blocks
 
 
 async def steps(deltas: Deltas) -> AsyncIterator[tuple[str, Block, Delta]]:
     """Yield the steps of an answer: "added", "delta" and "done" of each block, and the "end"."""
     block = Block("")
     async for delta in deltas:
-        if block.kind and (delta.call or delta.kind != block.kind):
+        is_next_block = delta.call is not None or delta.kind != block.kind
+        if block.kind and is_next_block:
             yield "done", block, delta
             block = Block("", block.index + 1)
         if delta.answer:
@@ -243,5 +331,6 @@ async def steps(deltas: Deltas) -> AsyncIterator[tuple[str, Block, Delta]]:
             block.kind = delta.kind
             block.call = delta.call
             yield "added", block, delta
-        block.parts.append(delta.call.arguments if delta.call else delta.text)
+        part = delta.call.arguments if delta.call else delta.text
+        block.parts.append(part)
         yield "delta", block, delta
