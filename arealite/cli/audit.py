@@ -17,13 +17,18 @@ from arealite.system.ledger.audit import audit
 def main(argv: Sequence[str]) -> int:
     """Print the audit of a run folder or of a ledger file; return 1 if it fails."""
     description = "Check from a run's ledger that no sample was lost or repeated."
-    run: Path = run_parser("audit", description).parse_args(argv).run
+    parser = run_parser("audit", description)
+    run: Path = parser.parse_args(argv).run
     ledger = run if run.is_file() else RunPaths(run).ledger
     if not ledger.is_file():
         raise UserError(f"no ledger at {ledger}. Name a run folder, like runs/EXPERIMENT/TRIAL.")
     console = Console(file=sys.__stderr__)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("trajectories", total=None)
-        report = audit(ledger, on_row=lambda n, of: progress.update(task, completed=n, total=of))
+
+        def on_row(number: int, total: int) -> None:
+            progress.update(task, completed=number, total=total)
+
+        report = audit(ledger, on_row=on_row)
     print(fold(report.table()))
     return 0 if report.ok else 1

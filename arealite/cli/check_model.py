@@ -24,22 +24,30 @@ def main(config: ExperimentConfig) -> int:
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed, is_alone=True)
     with TemporaryDirectory() as temp:
         cluster = replace(config.cluster, name_root=temp, host=HOST, security=False)
-        own = replace(configs.own_server(config), cluster=cluster)
-        lines = [f"template   warning: {fault}" for fault in check_template(config)]
+        server_config = replace(configs.own_server(config), cluster=cluster)
+        warnings = check_template(config)
         engine = make_engine(config, training=Training(config.trainer.ppo.optimizer, 0.0, 1))
         check = SelfCheck(replace(config, cluster=cluster), engine, world, 0)
         check_finite(check.module, config.model.path)
         if config.model.adapter:
             engine.export(Path(temp) / "merged")
-            own = replace(own, model=replace(own.model, path=f"{temp}/merged"))
-        faults = asyncio.run(_compare(check, own))
+            merged = replace(server_config.model, path=f"{temp}/merged")
+            server_config = replace(server_config, model=merged)
+        faults = asyncio.run(_compare(check, server_config))
     world.destroy()
-    lines += [f"compared   {other}: {text}" for other, text in check.found.items()]
-    print(*map(fold, [*lines, *(f"fault      {fault}" for fault in faults)]), sep="\n")
-    ok = "ok: the trainer's log-probabilities are within the bounds"
-    ok = ok if check.skipped < check.found.keys() else "nothing was compared"
-    print("not ok" if faults else ok)
-    return int(bool(faults))
+    for warning in warnings:
+        print(fold(f"template   warning: {warning}"))
+    for other, comparison in check.found.items():
+        print(fold(f"compared   {other}: {comparison}"))
+    for fault in faults:
+        print(fold(f"fault      {fault}"))
+    if faults:
+        print("not ok")
+    elif check.skipped < check.found.keys():
+        print("ok: the trainer's log-probabilities are within the bounds")
+    else:
+        print("nothing was compared")
+    return 1 if faults else 0
 
 
 async def _compare(check: SelfCheck, served: ServerConfig) -> list[str]:
@@ -47,12 +55,12 @@ async def _compare(check: SelfCheck, served: ServerConfig) -> list[str]:
     if served.llm_server.type != "embedded":
         check.found["server"] = f"{SKIPPED}: each run compares {served.llm_server.type} itself"
         return await asyncio.to_thread(check.faults)
-    own = replace(served.llm_server, host=HOST, port=0)
-    server = EmbeddedServer(replace(served, llm_server=own))
+    llm_server = replace(served.llm_server, host=HOST, port=0)
+    server = EmbeddedServer(replace(served, llm_server=llm_server))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(server.serve())
         await server.ready.wait()
         await asyncio.wrap_future(server.resume("0"))
-        found = await asyncio.to_thread(check.faults)
+        faults = await asyncio.to_thread(check.faults)
         server.stop(None)
-    return found
+    return faults

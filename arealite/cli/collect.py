@@ -42,10 +42,10 @@ Key = tuple[int, int, str]
 
 def main(argv: Sequence[str]) -> int:
     """Collect trajectories; return 1 if samples failed or no trajectory was selected."""
-    argv, given = translate(argv, WORDS)
+    argv, used_flags = translate(argv, WORDS)
     config = configs.parse(CollectConfig, argv, command="arealite collect", description=DESCRIPTION)
     outputs.protect()
-    config = sampling.with_defaults(configs.resolve_host(config), given, "train")
+    config = sampling.with_defaults(configs.resolve_host(config), used_flags, "train")
     out = Path(preflight.required(config.out, "out")).expanduser()
     if out.suffix not in SUFFIXES:
         raise UserError(unknown("suffix", out.suffix, SUFFIXES) + f" out={out}.")
@@ -54,49 +54,69 @@ def main(argv: Sequence[str]) -> int:
     check_folder(out.parent.absolute(), "folder", "out")
     preflight.check_sources(config)
     with sampling.sampled(config, "train") as (tasks, samples, failed):
-        kept = select(config, len(tasks), samples)
+        selected = select(config, len(tasks), samples)
         tokenizer: Any = load_tokenizer(config.model.path)
-        count = write_rows(out, rows(tasks, samples, kept, tokenizer.decode))
-    print(fold(f"{out}: {count} rows of {len(kept)} trajectories"))
-    return sampling.report_failed(failed) or int(not count)
+        num_rows = write_rows(out, rows(tasks, samples, selected, tokenizer.decode))
+    print(fold(f"{out}: {num_rows} rows of {len(selected)} trajectories"))
+    if sampling.report_failed(failed):
+        return 1
+    return 0 if num_rows else 1
 
 
-def select(config: CollectConfig, tasks: int, samples: Samples) -> set[Key]:
+def select(config: CollectConfig, num_tasks: int, samples: Samples) -> set[Key]:
     """Select trajectories: rewards within the bounds, then the `best_of` of each task and seat.
 
     A trajectory without a score is within no bound, and comes after all others.
     """
+    ranked_members: defaultdict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
+    for task, member, headers in samples.headers():
+        if task >= num_tasks or member >= config.n:
+            continue  # a sample of an earlier command with more tasks or samples
+        for header in headers:
+            if _is_within_bounds(config, header.reward):
+                rank = inf if header.reward is None else -header.reward
+                ranked_members[task, header.seat].append((rank, member))
+    selected = set[Key]()
+    for (task, seat), members in ranked_members.items():
+        for _, member in sorted(members)[: config.best_of or None]:
+            selected.add((task, member, seat))
+    return selected
+
+
+def _is_within_bounds(config: CollectConfig, reward: float | None) -> bool:
+    """Return whether a reward is at least min_reward and at most max_reward."""
     low = config.min_reward
     high = config.max_reward
-    found: defaultdict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
-    for task, member, headers in samples.headers():
-        for header in headers if task < tasks and member < config.n else ():
-            reward = header.reward
-            if reward is None:
-                if low is None and high is None:
-                    found[task, header.seat].append((inf, member))
-            elif (low is None or reward >= low) and (high is None or reward <= high):
-                found[task, header.seat].append((-reward, member))
-    return {
-        (task, member, seat)
-        for (task, seat), ranked in found.items()
-        for _, member in sorted(ranked)[: config.best_of or None]
-    }
+    if reward is None:
+        return low is None and high is None
+    is_high_enough = low is None or reward >= low
+    is_low_enough = high is None or reward <= high
+    return is_high_enough and is_low_enough
 
 
 def rows(
-    tasks: Sequence[Task], samples: Samples, kept: set[Key], decode: Callable[..., object]
+    tasks: Sequence[Task],
+    samples: Samples,
+    selected: set[Key],
+    decode: Callable[..., object],
 ) -> Iterator[Row]:
-    """Yield one row for each segment of the `kept` trajectories, ordered by task and sample."""
-    for row, member, headers in samples.headers():
-        if not any((row, member, header.seat) in kept for header in headers):
+    """Yield one row for each segment of the `selected` trajectories, ordered by task and sample."""
+    for task, member, headers in samples.headers():
+        keys = [(task, member, header.seat) for header in headers]
+        if selected.isdisjoint(keys):
             continue
-        for header, payload in zip(headers, samples.payloads(row, member), strict=True):
-            if (row, member, header.seat) not in kept:
+        payloads = samples.payloads(task, member)
+        for key, header, payload in zip(keys, headers, payloads, strict=True):
+            if key not in selected:
                 continue
+            shared = shared_columns(tasks[task], header)
             for number, segment in enumerate(decode_segments(payload)):
-                number_of = {"sample": member, "segment": number}
-                yield number_of | shared_columns(tasks[row], header) | columns(segment, decode)
+                yield {
+                    "sample": member,
+                    "segment": number,
+                    **shared,
+                    **columns(segment, decode),
+                }
 
 
 def shared_columns(task: Task, header: TrajectoryHeader) -> Row:

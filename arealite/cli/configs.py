@@ -76,11 +76,15 @@ def load(schema: type[C], files: Files, overrides: Sequence[str], *, is_saved: b
         UserError: See base.config.load; or a plugin cannot be imported.
     """
     files = [files] if isinstance(files, Path) else files
-    layers = _layers(options.Layers([*files], [*overrides]))
-    parts = _import_parts(_imports(layers))
-    read_files = layers[:0:-1]
+    overrides_layer, *file_layers = _layers(options.Layers([*files], [*overrides]))
+    parts = _import_parts(_imports([overrides_layer, *file_layers]))
     return base_config.load(
-        schema, files, overrides, parts, is_saved=is_saved, read_files=read_files
+        schema,
+        files,
+        overrides,
+        parts,
+        is_saved=is_saved,
+        read_files=file_layers[::-1],
     )
 
 
@@ -99,8 +103,9 @@ def load_run(file: Path) -> ExperimentConfig:
 
 def _import_parts(modules: Sequence[str]) -> base_config.Parts:
     """Import plugins and `modules`; return the config classes of all parts."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    folder = str(Path.cwd())
+    if "" not in sys.path and folder not in sys.path:
+        sys.path.insert(0, folder)
     import_plugins(modules)
     check_derived()
     return {config: table.configs for config, table in TABLES.items()}
@@ -108,8 +113,14 @@ def _import_parts(modules: Sequence[str]) -> base_config.Parts:
 
 def parse(schema: type[Root], argv: Sequence[str], *, command: str, description: str) -> Root:
     """Parse a command line; return its config."""
-    default = CONFIG_DIR / ("llm_server.yaml" if schema is ServerConfig else "async_ppo.yaml")
-    layers = options.CommandLine(command, description, schema, default).parse(argv)
+    default_name = "llm_server.yaml" if schema is ServerConfig else "async_ppo.yaml"
+    line = options.CommandLine(
+        command=command,
+        description=description,
+        schema=schema,
+        default=CONFIG_DIR / default_name,
+    )
+    layers = line.parse(argv)
     return with_model(load(schema, layers.files, layers.overrides))
 
 
@@ -135,9 +146,13 @@ def _with_dtypes(config: Any) -> Any:
     """Return a copy of a config object whose dtypes `auto` are the faster ones of this machine."""
     if isinstance(config, ServedModelConfig | FSDPConfig) and config.dtype == "auto":
         return replace(config, dtype=_announced_dtype())
-    parts = ((item.name, getattr(config, item.name)) for item in fields(config))
-    resolved = {name: (part, _with_dtypes(part)) for name, part in parts if is_dataclass(part)}
-    changed = {name: new for name, (old, new) in resolved.items() if new is not old}
+    changed = dict[str, Any]()
+    for field in fields(config):
+        part = getattr(config, field.name)
+        if is_dataclass(part):
+            resolved = _with_dtypes(part)
+            if resolved is not part:
+                changed[field.name] = resolved
     return replace(config, **changed) if changed else config
 
 
@@ -147,8 +162,8 @@ def _announced_dtype() -> str:
     # Importing torch takes a second, and configs without `auto` do not need it here.
     from arealite.impl.weights.fast_dtype import fast_dtype
 
-    dtype, why = fast_dtype()
-    print(f"dtype=auto: {dtype}, because {why}", file=sys.stderr, flush=True)
+    dtype, reason = fast_dtype()
+    print(f"dtype=auto: {dtype}, because {reason}", file=sys.stderr, flush=True)
     return dtype
 
 
@@ -159,13 +174,21 @@ def check_derived() -> None:
         UserError: A config lacks an option.
     """
     for schema in (AgentConfig, EnvConfig, RewardConfig):
-        for name, own in TABLES[schema].configs.items():
-            base = TABLES[schema].base_of(name)
-            read = getattr(schema(), base, None)
-            if lacking := {*field_names(read)} - {*field_names(own)}:
-                what = f"{TABLES[schema].kind} '{name}': its config {own.__name__} has no option"
-                fix = f"which {base} reads. Derive it from {type(read).__name__}."
-                raise UserError(f"{what} '{min(lacking)}', {fix}")
+        for name, part_config in TABLES[schema].configs.items():
+            _check_options_of_base(schema, name, part_config)
+
+
+def _check_options_of_base(schema: type, name: str, part_config: type) -> None:
+    """Check that the config of part `name` has the options that its base part reads."""
+    table = TABLES[schema]
+    base = table.base_of(name)
+    base_options = getattr(schema(), base, None)
+    missing = {*field_names(base_options)} - {*field_names(part_config)}
+    if missing:
+        raise UserError(
+            f"{table.kind} '{name}': its config {part_config.__name__} has no option "
+            f"'{min(missing)}', which {base} reads. Derive it from {type(base_options).__name__}."
+        )
 
 
 def check_names(config: ExperimentConfig) -> None:
@@ -179,18 +202,24 @@ def check_names(config: ExperimentConfig) -> None:
     for _, node in base_config.nodes(config):
         for schema, table in TABLES.items():
             if isinstance(node, schema):
-                found = getattr(node, NAMED_IN.get(schema, "type"))
-                for name in found if schema in NAMED_IN else [found]:
+                for name in _part_names(node, schema):
                     table.check(name)
     for name in config.logger.types:
         loggers.get(name).check()
 
 
+def _part_names(config: object, schema: type) -> Sequence[str]:
+    """Return the names of registered parts in a config of class `schema`."""
+    selected = getattr(config, NAMED_IN.get(schema, "type"))
+    return selected if schema in NAMED_IN else [selected]
+
+
 def own_server(config: ExperimentConfig) -> ServerConfig:
     """Return the config of the LLM servers that the run starts."""
-    words = server_overrides(config)
-    server: ServerConfig = _with_dtypes(load(ServerConfig, CONFIG_DIR / "llm_server.yaml", words))
-    return server
+    overrides = server_overrides(config)
+    server = load(ServerConfig, CONFIG_DIR / "llm_server.yaml", overrides)
+    resolved: ServerConfig = _with_dtypes(server)
+    return resolved
 
 
 def resolve_host(config: Root) -> Root:
@@ -207,8 +236,12 @@ def parse_stages(argv: Sequence[str], *, command: str, description: str) -> list
     Raises:
         UserError: See load_stages.
     """
-    default = CONFIG_DIR / "async_ppo.yaml"
-    line = options.CommandLine(command, description, ExperimentConfig, default)
+    line = options.CommandLine(
+        command=command,
+        description=description,
+        schema=ExperimentConfig,
+        default=CONFIG_DIR / "async_ppo.yaml",
+    )
     return [with_model(config) for config in load_stages(line.parse_stages(argv))]
 
 
@@ -218,25 +251,46 @@ def load_stages(stages: Sequence[options.Layers]) -> list[ExperimentConfig]:
     Raises:
         UserError: See load; or a stage exports no model and the next stage has no model.path.
     """
-    made = list[ExperimentConfig]()
-    for number, own in enumerate(stages, start=1):
-        shared = stages[0].overrides if number > 1 else []
-        config = load(ExperimentConfig, own.files, [*shared, *own.overrides])
-        policies = [earlier for earlier in made if earlier.trainer.type != "reward"]
-        named = [layer.model.path for layer in _layers(own) if "path" in layer.get("model", {})]
-        if policies and not named:
-            named = [str(run_paths(policies[-1]).export)]
-            trainer = policies[-1].trainer
-            if not trainer.is_offline and not trainer.ppo.checkpoint.export:
-                what = "the stage before has trainer.ppo.checkpoint.export=false"
-                fix = "Set it to true there, or set model.path after --then."
-                raise UserError(f"stage {number} has no model: {what}. {fix}")
-        if named:
-            config = replace(config, model=replace(config.model, path=named[0]))
+    configs = list[ExperimentConfig]()
+    for number, layers in enumerate(stages, start=1):
+        shared_overrides = stages[0].overrides if number > 1 else []
+        overrides = [*shared_overrides, *layers.overrides]
+        config = load(ExperimentConfig, layers.files, overrides)
+        path = _stage_model(layers, configs, default=config.model.path)
+        config = replace(config, model=replace(config.model, path=path))
         if number < len(stages):
             config = replace(config, trial_name=f"{config.trial_name}-stage{number}")
-        made.append(config)
-    return made
+        configs.append(config)
+    return configs
+
+
+def _stage_model(
+    layers: options.Layers, earlier: Sequence[ExperimentConfig], *, default: str | None
+) -> str | None:
+    """Return the `model.path` that a stage sets itself, else the export of the newest policy.
+
+    Args:
+        layers: The sources of the stage's config.
+        earlier: The configs of all earlier stages.
+        default: The path if the stage sets none and no earlier stage trains a policy.
+
+    Raises:
+        UserError: The newest policy is not exported.
+    """
+    for layer in _layers(layers):
+        if "path" in layer.get("model", {}):
+            return layer.model.path
+    policies = [config for config in earlier if config.trainer.type != "reward"]
+    if not policies:
+        return default
+    trainer = policies[-1].trainer
+    if not trainer.is_offline and not trainer.ppo.checkpoint.export:
+        raise UserError(
+            f"stage {len(earlier) + 1} has no model: "
+            "the stage before has trainer.ppo.checkpoint.export=false. "
+            "Set it to true there, or set model.path after --then."
+        )
+    return str(run_paths(policies[-1]).export)
 
 
 def field_names(config: object) -> Sequence[str]:

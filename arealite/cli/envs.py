@@ -28,29 +28,45 @@ NEEDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Print the table of environments."""
-    about = "List the environments: type=NAME in a config."
-    parser = argparse.ArgumentParser(prog="arealite envs", description=about)
+    parser = argparse.ArgumentParser(
+        prog="arealite envs",
+        description="List the environments: type=NAME in a config.",
+    )
     parser.add_argument("words", nargs="*", metavar="key=value", help="like imports=[my_module]")
     configs.load(ExperimentConfig, [], parser.parse_args(argv).words)
-    lines = [HEAD, *rows()]
-    widths = [max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]]
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        print(fold("  ".join([*cells, line[-1]]).rstrip()))
+    table = [HEAD, *rows()]
+    *columns, _ = zip(*table, strict=True)  # the last one is not padded
+    widths = [max(map(len, column)) for column in columns]
+    for *cells, description in table:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        print(fold("  ".join([*padded, description]).rstrip()))
     return 0
 
 
 def rows() -> Iterator[tuple[str, ...]]:
     """Yield the cells of each environment's row."""
     for name in envs.names():
-        needed, fix = NEEDS.get(name, ("", ""))
-        needs = f"{needed}: pip install {fix}" if needed and not package(needed) else needed
+        needs = _needs(name)
         try:
-            found = envs.get(name)
+            env_class = envs.get(name)
         except ImportError as error:
             yield name, "?", "?", needs, f"cannot be imported: {error}"
             continue
-        seats = ", ".join(found.seats) or "by config"
-        is_own = getattr(found.rows, "__func__", None) is not getattr(Env.rows, "__func__", None)
-        summary = (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " ")
-        yield name, seats, "generated, or a file's" if is_own else "a file's", needs, summary
+        seats = ", ".join(env_class.seats) or "by config"
+        tasks = "generated, or a file's" if _generates_tasks(env_class) else "a file's"
+        description, *_ = (inspect.getdoc(env_class) or "").split("\n\n")
+        yield name, seats, tasks, needs, description.replace("\n", " ")
+
+
+def _needs(name: str) -> str:
+    """Return the optional package of an environment, and how to install it if it is missing."""
+    if name not in NEEDS:
+        return ""
+    needed, requirement = NEEDS[name]
+    return needed if package(needed) else f"{needed}: pip install {requirement}"
+
+
+def _generates_tasks(env_class: type[Env]) -> bool:
+    """Return whether an environment overrides Env.rows, which generates its tasks."""
+    rows = getattr(env_class.rows, "__func__", None)
+    return rows is not getattr(Env.rows, "__func__", None)

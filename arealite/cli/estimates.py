@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.filesize import decimal
 
 from arealite.api.config import ExperimentConfig, run_paths
-from arealite.api.engine_config import LoRAConfig
+from arealite.api.engine_config import FSDPConfig, LoRAConfig
 from arealite.base.adapter_folder import adapted, counted, read_adapter
 from arealite.base.errors import UserError
 from arealite.base.host import available_memory
@@ -43,11 +43,15 @@ def memory(
         longest: Tokens of the longest request; None: requests may fill the context.
     """
     ranks = config.launcher.trainer_ranks
-    text = text_part(model)
-    row = min(longest or 0, text.get("max_position_embeddings") or sys.maxsize)
-    yield Need(f"trainer, each of {ranks}", ranks, _trainer_bytes(config, text, shapes, row))
+    text_model = text_part(model)
+    context = text_model.get("max_position_embeddings") or sys.maxsize
+    yield Need(
+        role=f"trainer, each of {ranks}",
+        processes=ranks,
+        size=_trainer_bytes(config, text_model, shapes, min(longest or 0, context)),
+    )
     if not config.trainer.is_offline:
-        yield from _servers(config, text, count(shapes), longest or sys.maxsize)
+        yield from _servers(config, text_model, count(shapes), longest or sys.maxsize)
 
 
 def memory_lines(
@@ -55,17 +59,21 @@ def memory_lines(
 ) -> Iterator[tuple[str, str]]:
     """Yield a line for each role, and a warning if this host has too little memory."""
     needs = [*memory(config, model, shapes, longest)]
-    yield from (("memory", f"{need.role}: about {decimal(int(need.size))}") for need in needs)
-    gpu = _gpu_memory()
-    where = "this host has free"
-    has = available_memory()
-    total = sum(need.size * need.processes for need in needs)
-    if gpu:
-        has = gpu
-        total = max(need.size for need in needs)
-        where = "a GPU has"
-    if total > has and config.launcher.type == "local":
-        yield "WARNING", f"{decimal(int(total))} in total, but {where} {decimal(int(has))}"
+    for need in needs:
+        yield "memory", f"{need.role}: about {decimal(int(need.size))}"
+    gpu_bytes = _gpu_memory()
+    if gpu_bytes:
+        owner = "a GPU has"
+        available_bytes = gpu_bytes
+        needed_bytes = max(need.size for need in needs)
+    else:
+        owner = "this host has free"
+        available_bytes = available_memory()
+        needed_bytes = sum(need.size * need.processes for need in needs)
+    if needed_bytes > available_bytes and config.launcher.type == "local":
+        needed = decimal(int(needed_bytes))
+        available = decimal(int(available_bytes))
+        yield "WARNING", f"{needed} in total, but {owner} {available}"
 
 
 def staleness(config: ExperimentConfig) -> str:
@@ -74,14 +82,16 @@ def staleness(config: ExperimentConfig) -> str:
     workers = config.launcher.rollout_workers
     bound = (ppo.max_staleness + 1) * ppo.batch_size
     slots = workers * ppo.collector.concurrency
-    text = f"η={ppo.max_staleness}: at most (η + 1) × batch_size = {bound} trajectories in flight"
-    text += f", {workers} × concurrency = {slots} slots"
+    line = (
+        f"η={ppo.max_staleness}: at most (η + 1) × batch_size = {bound} trajectories in flight, "
+        f"{workers} × concurrency = {slots} slots"
+    )
     if slots < ppo.batch_size:
         rounds = math.ceil(ppo.batch_size / slots)
-        return f"{text}; a batch takes {rounds} rounds: raise concurrency"
+        return f"{line}; a batch takes {rounds} rounds: raise concurrency"
     if slots > bound:
-        return f"{text}; {slots - bound} slots stay empty: raise max_staleness to use them"
-    return text
+        return f"{line}; {slots - bound} slots stay empty: raise max_staleness to use them"
+    return line
 
 
 def short_warm_ups(config: ExperimentConfig, num_rows: int) -> Iterator[str]:
@@ -104,9 +114,12 @@ def short_warm_ups(config: ExperimentConfig, num_rows: int) -> Iterator[str]:
     for section, optimizer in optimizers.items():
         warmup = optimizer.warmup_steps
         if updates < warmup:
-            text = f"{section}.optimizer.warmup_steps={warmup}, but the run has only {updates}"
-            text += f" optimizer updates: the learning rate ends at {updates / warmup:.0%} of"
-            yield f"{text} {section}.lr. Use fewer warm-up steps, or train for longer"
+            yield (
+                f"{section}.optimizer.warmup_steps={warmup}, "
+                f"but the run has only {updates} optimizer updates: "
+                f"the learning rate ends at {updates / warmup:.0%} of {section}.lr. "
+                "Use fewer warm-up steps, or train for longer"
+            )
 
 
 def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
@@ -116,48 +129,87 @@ def lora_of(config: ExperimentConfig, shapes: Shapes) -> LoRAConfig:
         UserError: Adapter or targets do not fit the model, or options differ from the adapter.
     """
     lora = config.trainer.own.engine.fsdp.lora
-    path = config.model.adapter
-    if not path:
-        if lora.targets != ["all-linear"] and "all-linear" in lora.targets:
-            what = f"engine.fsdp.lora.targets {lora.targets}: all-linear means all layers"
-            raise UserError(f"{what}. Remove the other names.")
-        known = adapted(shapes, lora.targets)
-        if lora.rank and known and not any(known.values()):
-            what = f"engine.fsdp.lora.targets {lora.targets}: model.path has no such layer"
-            listed = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
-            raise UserError(f"{what}. Use some of {listed}, or [all-linear].")
+    adapter = config.model.adapter
+    if not adapter:
+        _check_targets(lora, shapes)
         return lora
     if config.trainer.type == "reward":
         raise UserError("trainer.type=reward cannot start from an adapter. Set model.adapter=null.")
-    found = read_adapter(path, shapes)
-    given = {"rank": found["r"], "alpha": found["lora_alpha"]}
-    for name, value in given.items() if lora.rank else ():
-        if getattr(lora, name) != value:
-            what = f"engine.fsdp.lora.{name}={getattr(lora, name)}, but model.adapter has {value}"
-            raise UserError(f"{what}. Remove engine.fsdp.lora.{name}.")
-    named = found.get("target_modules")
-    return replace(lora, **given, targets=named if isinstance(named, list) else ["all-linear"])
+    adapter_config = read_adapter(adapter, shapes)
+    rank = adapter_config["r"]
+    alpha = adapter_config["lora_alpha"]
+    if lora.rank:
+        _check_equal_option("rank", lora.rank, rank)
+        _check_equal_option("alpha", lora.alpha, alpha)
+    targets = adapter_config.get("target_modules")
+    if not isinstance(targets, list):
+        targets = ["all-linear"]
+    return replace(lora, rank=rank, alpha=alpha, targets=targets)
+
+
+def _check_targets(lora: LoRAConfig, shapes: Shapes) -> None:
+    """Check the layers that new adapters are for; shapes={}: the layers are unknown."""
+    if lora.targets != ["all-linear"] and "all-linear" in lora.targets:
+        raise UserError(
+            f"engine.fsdp.lora.targets {lora.targets}: all-linear means all layers. "
+            "Remove the other names."
+        )
+    is_adapted = adapted(shapes, lora.targets)
+    if lora.rank and is_adapted and not any(is_adapted.values()):
+        leaves = sorted({name.rpartition(".")[2] for name in is_adapted})
+        raise UserError(
+            f"engine.fsdp.lora.targets {lora.targets}: model.path has no such layer. "
+            f"Use some of {', '.join(leaves)}, or [all-linear]."
+        )
+
+
+def _check_equal_option(name: str, option: float, of_adapter: float) -> None:
+    """Check that an option of the config is equal to that of model.adapter."""
+    if option != of_adapter:
+        raise UserError(
+            f"engine.fsdp.lora.{name}={option}, but model.adapter has {of_adapter}. "
+            f"Remove engine.fsdp.lora.{name}."
+        )
 
 
 def adapters(config: ExperimentConfig, shapes: Shapes) -> str:
     """Describe which linear layers have adapters, and which have none."""
     lora = lora_of(config, shapes)
-    layers = [(name.rpartition(".")[2], has) for name, has in adapted(shapes, lora.targets).items()]
-    on, off = (counted(leaf for leaf, has in layers if has is wanted) for wanted in (True, False))
-    return f"rank {lora.rank}, alpha {lora.alpha:g}, on {on}" + (f"; none on {off}" if off else "")
+    with_adapter = list[str]()
+    without_adapter = list[str]()
+    for name, is_adapted in adapted(shapes, lora.targets).items():
+        leaf = name.rpartition(".")[2]
+        if is_adapted:
+            with_adapter.append(leaf)
+        else:
+            without_adapter.append(leaf)
+    line = f"rank {lora.rank}, alpha {lora.alpha:g}, on {counted(with_adapter)}"
+    if without_adapter:
+        line += f"; none on {counted(without_adapter)}"
+    return line
 
 
 def disk(config: ExperimentConfig, numel: int, free_bytes: int) -> str:
     """Estimate the size of checkpoints, export and ledger; compare it with the free space."""
     trainer = config.trainer
     ppo = config.trainer.ppo
-    kept = trainer.offline.checkpoint_keep if trainer.is_offline else ppo.checkpoint.keep
-    saved = 12 * numel * (kept + 1) + BYTES[trainer.own.engine.fsdp.dtype] * numel
-    tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
-    ledger = 0 if trainer.is_offline else TOKEN_BYTES * tokens
-    text = f"{run_paths(config).root}: at most {decimal(saved)} of checkpoints and export"
-    text += f", {decimal(ledger)} of answers; {decimal(free_bytes)} free"
-    return text + (". WARNING: it may fill up" if saved + ledger > free_bytes else "")
+    max_tokens = ppo.total_steps * ppo.batch_size * ppo.collector.sampling.max_new_tokens
+    if trainer.is_offline:
+        num_checkpoints = trainer.offline.checkpoint_keep
+        ledger_bytes = 0
+    else:
+        num_checkpoints = ppo.checkpoint.keep
+        ledger_bytes = TOKEN_BYTES * max_tokens
+    checkpoint_bytes = 12 * numel * (num_checkpoints + 1)
+    export_bytes = BYTES[trainer.own.engine.fsdp.dtype] * numel
+    model_bytes = checkpoint_bytes + export_bytes
+    line = (
+        f"{run_paths(config).root}: at most {decimal(model_bytes)} of checkpoints and export, "
+        f"{decimal(ledger_bytes)} of answers; {decimal(free_bytes)} free"
+    )
+    if model_bytes + ledger_bytes > free_bytes:
+        line += ". WARNING: it may fill up"
+    return line
 
 
 def count(shapes: Shapes) -> int:
@@ -165,77 +217,136 @@ def count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def _trainer_bytes(config: ExperimentConfig, text: Json, shapes: Shapes, row: int) -> float:
+def _trainer_bytes(
+    config: ExperimentConfig, text_model: Json, shapes: Shapes, row_tokens: int
+) -> float:
     """Return the bytes of one rank: parameters and moments exactly, activations approximately.
+
+    Args:
+        config: The run.
+        text_model: The text part of the model's config.json.
+        shapes: The shape of each tensor of the model.
+        row_tokens: Tokens of the longest row, 0 if unknown; context parallelism divides them.
+    """
+    fsdp = config.trainer.own.engine.fsdp
+    max_tokens = max(
+        fsdp.max_tokens_per_microbatch,
+        math.ceil(row_tokens / fsdp.context_parallel),
+    )
+    parameter_bytes = _parameter_bytes(config, text_model, shapes)
+    return parameter_bytes + _activation_bytes(fsdp, text_model, max_tokens)
+
+
+def _parameter_bytes(config: ExperimentConfig, text_model: Json, shapes: Shapes) -> float:
+    """Return the bytes of one rank's parameters, gradients and moments, of all its models."""
+    trainer = config.trainer
+    ppo = config.trainer.ppo
+    fsdp = trainer.own.engine.fsdp
+    numel = count(shapes)
+    shards = fsdp.shard_size or config.launcher.trainer_ranks
+    element_bytes = BYTES[fsdp.dtype]
+    frozen_bytes = element_bytes / shards
+    trained_bytes = (16 if trainer.own.optimizer.type == "adamw" else 12) / shards
+    lora = lora_of(config, shapes)
+    if lora.rank:
+        adapter_numel = lora.rank * _adapter_sides(shapes, lora)
+        size = frozen_bytes * numel + trained_bytes * adapter_numel
+    else:
+        size = trained_bytes * numel
+        if fsdp.dtype != "float32":
+            _, layers = _hidden_and_layers(text_model)
+            gathered_numel = numel if shards == 1 else 2 * numel / layers
+            size += element_bytes * gathered_numel
+    if trainer.is_offline:
+        return size
+    is_base_reference = lora.rank and ppo.kl.reference == "initial"
+    if ppo.kl.coef > 0 and not is_base_reference:
+        size += frozen_bytes * numel
+    if ppo.advantage.type == "gae":  # the critic
+        size += trained_bytes * numel
+    return size
+
+
+def _adapter_sides(shapes: Shapes, lora: LoRAConfig) -> int:
+    """Return the summed rows and columns of adapted matrices: parameters of adapters of rank 1."""
+    sides = 0
+    for name, is_adapted in adapted(shapes, lora.targets).items():
+        if is_adapted:
+            sides += sum(shapes[f"{name}.weight"])
+    return sides
+
+
+def _activation_bytes(fsdp: FSDPConfig, text_model: Json, max_tokens: int) -> float:
+    """Return the bytes of the activations and logits of a micro-batch of `max_tokens`.
 
     A layer has 8 × hidden + 4 × intermediate activations per token. If layers are recomputed, one
     layer at a time has all of them, and each other layer keeps its input only.
-
-    Args:
-        row: Tokens of the longest row, 0 if unknown; context parallelism divides them.
     """
-    trainer = config.trainer
-    ppo = config.trainer.ppo
-    ranks = config.launcher.trainer_ranks
-    own = trainer.own
-    numel = count(shapes)
-    fsdp = own.engine.fsdp
-    shards = fsdp.shard_size or ranks
-    low = BYTES[fsdp.dtype]
-    hidden, layers = _hidden_and_layers(text)
-    frozen = low / shards
-    trained = (16 if own.optimizer.type == "adamw" else 12) / shards
-    lora = lora_of(config, shapes)
-    if lora.rank:
-        layers_with = [name for name, has in adapted(shapes, lora.targets).items() if has]
-        sides = sum(sum(shapes[f"{name}.weight"]) for name in layers_with)
-        size = frozen * numel + trained * lora.rank * sides
-    else:
-        gathered = numel if shards == 1 else 2 * numel / layers
-        size = trained * numel + low * gathered * (fsdp.dtype != "float32")
-    if not trainer.is_offline:
-        has_reference = ppo.kl.coef > 0 and not (lora.rank and ppo.kl.reference == "initial")
-        size += frozen * numel * has_reference + trained * numel * (ppo.advantage.type == "gae")
-    full = 8 * hidden + 4 * (text.get("intermediate_size") or 4 * hidden)
-    width = full + layers * hidden if fsdp.gradient_checkpointing else layers * full
-    tokens = max(fsdp.max_tokens_per_microbatch, math.ceil(row / fsdp.context_parallel))
-    vocabulary = text.get("vocab_size") or 0
-    logits = min(fsdp.logits_chunk, tokens * vocabulary)
-    size += tokens * width * low
-    return size + 4 * (2 * logits + hidden * vocabulary)
+    hidden, layers = _hidden_and_layers(text_model)
+    intermediate = text_model.get("intermediate_size") or 4 * hidden
+    layer_width = 8 * hidden + 4 * intermediate
+    width = layers * layer_width
+    if fsdp.gradient_checkpointing:
+        width = layer_width + layers * hidden
+    vocabulary = text_model.get("vocab_size") or 0
+    logits = min(fsdp.logits_chunk, max_tokens * vocabulary)
+    layer_bytes = max_tokens * width * BYTES[fsdp.dtype]
+    return layer_bytes + 4 * (2 * logits + hidden * vocabulary)
 
 
-def _servers(config: ExperimentConfig, text: Json, numel: int, longest: int) -> Iterator[Need]:
+def _servers(
+    config: ExperimentConfig, text_model: Json, numel: int, longest: int
+) -> Iterator[Need]:
     """Yield the memory of the servers that this run starts: weights and KV cache.
 
     The cache has a row for each request, as long as the longest request.
     """
-    context = text.get("max_position_embeddings", 0)
+    context = text_model.get("max_position_embeddings", 0)
     ppo = config.trainer.ppo
-    queries = text.get("num_attention_heads") or 1
-    heads = text.get("num_key_value_heads") or queries
-    hidden, layers = _hidden_and_layers(text)
-    token = 2 * layers * heads * (text.get("head_dim") or hidden // queries)
+    cache_width = _cache_width(text_model)
     if ppo.publisher.type == "shared":  # generates with the trainer's weights
-        rows = ppo.publisher.shared.max_running_requests
-        each = BYTES[ppo.engine.fsdp.dtype]
-        yield Need("shared server", 1, token * each * rows * min(context, longest))
-    if servers := config.launcher.llm_servers:
-        own = configs.own_server(config)
-        if own.llm_server.type == "embedded":  # SGLang takes what mem_fraction gives it
-            rows = own.llm_server.embedded.max_running_requests
-            each = BYTES.get(own.model.dtype, 2)
-            width = min(own.llm_server.context_length or context, longest)
-            yield Need(f"server, each of {servers}", servers, each * (numel + token * rows * width))
+        max_rows = ppo.publisher.shared.max_running_requests
+        cache_numel = cache_width * max_rows * min(context, longest)
+        yield Need(
+            role="shared server",
+            processes=1,
+            size=BYTES[ppo.engine.fsdp.dtype] * cache_numel,
+        )
+    num_servers = config.launcher.llm_servers
+    if not num_servers:
+        return
+    server = configs.own_server(config)
+    if server.llm_server.type == "embedded":  # SGLang takes what mem_fraction gives it
+        max_rows = server.llm_server.embedded.max_running_requests
+        row_tokens = min(server.llm_server.context_length or context, longest)
+        cache_numel = cache_width * max_rows * row_tokens
+        yield Need(
+            role=f"server, each of {num_servers}",
+            processes=num_servers,
+            size=BYTES.get(server.model.dtype, 2) * (numel + cache_numel),
+        )
 
 
-def _hidden_and_layers(text: Json) -> tuple[int, int]:
-    hidden = text.get("hidden_size")
-    layers = text.get("num_hidden_layers")
-    return hidden or text.get("n_embd", 0), layers or text.get("n_layer", 1)
+def _cache_width(text_model: Json) -> int:
+    """Return the number of elements of a token's keys and values in all layers."""
+    hidden, layers = _hidden_and_layers(text_model)
+    query_heads = text_model.get("num_attention_heads") or 1
+    key_heads = text_model.get("num_key_value_heads") or query_heads
+    head_dim = text_model.get("head_dim") or hidden // query_heads
+    return 2 * layers * key_heads * head_dim
+
+
+def _hidden_and_layers(text_model: Json) -> tuple[int, int]:
+    """Return the hidden size and the number of layers; GPT-2 has other names for them."""
+    hidden = text_model.get("hidden_size") or text_model.get("n_embd", 0)
+    layers = text_model.get("num_hidden_layers") or text_model.get("n_layer", 1)
+    return hidden, layers
 
 
 def _gpu_memory() -> int:
     """Return the bytes of this host's smallest GPU, 0 without one."""
-    words = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    return min((int(word) << 20 for word in output_of(words).split() if word.isdigit()), default=0)
+    output = output_of(
+        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+    )
+    sizes_mib = [int(word) for word in output.split() if word.isdigit()]
+    return min(sizes_mib, default=0) << 20

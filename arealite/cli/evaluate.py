@@ -43,21 +43,16 @@ Score = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate a model; return 1 if samples failed."""
-    argv, given = translate(argv, WORDS)
+    argv, used_flags = translate(argv, WORDS)
     config = configs.parse(EvaluateConfig, argv, command="arealite eval", description=DESCRIPTION)
     outputs.protect()
-    config = sampling.with_defaults(configs.resolve_host(config), given, "eval")
-    wrong = [k for k in config.k if not 1 <= k <= config.n]
-    if wrong:
-        raise UserError(f"k={config.k}: pass@{wrong[0]} needs 1 <= k <= n={config.n}. Raise n.")
+    config = sampling.with_defaults(configs.resolve_host(config), used_flags, "eval")
+    _check_ks(config)
     if config.trainer.ppo.collector.envs:
         preflight.check_sources(config)
     else:
         preflight.required(config.dataset.eval, "dataset.eval")
-    out = Path(config.out).expanduser() if config.out else config.folder / "eval.json"
-    if config.out and (out.is_dir() or not out.parent.is_dir()):
-        why = "is a folder" if out.is_dir() else "its folder does not exist"
-        raise UserError(f"out={out}: {why}. Name a file in an existing folder.")
+    out = _output_file(config)
     with sampling.sampled(config, "eval") as (tasks, samples, failed):
         result = report(config, tasks, samples)
     result["failed"] = dict(failed)
@@ -68,31 +63,71 @@ def main(argv: Sequence[str]) -> int:
     return sampling.report_failed(failed)
 
 
+def _check_ks(config: EvaluateConfig) -> None:
+    """Check that each pass@k can be computed from n samples."""
+    for k in config.k:
+        if not 1 <= k <= config.n:
+            raise UserError(f"k={config.k}: pass@{k} needs 1 <= k <= n={config.n}. Raise n.")
+
+
+def _output_file(config: EvaluateConfig) -> Path:
+    """Return the file of the result.
+
+    Raises:
+        UserError: No file can be written there.
+    """
+    if not config.out:
+        return config.folder / "eval.json"
+    out = Path(config.out).expanduser()
+    if out.is_dir():
+        raise UserError(f"out={out}: is a folder. Name a file in an existing folder.")
+    if not out.parent.is_dir():
+        raise UserError(
+            f"out={out}: its folder does not exist. Name a file in an existing folder.",
+        )
+    return out
+
+
 def report(config: EvaluateConfig, tasks: Sequence[Task], samples: Samples) -> Score:
     """Return the result as JSON: one row for each source and seat, and the failures."""
-    found: defaultdict[tuple[str, str], defaultdict[int, list[TrajectoryHeader]]]
-    found = defaultdict(lambda: defaultdict(list))
+    headers_by_task: defaultdict[tuple[str, str], defaultdict[int, list[TrajectoryHeader]]]
+    headers_by_task = defaultdict(lambda: defaultdict(list))
     versions = set[int]()
     for row, member, headers in samples.headers():
-        if row < len(tasks) and member < tasks[row].eval_samples(config.n):
-            for header in headers:
-                found[tasks[row].source, header.seat][row].append(header)
-                versions |= {header.oldest_version, header.newest_version}
-    failures = samples.failures()
-    sizes = {task.eval_samples(config.n) for task in tasks}
-    ks = config.k or sorted({k for n in sizes for k in default_ks(n)})
+        if row >= len(tasks) or member >= tasks[row].eval_samples(config.n):
+            continue  # a sample of an earlier evaluation with more tasks or samples
+        source = tasks[row].source
+        for header in headers:
+            headers_by_task[source, header.seat][row].append(header)
+            versions |= {header.oldest_version, header.newest_version}
+    ks = _ks(config, tasks)
+    results = [
+        {"source": source, "seat": seat, **score(config, ks, [*by_task.values()])}
+        for (source, seat), by_task in sorted(headers_by_task.items())
+    ]
+    failures = {
+        name: {"attempts": attempts, "first": message}
+        for name, (attempts, message) in samples.failures().items()
+    }
     return {
         "model": config.model.path,
         "n": config.n,
         "solved": config.solved,
         "versions": [min(versions), max(versions)] if versions else [],
         "intervals": INTERVALS,
-        "results": [
-            {"source": source, "seat": seat, **score(config, ks, [*by_task.values()])}
-            for (source, seat), by_task in sorted(found.items())
-        ],
-        "failures": {name: {"attempts": n, "first": text} for name, (n, text) in failures.items()},
+        "results": results,
+        "failures": failures,
     }
+
+
+def _ks(config: EvaluateConfig, tasks: Sequence[Task]) -> Sequence[int]:
+    """Return each k of the pass@k to compute; without `config.k`, the defaults of all tasks."""
+    if config.k:
+        return config.k
+    ks = set[int]()
+    for num_samples in {task.eval_samples(config.n) for task in tasks}:
+        ks |= {*default_ks(num_samples)}
+    return sorted(ks)
 
 
 def score(
@@ -102,27 +137,39 @@ def score(
 
     Samples without a score are counted. They take no part in `reward` and `pass`.
     """
-    every = [header for headers in by_task for header in headers]
-    by_task_scored = [[h.reward for h in hs if h.reward is not None] for hs in by_task]
-    counts = [(len(own), sum(reward >= config.solved for reward in own)) for own in by_task_scored]
-    task_means = [fmean(own) for own in by_task_scored if own]
-    rates = {str(k): mean_pass_at_k(counts, k) for k in ks}
+    all_headers = [header for headers in by_task for header in headers]
+    rewards_by_task = [_rewards(headers) for headers in by_task]
+    num_scored = sum(map(len, rewards_by_task))
+    solved_counts = list[tuple[int, int]]()
+    for rewards in rewards_by_task:
+        num_solved = sum(reward >= config.solved for reward in rewards)
+        solved_counts.append((len(rewards), num_solved))
+    rates = {str(k): mean_pass_at_k(solved_counts, k) for k in ks}
+    task_means = [fmean(rewards) for rewards in rewards_by_task if rewards]
+    mean_reward = mean_of_tasks(task_means) if task_means else UNKNOWN
     return {
         "tasks": len(by_task),
-        "samples": len(every),
-        "unscored": len(every) - sum(map(len, by_task_scored)),
-        "reward": as_json(mean_of_tasks(task_means) if task_means else UNKNOWN),
+        "samples": len(all_headers),
+        "unscored": len(all_headers) - num_scored,
+        "reward": as_json(mean_reward),
         "pass": {k: as_json(rate) for k, rate in rates.items() if rate},
-        "parts": means(header.reward_parts for header in every),
-        "tokens": fmean(header.trained_tokens for header in every),
-        "turns": fmean(header.turns for header in every),
-        "truncated": fmean(header.truncated for header in every),
+        "parts": means(header.reward_parts for header in all_headers),
+        "tokens": fmean(header.trained_tokens for header in all_headers),
+        "turns": fmean(header.turns for header in all_headers),
+        "truncated": fmean(header.truncated for header in all_headers),
     }
+
+
+def _rewards(headers: Sequence[TrajectoryHeader]) -> list[float]:
+    """Return the rewards of the trajectories that have one."""
+    return [header.reward for header in headers if header.reward is not None]
 
 
 def as_json(estimate: Estimate) -> dict[str, float | None]:
     """Convert an estimate to JSON, with None for infinity."""
-    return {key: each if abs(each) < inf else None for key, each in estimate._asdict().items()}
+    return {
+        name: number if abs(number) < inf else None for name, number in estimate._asdict().items()
+    }
 
 
 def show(result: Score) -> None:
@@ -131,24 +178,37 @@ def show(result: Score) -> None:
     for name in ("source", "what", "mean", "95 %"):
         table.add_column(name, justify="right" if name == "mean" else "left", overflow="fold")
     for row in result["results"]:
-        rates = {f"pass@{k}": estimate for k, estimate in row["pass"].items()}
-        source = row["source"] or "all"
-        first = source if row["seat"] == "agent" else f"{source}, {row['seat']}"
-        for what, found in {"reward": row["reward"], **rates}.items():
-            bounds = [found["low"], found["high"]]
-            between = "" if None in bounds else " … ".join(f"{bound:.3f}" for bound in bounds)
-            mean = "–" if found["mean"] is None else f"{found['mean']:.3f}"
-            table.add_row(first, what, mean, between)
-            first = ""
-        for what, mean in row["parts"].items():
-            table.add_row("", what, f"{mean:.3f}", "")
-        table.add_row("", "tokens", f"{row['tokens']:.1f}", "")
-        counts = f"{row['samples']} samples of {row['tasks']} tasks"
-        if unscored := row.get("unscored"):
-            counts += f", {unscored} without a score"
-        table.add_row("", "truncated", f"{row['truncated']:.3f}", counts, end_section=True)
+        _add_rows(table, row)
     terminal = Terminal()
     terminal.width = terminal.width if terminal.is_terminal else 1000
     terminal.print(table, soft_wrap=False)
     for name, failure in result["failures"].items():
         print(fold(f"{failure['attempts']} × {name}: {failure['first']}"))
+
+
+def _add_rows(table: Table, row: Score) -> None:
+    """Add the rows of one source and seat to the table; the first row names them."""
+    label = row["source"] or "all"
+    if row["seat"] != "agent":
+        label = f"{label}, {row['seat']}"
+    table.add_row(label, "reward", *_mean_and_interval(row["reward"]))
+    for k, rate in row["pass"].items():
+        table.add_row("", f"pass@{k}", *_mean_and_interval(rate))
+    for part, mean in row["parts"].items():
+        table.add_row("", part, f"{mean:.3f}", "")
+    table.add_row("", "tokens", f"{row['tokens']:.1f}", "")
+    counts = f"{row['samples']} samples of {row['tasks']} tasks"
+    num_unscored = row.get("unscored")
+    if num_unscored:
+        counts += f", {num_unscored} without a score"
+    table.add_row("", "truncated", f"{row['truncated']:.3f}", counts, end_section=True)
+
+
+def _mean_and_interval(estimate: dict[str, float | None]) -> tuple[str, str]:
+    """Return the cells of an estimate: its mean, and its interval."""
+    mean = estimate["mean"]
+    low = estimate["low"]
+    high = estimate["high"]
+    mean_cell = "–" if mean is None else f"{mean:.3f}"
+    interval_cell = "" if low is None or high is None else f"{low:.3f} … {high:.3f}"
+    return mean_cell, interval_cell

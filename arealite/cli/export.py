@@ -39,27 +39,33 @@ def find(paths: RunPaths, step: int | None) -> Path:
         UserError: There is none. The message lists the steps of the valid checkpoints.
     """
     good = {step_of(path.name): path for path in checkpoint.list_good(paths.checkpoints)}
-    wanted = max(good, default=None) if step is None else step
-    if wanted not in good:
-        what = "no valid checkpoint" if step is None else f"no valid checkpoint of step {step}"
-        listed = ", ".join(map(str, good)) or "none"
-        raise UserError(f"{what} in {paths.checkpoints}. Steps with one: {listed}.")
-    return good[wanted]
+    selected_step = max(good, default=None) if step is None else step
+    if selected_step not in good:
+        of_step = "" if step is None else f" of step {step}"
+        good_steps = ", ".join(map(str, good)) or "none"
+        raise UserError(
+            f"no valid checkpoint{of_step} in {paths.checkpoints}. Steps with one: {good_steps}."
+        )
+    return good[selected_step]
 
 
 def write(config_file: Path, source: Path, out: Path) -> None:
     """Load a checkpoint into the run's engine, and export the model."""
-    whole = [f"trainer.{part}.engine.fsdp.shard_size=0" for part in ("ppo", "offline")]
-    config = configs.load(ExperimentConfig, config_file, whole, is_saved=True)
+    whole_model = [
+        "trainer.ppo.engine.fsdp.shard_size=0",
+        "trainer.offline.engine.fsdp.shard_size=0",
+    ]
+    config = configs.load(ExperimentConfig, config_file, whole_model, is_saved=True)
     from arealite.api.trainer import trainers
     from arealite.impl.trainer.components import make_engine
     from arealite.impl.trainer.world import World
 
     options = config.trainer.own
+    head = trainers.get(config.trainer.type).head
     world = World.init(threads=config.launcher.trainer_threads, seed=config.seed, is_alone=True)
     try:
         training = Training(options.optimizer, options.lr, 1)  # the checkpoint has its state
-        engine = make_engine(config, training=training, head=trainers.get(config.trainer.type).head)
+        engine = make_engine(config, training=training, head=head)
         engine.load(source)
         engine.export(out)
     finally:

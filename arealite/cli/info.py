@@ -26,8 +26,12 @@ ANSWER_S = 5.0
 
 def main(argv: Sequence[str]) -> int:
     """Print the tables. Overrides: llm_server.sglang.python names the Python of SGLang."""
-    about = "Show versions, devices, parts, extras, sandbox; how to install missing ones."
-    config = configs.parse(ServerConfig, argv, command="arealite info", description=about)
+    config = configs.parse(
+        ServerConfig,
+        argv,
+        command="arealite info",
+        description="Show versions, devices, parts, extras, sandbox; how to install missing ones.",
+    )
     parts = {
         "versions": versions(config.llm_server.sglang.python),
         "devices": devices(),
@@ -37,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     }
     for title, lines in parts.items():
         print(title)
-        for name, text in lines:
-            print(fold(f"  {name:<16} {text}"))
+        for name, line in lines:
+            print(fold(f"  {name:<16} {line}"))
     return 0
 
 
@@ -50,20 +54,37 @@ def versions(sglang_python: str | None) -> Iterator[Line]:
     """
     yield "arealite", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
-    built_for = cuda()
-    yield "torch", package("torch") + (f" (CUDA {built_for})" if built_for else " (CPU only)")
+    cuda_version = cuda()
+    build = f" (CUDA {cuda_version})" if cuda_version else " (CPU only)"
+    yield "torch", package("torch") + build
     yield "transformers", package("transformers")
-    if sglang_python:
-        ask = "import importlib.metadata as m; print(m.version('sglang'))"
-        found = output_of([str(Path(sglang_python).expanduser()), "-c", ask])
-        yield "sglang", f"{found or 'missing'} ({sglang_python})"
-    else:
-        fix = f"pip install {extra_requirement('sglang')}, or set llm_server.sglang.python=PATH"
-        yield "sglang", package("sglang") or f"missing: {fix} to a Python that has it"
-    why = "missing: apt-get install slurm-wlm"
+    yield "sglang", _sglang_version(sglang_python)
+    yield "slurm", _slurm_version()
+
+
+def _sglang_version(sglang_python: str | None) -> str:
+    """Return the version of SGLang in its Python, or how to install it."""
+    if not sglang_python:
+        installed = package("sglang")
+        if installed:
+            return installed
+        return (
+            f"missing: pip install {extra_requirement('sglang')}, "
+            "or set llm_server.sglang.python=PATH to a Python that has it"
+        )
+    code = "import importlib.metadata as m; print(m.version('sglang'))"
+    version = output_of([str(Path(sglang_python).expanduser()), "-c", code])
+    return f"{version or 'missing'} ({sglang_python})"
+
+
+def _slurm_version() -> str:
+    """Return the version of Slurm, or how to install it."""
+    version, _, _ = output_of(["sinfo", "--version"]).partition("\n")
+    if version:
+        return version
     if shutil.which("sinfo"):
-        why = "installed, but `sinfo --version` fails"
-    yield "slurm", output_of(["sinfo", "--version"]).partition("\n")[0] or why
+        return "installed, but `sinfo --version` fails"
+    return "missing: apt-get install slurm-wlm"
 
 
 def devices() -> Iterator[Line]:
@@ -71,36 +92,57 @@ def devices() -> Iterator[Line]:
     yield "CPU cores", str(os.cpu_count())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield "memory", f"{memory / 2**30:.1f} GiB"
-    what = "--query-gpu=name,memory.total,driver_version"
-    gpus = output_of(["nvidia-smi", what, "--format=csv,noheader"])
-    for number, gpu in enumerate(gpus.splitlines()):
-        yield f"GPU {number}", gpu + ("" if cuda() else "; unused: install a torch for CUDA")
+    output = output_of(
+        ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
+    )
+    gpus = output.splitlines()
+    hint = "" if cuda() else "; unused: install a torch for CUDA"
+    for number, gpu in enumerate(gpus):
+        yield f"GPU {number}", gpu + hint
     if not gpus:
         yield "GPUs", "none (nvidia-smi lists no GPU)"
 
 
 def extras() -> Iterator[Line]:
     """Yield each extra of this package: the versions of its packages, or how to install it."""
-    wanted = defaultdict[str, list[str]](list)
-    for line in (package("arealite") and metadata.requires("arealite")) or []:
-        if match := re.match(r"([\w.-]+).*extra == ['\"]([\w.-]+)", line):
-            wanted[match[2]].append(match[1])
+    packages = _packages_of_extras()
     # SGLang is in "versions", and may be in a virtual environment of its own.
-    wanted.pop("sglang", None)
-    for extra, names in wanted.items():
+    packages.pop("sglang", None)
+    for extra, names in packages.items():
         absent = [name for name in names if not package(name)]
-        fix = f"missing {', '.join(absent)}: pip install {extra_requirement(extra)}"
-        yield extra, fix if absent else ", ".join(f"{name} {package(name)}" for name in names)
-    if not wanted:
+        if absent:
+            command = f"pip install {extra_requirement(extra)}"
+            yield extra, f"missing {', '.join(absent)}: {command}"
+        else:
+            yield extra, ", ".join(f"{name} {package(name)}" for name in names)
+    if not packages:
         yield "?", "arealite is not installed: pip install -e . in its folder"
+
+
+def _packages_of_extras() -> dict[str, list[str]]:
+    """Return the packages of each extra; {} if arealite is not installed."""
+    packages = defaultdict[str, list[str]](list)
+    requirements = metadata.requires("arealite") if package("arealite") else None
+    for requirement in requirements or []:
+        match = re.match(r"([\w.-]+).*extra == ['\"]([\w.-]+)", requirement)
+        if match:
+            name, extra = match.groups()
+            packages[extra].append(name)
+    return packages
 
 
 def sandbox() -> Iterator[Line]:
     """Yield the version of bubblewrap, or how to make it work."""
-    why = "missing: apt-get install bubblewrap"
-    if shutil.which("bwrap"):
-        why = "installed, but cannot create namespaces: sysctl -w user.max_user_namespaces=15000"
-    yield "bubblewrap", output_of(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"]) or why
+    version = output_of(["bwrap", "--ro-bind", "/", "/", "bwrap", "--version"])
+    if version:
+        yield "bubblewrap", version
+    elif shutil.which("bwrap"):
+        yield (
+            "bubblewrap",
+            "installed, but cannot create namespaces: sysctl -w user.max_user_namespaces=15000",
+        )
+    else:
+        yield "bubblewrap", "missing: apt-get install bubblewrap"
 
 
 def package(name: str) -> str:
@@ -114,9 +156,13 @@ def package(name: str) -> str:
 def cuda() -> str:
     """Return the CUDA version of the installed torch; "" for a CPU build or without torch."""
     spec = util.find_spec("torch")
-    file = Path(spec.origin or "").with_name("version.py") if spec else Path()
-    found = re.search(r"^cuda.*= '([\d.]+)'", file.read_text() if file.is_file() else "", re.M)
-    return found[1] if found else ""
+    if spec is None:
+        return ""
+    version_file = Path(spec.origin or "").with_name("version.py")
+    if not version_file.is_file():
+        return ""
+    match = re.search(r"^cuda.*= '([\d.]+)'", version_file.read_text(), re.M)
+    return match[1] if match else ""
 
 
 def output_of(command: Sequence[str]) -> str:

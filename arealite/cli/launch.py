@@ -22,20 +22,23 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in argv[:1] or "--help" in argv[:1]:
         print(fold(USAGE))
         return 0
-    where = next(iter(argv), "")
+    cluster_type = next(iter(argv), "")
     words = [word for word in argv[1:] if word != "--print"]
-    if where not in CLUSTERS:
+    if cluster_type not in CLUSTERS:
         raise UserError(USAGE)
-    description = "Run an experiment on a cluster. --print only prints the job."
-    command = f"arealite launch {where}"
-    config = configs.parse(ExperimentConfig, words, command=command, description=description)
-    own = replace(config.launcher, type=where)
-    host = "auto" if config.cluster.host == "127.0.0.1" else config.cluster.host
-    config = replace(config, launcher=own, cluster=replace(config.cluster, host=host))
+    config = configs.parse(
+        ExperimentConfig,
+        words,
+        command=f"arealite launch {cluster_type}",
+        description="Run an experiment on a cluster. --print only prints the job.",
+    )
+    config = replace(config, launcher=replace(config.launcher, type=cluster_type))
+    if config.cluster.host == "127.0.0.1":
+        config = replace(config, cluster=replace(config.cluster, host="auto"))
     only_show = "--print" in argv
     if not only_show:
         outputs.protect()
-    return CLUSTERS[where](config, only_show)
+    return CLUSTERS[cluster_type](config, only_show)
 
 
 def slurm(config: ExperimentConfig, only_show: bool) -> int:
@@ -44,18 +47,19 @@ def slurm(config: ExperimentConfig, only_show: bool) -> int:
     from arealite.impl.launcher.slurm_job import check_partitions, script
 
     paths = run_paths(config)
-    text = script(config, [sys.executable, "-m", "arealite.cli.main", "train", str(paths.config)])
+    command = [sys.executable, "-m", "arealite.cli.main", "train", str(paths.config)]
+    job_script = script(config, command)
     if only_show:
-        print(text, end="")
+        print(job_script, end="")
         return 0
     if not shutil.which("sbatch"):
         raise UserError("sbatch is not installed. Run this on a login node of a Slurm cluster.")
     check_partitions(config)
-    sbatch(["--test-only"], text)
+    sbatch(["--test-only"], job_script)
     with prepared(config, has_servers=False):
         file = paths.root / "slurm.sbatch"
-        file.write_text(text)
-    job = sbatch(["--parsable", str(file)]).strip().partition(";")[0]
+        file.write_text(job_script)
+    job, _, _ = sbatch(["--parsable", str(file)]).strip().partition(";")
     print(TEXTS["slurm"].format(job=job, file=file, log=paths.logs / "slurm.log"))
     return 0
 
@@ -67,22 +71,30 @@ def ray(config: ExperimentConfig, only_show: bool) -> int:
 
     if only_show:
         for name, bundle in bundles(config).items():
-            print(name, *(f"{kind}={count:g}" for kind, count in bundle.items()))
+            resources = [f"{kind}={count:g}" for kind, count in bundle.items()]
+            print(name, *resources)
         return 0
     return run(config)
 
 
-def sbatch(words: Sequence[str], text: str = "") -> str:
+def sbatch(words: Sequence[str], job_script: str = "") -> str:
     """Run sbatch and return its output.
 
     Raises:
         UserError: sbatch failed; the message has its stderr.
     """
-    done = subprocess.run(["sbatch", *words], input=text, capture_output=True, text=True)
-    if done.returncode:
-        what = f"sbatch refused the job: {done.stderr.strip()}"
-        raise UserError(f"{what}. Print the job with --print, and change launcher.slurm.*")
-    return done.stdout
+    process = subprocess.run(
+        ["sbatch", *words],
+        input=job_script,
+        capture_output=True,
+        text=True,
+    )
+    if process.returncode:
+        raise UserError(
+            f"sbatch refused the job: {process.stderr.strip()}. "
+            "Print the job with --print, and change launcher.slurm.*"
+        )
+    return process.stdout
 
 
 CLUSTERS: dict[str, Callable[[ExperimentConfig, bool], int]] = {"slurm": slurm, "ray": ray}

@@ -23,9 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = read_toml(__file__, "commands.toml")
 
 def usage() -> str:
     """Return the text of `arealite --help`."""
-    lines = [f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items()]
     head = f"arealite {__version__}\nusage: arealite COMMAND [options] [key=value …]\n"
-    return "\n".join([head, *lines, "", "arealite COMMAND --help shows the options of a command."])
+    foot = "arealite COMMAND --help shows the options of a command."
+    return "\n".join([head, *lines, "", foot])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +46,13 @@ def _main(args: Sequence[str]) -> int:
     if args[0] == "--version":
         print(__version__)
         return 0
-    if args[0] not in COMMANDS:
-        print(fold(unknown("command", args[0], list(COMMANDS)), sys.stderr), file=sys.stderr)
+    command = args[0]
+    if command not in COMMANDS:
+        message = unknown("command", command, list(COMMANDS))
+        print(fold(message, sys.stderr), file=sys.stderr)
         return 2
-    return _call(f"arealite.cli.{COMMANDS[args[0]][0]}", args[1:])
+    module, _ = COMMANDS[command]
+    return _call(f"arealite.cli.{module}", args[1:])
 
 
 def _piped(call: Callable[..., int], *words: object) -> int:
@@ -68,12 +72,18 @@ def _piped(call: Callable[..., int], *words: object) -> int:
     except (BrokenPipeError, SystemExit):
         if outputs.is_protected():
             raise
-        out = select.poll()
-        out.register(1, 0)
-        if not any(event & (select.POLLERR | select.POLLHUP) for _, event in out.poll(0)):
+        if not _is_stdout_closed():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit would raise
         return 128 + signal.SIGPIPE
+
+
+def _is_stdout_closed() -> bool:
+    """Return whether the reader of a pipe or socket at stdout has closed it."""
+    stdout = select.poll()
+    stdout.register(1, 0)
+    closed = select.POLLERR | select.POLLHUP
+    return any(event & closed for _, event in stdout.poll(0))
 
 
 def _call(module: str, argv: Sequence[str]) -> int:
@@ -83,8 +93,10 @@ def _call(module: str, argv: Sequence[str]) -> int:
     """
     try:
         if sys.flags.optimize > 1:
-            what = "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, but transformers reads them"
-            raise UserError(f"{what}. Unset PYTHONOPTIMIZE, or set it to 1.")
+            raise UserError(
+                "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, but transformers reads them. "
+                "Unset PYTHONOPTIMIZE, or set it to 1."
+            )
         return int(importlib.import_module(module).main(argv))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -101,10 +113,14 @@ def _call(module: str, argv: Sequence[str]) -> int:
 
 def first(error: BaseException) -> ArealiteError | None:
     """Return the first ArealiteError in an exception group, or the error itself; else None."""
-    if isinstance(error, BaseExceptionGroup):
-        inner = cast("BaseExceptionGroup[BaseException]", error).exceptions
-        return next((found for each in inner if (found := first(each))), None)
-    return error if isinstance(error, ArealiteError) else None
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, ArealiteError) else None
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    for inner in group.exceptions:
+        first_inner = first(inner)
+        if first_inner:
+            return first_inner
+    return None
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,34 +40,62 @@ class CommandLine:
 
     def parse(self, argv: Sequence[str]) -> Layers:
         """Parse the arguments. `--help` prints every key of `schema` with its default."""
-        is_help = not {"-h", "--help"}.isdisjoint(argv)
-        about = fold(self.description)
-        keys = fold(self.more + _keys(self.schema)) if is_help else ""
-        form = argparse.RawDescriptionHelpFormatter
-        parser = argparse.ArgumentParser(
-            self.command, description=about, epilog=keys, formatter_class=form, allow_abbrev=False
-        )
-        text = f"YAML file or preset (default: {self.default.stem}); may be repeated, "
-        text += "later ones win"
-        parser.add_argument("--config", action="append", metavar="NAME", help=text)
-        text = "dotted overrides; FILE.yaml or PRESET is the same as --config"
-        parser.add_argument("words", nargs="*", metavar="key=value", help=text)
+        parser = self._parser(is_help=not {"-h", "--help"}.isdisjoint(argv))
         check_flags(argv, self.schema)
         options = parser.parse_intermixed_args(argv)
-        names = [word for word in options.words if "=" not in word]
-        files = [n for n in names if n.endswith((".yaml", ".yml")) or n in presets.names()]
-        overrides = [word for word in options.words if word not in files]
-        found = [*map(presets.find, [*(options.config or []), *files])]
-        return Layers(found or [self.default], overrides)
+        files: list[str] = options.config or []
+        overrides = list[str]()
+        for word in options.words:
+            if _names_file(word):
+                files.append(word)
+            else:
+                overrides.append(word)
+        paths = [presets.find(file) for file in files]
+        return Layers(files=paths or [self.default], overrides=overrides)
 
     def parse_stages(self, argv: Sequence[str]) -> list[Layers]:
         """Parse arguments with `--then FILE`; return the Layers of each stage."""
-        glued = [word.split("=", 1) if word.startswith("--then=") else [word] for word in argv]
-        words = [word for pieces in glued for word in pieces]
-        cuts = [i for i, word in enumerate(words) if word == "--then"]
-        parts = [words[a:b] for a, b in pairwise([0, *cuts, len(words)])]
-        lines = [parts[0], *(["--config", *part[1:]] for part in parts[1:])]
-        return [replace(self, more=f"{THEN}\n").parse(line) for line in lines]
+        line = replace(self, more=f"{THEN}\n")
+        stages = [list[str]()]
+        for word in argv:
+            if word == "--then" or word.startswith("--then="):
+                stages.append(["--config", *word.split("=", 1)[1:]])
+            else:
+                stages[-1].append(word)
+        return [line.parse(stage) for stage in stages]
+
+    def _parser(self, *, is_help: bool) -> argparse.ArgumentParser:
+        """Return the parser. Its help lists the keys only if `is_help`, which takes time."""
+        parser = argparse.ArgumentParser(
+            self.command,
+            description=fold(self.description),
+            epilog=fold(self.more + _keys(self.schema)) if is_help else "",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.add_argument(
+            "--config",
+            action="append",
+            metavar="NAME",
+            help=(
+                f"YAML file or preset (default: {self.default.stem}); may be repeated, "
+                "later ones win"
+            ),
+        )
+        parser.add_argument(
+            "words",
+            nargs="*",
+            metavar="key=value",
+            help="dotted overrides; FILE.yaml or PRESET is the same as --config",
+        )
+        return parser
+
+
+def _names_file(word: str) -> bool:
+    """Return whether a word is a YAML file or a preset, not an override."""
+    if "=" in word:
+        return False
+    return word.endswith((".yaml", ".yml")) or word in presets.names()
 
 
 def check_flags(argv: Sequence[str], schema: type) -> None:
@@ -77,12 +104,19 @@ def check_flags(argv: Sequence[str], schema: type) -> None:
         if not word.startswith("--"):
             continue
         name, _, value = word.removeprefix("--").replace("-", "_").partition("=")
-        keys = [key for key, *_ in base_config.keys(schema)]
-        found = [key for key in keys if f".{key}".endswith(f".{SHORT.get(name, name)}")]
-        depth = min((key.count(".") for key in found), default=0)
-        if near := [key for key in found if key.count(".") == depth][:2]:
-            written = [f"{key}={value or after or 'VALUE'}" for key in near]
-            raise UserError(f"{word} is no option of the command. Write {' or '.join(written)}.")
+        override_value = value or after or "VALUE"
+        keys = _keys_that_end_with(SHORT.get(name, name), schema)
+        if keys:
+            overrides = [f"{key}={override_value}" for key in keys]
+            raise UserError(f"{word} is no option of the command. Write {' or '.join(overrides)}.")
+
+
+def _keys_that_end_with(name: str, schema: type) -> list[str]:
+    """Return at most two keys of a config with this last part, those with the fewest parts."""
+    keys = [key for key, *_ in base_config.keys(schema) if f".{key}".endswith(f".{name}")]
+    min_depth = min((key.count(".") for key in keys), default=0)
+    shallowest = [key for key in keys if key.count(".") == min_depth]
+    return shallowest[:2]
 
 
 class Word(NamedTuple):
@@ -110,17 +144,26 @@ def translate(argv: Sequence[str], words: Sequence[Word]) -> tuple[list[str], se
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for word in words:
         parser.add_argument(*word.flags.split(), dest=word.flags, metavar=word.value)
-    found, rest = parser.parse_known_args(argv)
-    given = {flags: value for flags, value in vars(found).items() if value is not None}
-    used = [word for word in words if word.flags in given]
-    own = [each.format(given[word.flags]) for word in used for each in word.options.split()]
-    return [*own, *rest], {*given}
+    namespace, other_words = parser.parse_known_args(argv)
+    flag_values = vars(namespace)
+    overrides = list[str]()
+    used_flags = set[str]()
+    for word in words:
+        flag_value = flag_values[word.flags]
+        if flag_value is not None:
+            used_flags.add(word.flags)
+            overrides += [option.format(flag_value) for option in word.options.split()]
+    return [*overrides, *other_words], used_flags
 
 
 def describe(words: Sequence[Word]) -> str:
     """Return lines for the help of a command, one for each flag."""
-    rows = [(f"{each.flags} {each.value}", each.options, each.value) for each in words]
-    return "\n".join(f"    {flag:<25} {text.replace('{}', value)}" for flag, text, value in rows)
+    lines = list[str]()
+    for word in words:
+        usage = f"{word.flags} {word.value}"
+        overrides = word.options.replace("{}", word.value)
+        lines.append(f"    {usage:<25} {overrides}")
+    return "\n".join(lines)
 
 
 def run_parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -131,8 +174,8 @@ def run_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def _keys(schema: type) -> str:
-    lines = [
-        f"  {path}={'null' if default is None else default}\n      {text}"
-        for path, default, text in base_config.keys(schema)
-    ]
-    return "keys and their defaults:\n" + "\n".join(lines)
+    lines = ["keys and their defaults:"]
+    for key, default, description in base_config.keys(schema):
+        default_yaml = "null" if default is None else default
+        lines.append(f"  {key}={default_yaml}\n      {description}")
+    return "\n".join(lines)

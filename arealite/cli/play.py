@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any, cast
 
 from arealite.api.agent import Agent, AgentFactory, agents
-from arealite.api.agent_config import ScriptedConfig
+from arealite.api.agent_config import AgentConfig, ScriptedConfig
 from arealite.api.config import ExperimentConfig
 from arealite.api.env import envs
 from arealite.api.env_config import EnvConfig
@@ -65,7 +65,8 @@ class Lines:
         Raises:
             InputEnded: There are no more lines.
         """
-        if not (line := await self._typed.get()):
+        line = await self._typed.get()
+        if not line:
             self._typed.put_nowait(line)  # for the other seats
             raise InputEnded("the input has ended")
         return line.decode(errors="replace").rstrip("\r\n")
@@ -87,7 +88,7 @@ class Player(Agent):
     lines: Lines
     other: Agent | None = None
     total = 0.0
-    known: tuple[dict[str, object], ...] = ()
+    printed_tools: tuple[dict[str, object], ...] = ()
     """Tools that were printed already."""
 
     async def act(self, observation: object) -> Action:
@@ -97,21 +98,29 @@ class Player(Agent):
         """
         seen = observe(observation)
         other = self.other
-        can_write = getattr(getattr(other, "config", None), "policy", "answers") == "answers"
-        if other is not None and (seen.choices or can_write):
+        if other is not None and (seen.choices or _can_write(other)):
             action = await other.act(observation)
             self.lines.actions.append(f"[{self.seat.name}] {action.text}")
             return action
         async with self.lines.turn:
-            self.lines.show(show(seen, known=self.known), f"{self.seat.name}> ")
-            self.known = seen.tools
-            text = await self.lines.read()
-        return Action(text, calls=read_calls(text, HERMES)[1] if seen.tools else ())
+            self.lines.show(show(seen, printed_tools=self.printed_tools), f"{self.seat.name}> ")
+            self.printed_tools = seen.tools
+            line = await self.lines.read()
+        if not seen.tools:
+            return Action(line, calls=())
+        _, calls = read_calls(line, HERMES)
+        return Action(line, calls=calls)
 
     def reward(self, value: float | None, /, **parts: float) -> None:
         """Add a reward to the sum that is printed at the end."""
         super().reward(value, **parts)
         self.total += value or 0.0
+
+
+def _can_write(agent: Agent) -> bool:
+    """Return whether an agent can act without choices; of scripted ones, only some policies can."""
+    config = getattr(agent, "config", None)
+    return getattr(config, "policy", "answers") == "answers"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -133,18 +142,25 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> Namespace:
     """Parse the command line."""
-    about = fold(str(__doc__))
-    form = RawDescriptionHelpFormatter
     parser = ArgumentParser(
-        prog="arealite play", description=about, formatter_class=form, allow_abbrev=False
+        prog="arealite play",
+        description=fold(str(__doc__)),
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("env", metavar="ENV", help="name of the environment")
     parser.add_argument("--seat", action="append", help="your seat; repeatable; all: every one")
-    text = "agent of other seats; scripted: random choices"
-    parser.add_argument("--opponent", default="scripted", help=text)
+    parser.add_argument(
+        "--opponent",
+        default="scripted",
+        help="agent of other seats; scripted: random choices",
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the task and the opponent")
-    text = "tasks, as for dataset.train; default: generated tasks"
-    parser.add_argument("--task", metavar="FILE", help=text)
+    parser.add_argument(
+        "--task",
+        metavar="FILE",
+        help="tasks, as for dataset.train; default: generated tasks",
+    )
     parser.add_argument("--row", type=int, default=0, help="number of the task, from 0")
     parser.add_argument("words", nargs="*", metavar="key=value", help="options")
     return parser.parse_intermixed_args(argv)
@@ -157,8 +173,9 @@ def full_key(word: str, env: str) -> str:
         return f"{COLLECTOR}env.{word}"
     if dot and head == "seats":
         return f"{COLLECTOR}{word}"
-    is_own = head in configs.field_names(getattr(EnvConfig(), env, None) or envs.configs.get(env))
-    if head in configs.field_names(ExperimentConfig) and not is_own:
+    env_config = getattr(EnvConfig(), env, None) or envs.configs.get(env)
+    is_env_option = head in configs.field_names(env_config)
+    if head in configs.field_names(ExperimentConfig) and not is_env_option:
         return word
     return f"{COLLECTOR}env.{env}.{word}"
 
@@ -173,11 +190,16 @@ async def play(config: ExperimentConfig, options: Namespace) -> None:
         await env.setup()
         players = await make_players(env.seats, config, options, stack)
         await env.run(task, **players)
-    next(iter(players.values())).lines.show("")
+    first_player = next(iter(players.values()))
+    first_player.lines.show("")
     for name, player in players.items():
-        parts = ", ".join(f"{part}={value:g}" for part, value in player.record.reward_parts.items())
-        reward = "no score" if player.record.is_unscored else f"reward {player.total:g}"
-        print(f"{name}: {reward}" + (f" ({parts})" if parts else ""))
+        record = player.record
+        line = f"{name}: "
+        line += "no score" if record.is_unscored else f"reward {player.total:g}"
+        if record.reward_parts:
+            parts = [f"{part}={reward:g}" for part, reward in record.reward_parts.items()]
+            line += f" ({', '.join(parts)})"
+        print(line)
 
 
 def find_task(config: ExperimentConfig, options: Namespace) -> Task:
@@ -189,12 +211,13 @@ def find_task(config: ExperimentConfig, options: Namespace) -> Task:
     row = options.row
     file = options.task
     env = config.trainer.ppo.collector.env
-    drawn: Iterable[Task] = generate(env, "play", options.seed)
+    tasks: Iterable[Task] = generate(env, "play", options.seed)
     if file:
-        drawn = load_tasks(file, "play", config.dataset.columns, keep=reads_columns(env))
-    if row < 0 or not (found := [*islice(drawn, row, row + 1)]):
+        tasks = load_tasks(file, "play", config.dataset.columns, keep=reads_columns(env))
+    selected = [*islice(tasks, row, row + 1)] if row >= 0 else []
+    if not selected:
         raise UserError(f"--row {row}: {file or env.type} has no such row. Rows begin with 0.")
-    return found[0]
+    return selected[0]
 
 
 async def make_players(
@@ -207,31 +230,45 @@ async def make_players(
     """
     collector = config.trainer.ppo.collector
     lines = Lines()
-    nothing = cast(Any, object())  # these agents do not use the run's client and tokenizer
+    # These agents do not use the run's client and tokenizer.
+    nothing = cast(Any, object())
     factory = AgentFactory(config, client=nothing, tokenizer=nothing)
-    mine = [*names] if options.seat == ["all"] else options.seat or names[:1]
-    if unknown_seats := {*mine, *collector.seats} - {*names}:
+    own_seats = [*names] if options.seat == ["all"] else options.seat or names[:1]
+    unknown_seats = {*own_seats, *collector.seats} - {*names}
+    if unknown_seats:
         raise UserError(unknown("seat", min(unknown_seats), names))
     scripted = ScriptedConfig(policy="random", seed=options.seed)
     opponent = replace(collector.agent, type=options.opponent, scripted=scripted)
     players = dict[str, Player]()
     for name in names:
         seat = Seat(name, group_id="play", episode_id="play/0")
-        players[name] = player = Player(None, client=nothing, tokenizer=nothing, seat=seat)
+        player = Player(None, client=nothing, tokenizer=nothing, seat=seat)
         player.lines = lines
-        if name not in mine:
-            agent = collector.seats.get(name, opponent)
-            if agents.get(agent.type).trainable:
-                what = f"seat '{name}': agent.type={agent.type} needs the policy of a run"
-                fix = f"Use seats.{name}.type=fixed_policy and its options, or scripted."
-                raise UserError(f"{what}. {fix}")
-            await factory.share(agent, stack)
-            player.other = factory.make_agent(agent, seat)
+        players[name] = player
+        if name not in own_seats:
+            agent_config = collector.seats.get(name, opponent)
+            _check_needs_no_policy(name, agent_config)
+            await factory.share(agent_config, stack)
+            player.other = factory.make_agent(agent_config, seat)
     return players
 
 
-def show(seen: Observation, *, known: Sequence[dict[str, object]] = ()) -> str:
-    """Format an observation for a person, with the tools that are not in `known`."""
-    tools = [f"tool: {t.get('function', t)}" for t in seen.tools if t not in known]
-    choices = f"choices: {', '.join(seen.choices)}" if seen.choices else ""
-    return "\n".join(filter(None, [str(seen).rstrip("\n"), *tools, CALL if tools else "", choices]))
+def _check_needs_no_policy(seat: str, agent_config: AgentConfig) -> None:
+    """Check that the agent of a seat acts without the policy of a run."""
+    if agents.get(agent_config.type).trainable:
+        raise UserError(
+            f"seat '{seat}': agent.type={agent_config.type} needs the policy of a run. "
+            f"Use seats.{seat}.type=fixed_policy and its options, or scripted."
+        )
+
+
+def show(seen: Observation, *, printed_tools: Sequence[dict[str, object]] = ()) -> str:
+    """Format an observation for a person, without the tools that are in `printed_tools`."""
+    lines = [str(seen).rstrip("\n")]
+    new_tools = [tool for tool in seen.tools if tool not in printed_tools]
+    lines += [f"tool: {tool.get('function', tool)}" for tool in new_tools]
+    if new_tools:
+        lines.append(CALL)
+    if seen.choices:
+        lines.append(f"choices: {', '.join(seen.choices)}")
+    return "\n".join(filter(None, lines))

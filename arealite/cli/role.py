@@ -52,11 +52,13 @@ def datapipe(config: ExperimentConfig, index: int) -> None:
     from arealite.system.data.tasks import load_split
     from arealite.system.datapipe.datapipe import Datapipe
 
-    train = load_split(config, "train")
-    held_out = load_split(config, "eval")
-    names = NameRegistry.of(config)
-    address = f"tcp://{config.cluster.host}:0"
-    pipe = Datapipe(config, train=train, eval=held_out, registry=names, address=address)
+    pipe = Datapipe(
+        config,
+        train=load_split(config, "train"),
+        eval=load_split(config, "eval"),
+        registry=NameRegistry.of(config),
+        address=f"tcp://{config.cluster.host}:0",
+    )
     warm_parent.freeze()
     with lock_file(run_paths(config).root / ".datapipe.lock", fix="One run has one datapipe."):
         asyncio.run(until_terminated(with_externals(config, pipe.run())))
@@ -81,8 +83,9 @@ async def with_externals(
 async def until_terminated(work: Coroutine[object, object, None]) -> None:
     """Await `work`; SIGTERM cancels it, so that it can remove its name entry."""
     task = asyncio.ensure_future(work)
-    vitals.watch(asyncio.get_running_loop())
-    asyncio.get_running_loop().add_signal_handler(STOP, task.cancel)
+    loop = asyncio.get_running_loop()
+    vitals.watch(loop)
+    loop.add_signal_handler(STOP, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
@@ -105,9 +108,12 @@ def rollout(config: ExperimentConfig, index: int) -> None:
         secret=names.secret,
         max_frame_mb=config.datapipe.max_frame_mb,
     )
-    client = clients.get(collector.client.type)(config, collector.client)
-    tokenizer = load_tokenizer(config.model.path)
-    worker = RolloutWorker(config, link=link, client=client, tokenizer=tokenizer)
+    worker = RolloutWorker(
+        config,
+        link=link,
+        client=clients.get(collector.client.type)(config, collector.client),
+        tokenizer=load_tokenizer(config.model.path),
+    )
     warm_parent.freeze()
     gc.set_threshold(50_000)  # reference counting frees nearly all objects of an episode
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

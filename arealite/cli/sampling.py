@@ -35,7 +35,7 @@ from arealite.system.data.prompts import check_prompts
 from arealite.system.data.samples import Samples
 from arealite.system.data.tasks import GENERATED, check_first_rows, load_split
 from arealite.system.locks import lock_file
-from arealite.system.names.registry import NameRegistry
+from arealite.system.names.registry import Entry, NameRegistry
 
 SHOW_S = 5.0
 Config = TypeVar("Config", bound=SamplingRunConfig)
@@ -43,17 +43,18 @@ Config = TypeVar("Config", bound=SamplingRunConfig)
 
 def words(split: str) -> tuple[Word, ...]:
     """Return the flags of the command that samples a split."""
-    command, rows = ("eval", "eval_rows") if split == "eval" else ("collect", "rows")
+    command = "eval" if split == "eval" else "collect"
+    rows_option = "eval_rows" if split == "eval" else "rows"
     environment = "trainer.ppo.collector.env.type={} name=" + command + "-{}"
     return (
         Word("--model", "M", "model.path={}"),
         Word("--environment", "E", environment),
-        Word("-n --num-episodes", "N", f"tasks={{}} dataset.{rows}={{}}"),
+        Word("-n --num-episodes", "N", f"tasks={{}} dataset.{rows_option}={{}}"),
         Word("-o --output", "FILE", "out={}"),
     )
 
 
-def with_defaults(config: Config, given: set[str], split: str) -> Config:
+def with_defaults(config: Config, used_flags: set[str], split: str) -> Config:
     """Set the options that a command with `--environment` or `--model` may omit.
 
     The environment generates the tasks if there is no dataset. The command starts an LLM server if
@@ -61,18 +62,24 @@ def with_defaults(config: Config, given: set[str], split: str) -> Config:
 
     Args:
         config: The config of the command.
-        given: The flags on the command line.
+        used_flags: The flags on the command line.
         split: "eval" or "train", the option of `dataset`.
     """
-    data = config.dataset
+    dataset = config.dataset
     launcher = config.launcher
-    if "--environment" in given and not getattr(data, split):
-        config = replace(config, dataset=replace(data, **{split: GENERATED}))
-    is_served = launcher.llm_servers or config.llm_server.addresses
-    if "--model" in given and not is_served and not NameRegistry.of(config).list("llm_server"):
+    if "--environment" in used_flags and not getattr(dataset, split):
+        config = replace(config, dataset=replace(dataset, **{split: GENERATED}))
+    if "--model" in used_flags and not _is_served(config):
         print("no LLM server is running: this command starts one", file=sys.stderr)
         config = replace(config, launcher=replace(launcher, llm_servers=1))
     return config
+
+
+def _is_served(config: SamplingRunConfig) -> bool:
+    """Return whether the config names LLM servers, or servers of its trial are running."""
+    if config.launcher.llm_servers or config.llm_server.addresses:
+        return True
+    return bool(NameRegistry.of(config).list("llm_server"))
 
 
 @contextmanager
@@ -89,9 +96,9 @@ def sampled(
     log.setup(config.name, "warning")
     tasks = load_split(config, split)[: config.tasks or None]
     check_run(config, tasks, split)
-    fix = "Wait for it, or choose another name=…"
     config.folder.mkdir(parents=True, exist_ok=True)
-    with lock_file(config.folder / ".lock", fix=fix), contextlib.ExitStack() as stack:
+    lock = lock_file(config.folder / ".lock", fix="Wait for it, or choose another name=…")
+    with lock, contextlib.ExitStack() as stack:
         samples = Samples(config.folder / "samples.sqlite")
         stack.callback(samples.close)
         samples.begin(facts(config, tasks, split))
@@ -106,19 +113,24 @@ def sample(
     config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
 ) -> Counter[str]:
     """Run the missing episodes; return the number of failed samples by source."""
-    done = samples.done()
-    counts = [config.n if split == "train" else task.eval_samples(config.n) for task in tasks]
-    if all((row, member) in done for row, n in enumerate(counts) for member in range(n)):
+    stored = samples.done()
+    wanted = [
+        (row, member)
+        for row, task in enumerate(tasks)
+        for member in range(config.n if split == "train" else task.eval_samples(config.n))
+    ]
+    if stored.issuperset(wanted):
         return Counter()
     import uvloop
 
     try:
         return uvloop.run(until_stopped(_sample(config, tasks, samples, split)))
     except asyncio.CancelledError:
-        kept = len(samples.done())
-        all_ = sum(counts)
-        what = f"{kept} of {all_} samples are stored in {config.folder}"
-        print(f"{what}: the same command resumes from there", file=sys.stderr)
+        print(
+            f"{len(samples.done())} of {len(wanted)} samples are stored in {config.folder}: "
+            "the same command resumes from there",
+            file=sys.stderr,
+        )
         raise KeyboardInterrupt from None
 
 
@@ -132,19 +144,24 @@ async def until_stopped(work: Coroutine[object, object, Counter[str]]) -> Counte
 async def _sample(
     config: SamplingRunConfig, tasks: Sequence[Task], samples: Samples, split: str
 ) -> Counter[str]:
-    collector = config.trainer.ppo.collector
-    client = clients.get(collector.client.type)(config, collector.client)
-    kind = ObservingCollector if split == "train" else Collector
-    made = kind(config, client, load_tokenizer(config.model.path))
-    run = "train" if split == "train" else "eval-0"
-    sampler = Sampler(config, collector=made, samples=samples, split=run, progress=Progress(config))
+    collector_config = config.trainer.ppo.collector
+    client = clients.get(collector_config.client.type)(config, collector_config.client)
+    collector_class = ObservingCollector if split == "train" else Collector
+    collector = collector_class(config, client, load_tokenizer(config.model.path))
+    sampler = Sampler(
+        config,
+        collector=collector,
+        samples=samples,
+        split="train" if split == "train" else "eval-0",
+        progress=Progress(config),
+    )
 
     async def work() -> None:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             await client.start()
-            await made.setup()
-            stack.push_async_callback(made.close)
+            await collector.setup()
+            stack.push_async_callback(collector.close)
             await sampler.run(tasks, config.n)
 
     async with own_servers(config, config.folder):
@@ -155,8 +172,8 @@ async def _sample(
 def report_failed(failed: Counter[str]) -> int:
     """Print the number of failed samples; return the exit code: 1 if there are any."""
     for source, count in failed.items():
-        where = f" of {source}" if source else ""
-        print(f"{count} samples{where} failed; the same command retries them")
+        of_source = f" of {source}" if source else ""
+        print(f"{count} samples{of_source} failed; the same command retries them")
     return int(bool(failed))
 
 
@@ -179,8 +196,10 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
         raise UserError(f"no environment of collector.envs has tasks: set envs.NAME.{split}.")
     NameRegistry.of(config).check()
     if config.model.adapter:
-        fix = "Sample from an export: model.path=EXPORT model.adapter=null."
-        raise UserError(f"model.adapter={config.model.adapter}: servers do not load it. {fix}")
+        raise UserError(
+            f"model.adapter={config.model.adapter}: servers do not load it. "
+            "Sample from an export: model.path=EXPORT model.adapter=null."
+        )
     configs.check_names(config)
     check_sampling_packages(config)
     check_name("name", config.name)
@@ -188,13 +207,21 @@ def check_run(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> N
     check_first_rows(config, [split])
     model, _ = read_model(preflight.required(config.model.path, "model.path"))
     preflight.check_run_folder(config)
-    found = [] if config.launcher.llm_servers else preflight.find_servers(config, model)
+    entries = list[Entry]()
+    if not config.launcher.llm_servers:
+        entries = preflight.find_servers(config, model)
+    config = _with_sampling(config, options_of(config, split))
+    check_prompts(config, tasks, preflight.contexts(config, model, entries))
+    for warning in preflight.check_templates(config, tasks):
+        print(f"{config.name}: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _with_sampling(config: SamplingRunConfig, sampling: SamplingConfig) -> SamplingRunConfig:
+    """Return a config whose collector has other sampling options."""
     ppo = config.trainer.ppo
-    sampled_ppo = replace(ppo, collector=replace(ppo.collector, sampling=options_of(config, split)))
-    config = replace(config, trainer=replace(config.trainer, ppo=sampled_ppo))
-    check_prompts(config, tasks, preflight.contexts(config, model, found))
-    for fault in preflight.check_templates(config, tasks):
-        print(f"{config.name}: warning: {fault}", file=sys.stderr, flush=True)
+    collector = replace(ppo.collector, sampling=sampling)
+    trainer = replace(config.trainer, ppo=replace(ppo, collector=collector))
+    return replace(config, trainer=trainer)
 
 
 def options_of(config: SamplingRunConfig, split: str) -> SamplingConfig:
@@ -207,18 +234,26 @@ def facts(config: SamplingRunConfig, tasks: Sequence[Task], split: str) -> dict[
     """Return the values that must be equal for all samples of a folder; `n` may grow."""
     collector = config.trainer.ppo.collector
     folder = Path(config.model.path).expanduser().absolute()
-    stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
-    files = str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     rows = identity(config, tasks)
     options = {
         "sampling": asdict(options_of(config, split)),
         "agent": asdict(collector.agent),
-        **{f"environment {name}".strip(): asdict(p) for name, p in collector.parts.items()},
     }
+    for name, part in collector.parts.items():
+        options[f"environment {name}".strip()] = asdict(part)
     return {
         "model.path": str(folder),
-        "weights": hashlib.blake2b(files.encode(), digest_size=8).hexdigest(),
+        "weights": _weights_digest(folder),
         "dataset_rows": rows["dataset_rows"],
         "dataset_digest": rows["dataset_digest"],
         **dict(base_config.values("", options)),
     }
+
+
+def _weights_digest(folder: Path) -> str:
+    """Return a digest of the names, sizes and times of the weight files in a folder."""
+    files = list[tuple[str, int, int]]()
+    for file in sorted(folder.glob("*.safetensors")):
+        stat = file.stat()
+        files.append((file.name, stat.st_size, stat.st_mtime_ns))
+    return hashlib.blake2b(str(files).encode(), digest_size=8).hexdigest()

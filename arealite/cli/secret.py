@@ -23,13 +23,13 @@ def main(argv: Sequence[str]) -> int:
     words = [word for word in argv if word not in (ROTATE, TOKEN)]
     config = configs.parse(ServerConfig, words, command="arealite secret", description=str(__doc__))
     names = NameRegistry.of(config)
-    found = read_secret(names.root)
-    if found is None:
+    secret = read_secret(names.root)
+    if secret is None:
         raise UserError(f"{names.root} has no secret. Start a process of the trial first.")
     if ROTATE in argv:
         for role in ("llm_server", "datapipe"):
-            if alive := names.list(role):
-                raise UserError(f"{role} {alive[0].id} uses the secret. Stop the trial first.")
-        found = rotate_secret(names.root)
-    print(found.token if TOKEN in argv else names.root / FILE)
+            for entry in names.list(role):
+                raise UserError(f"{role} {entry.id} uses the secret. Stop the trial first.")
+        secret = rotate_secret(names.root)
+    print(secret.token if TOKEN in argv else names.root / FILE)
     return 0

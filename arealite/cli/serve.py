@@ -19,15 +19,23 @@ from arealite.cli import configs
 from arealite.cli.options import CommandLine, Word, describe, translate
 from arealite.impl.launcher.processes import die_with_parent
 
-WORDS = Word("--environments", "A,B,C", "environments=[{}]"), Word("--port", "N", "server.port={}")
+WORDS = (
+    Word("--environments", "A,B,C", "environments=[{}]"),
+    Word("--port", "N", "server.port={}"),
+)
 DESCRIPTION = str(__doc__).format(words=describe(WORDS))
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve rollout workers and clients of OpenEnv until a stop signal."""
-    default = configs.CONFIG_DIR / "env_server.yaml"
-    line = CommandLine("arealite serve", DESCRIPTION, EnvServerConfig, default)
-    layers = line.parse(translate(argv, WORDS)[0])
+    line = CommandLine(
+        command="arealite serve",
+        description=DESCRIPTION,
+        schema=EnvServerConfig,
+        default=configs.CONFIG_DIR / "env_server.yaml",
+    )
+    words, _ = translate(argv, WORDS)
+    layers = line.parse(words)
     die_with_parent()
     # The parent reads only one line of stdout. Other output of the environment would fill the pipe,
     # so it goes to stderr.

@@ -32,8 +32,13 @@ def tiny_model(config: ServerConfig) -> ServerConfig:
     from arealite.impl.demo.sorting import make_kit  # imports torch
 
     kit = Path(config.cluster.run_root).expanduser() / "demo" / f"kit-seed{config.seed}"
-    line = f"model.path is not set: {kit}/model is served, a tiny model that sorts six digits"
-    print(fold(f"{line}. For your own: model.path=FOLDER"), flush=True)
+    print(
+        fold(
+            f"model.path is not set: {kit}/model is served, a tiny model that sorts six digits. "
+            "For your own: model.path=FOLDER"
+        ),
+        flush=True,
+    )
     path = str(make_kit(kit, config.seed) / "model")
     return replace(config, model=replace(config.model, path=path))
 
@@ -42,8 +47,12 @@ def main(argv: Sequence[str]) -> int:
     """Serve until a stop signal."""
     # Before this process has a thread or a module of the user.
     warm = None if IS_KEPT in os.environ else warm_starts.fork_here()
-    about = "Start a language-model server with SGLang's HTTP protocol."
-    config = configs.parse(ServerConfig, argv, command="launch_llm_server.py", description=about)
+    config = configs.parse(
+        ServerConfig,
+        argv,
+        command="launch_llm_server.py",
+        description="Start a language-model server with SGLang's HTTP protocol.",
+    )
     config = configs.resolve_host(config)
     bypass_proxies(config.llm_server.host)  # SGLang sends itself a first request
     outputs.protect()

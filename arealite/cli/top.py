@@ -28,11 +28,20 @@ def main(argv: Sequence[str]) -> int:
     """Show a run until its end, or until q or Ctrl-C."""
     parser = run_parser("top", "Show the state of a run until its end; q quits.")
     parser.add_argument("--once", action="store_true", help="print the panel once")
-    text = "seconds between updates (2)"
-    parser.add_argument("--every", type=float, default=2.0, metavar="S", help=text)
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds between updates (2)",
+    )
     parser.add_argument("--web", action="store_true", help="serve the report; it updates itself")
-    text = "serve the report at this port (any free port)"
-    parser.add_argument("--port", type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--port",
+        type=int,
+        metavar="N",
+        help="serve the report at this port (any free port)",
+    )
     options = parser.parse_args(argv)
     if not 0.1 <= options.every <= 3600.0:
         parser.error(f"--every {options.every:g} must be from 0.1 to 3600 seconds")
@@ -84,17 +93,20 @@ def print_lines(watch: RunReader, terminal: Terminal, *, every_s: float) -> None
 @contextmanager
 def keyboard() -> Generator[Callable[[float], str]]:
     """Yield a function that waits some seconds for a key and returns it; "" without one."""
-    keys = [sys.stdin.fileno()] if sys.stdin.isatty() else []
-    before = [termios.tcgetattr(key) for key in keys]
+    keyboards = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    modes = [termios.tcgetattr(descriptor) for descriptor in keyboards]
 
     def pressed(seconds: float) -> str:
-        ready = select.select(keys, [], [], seconds)[0]
-        return (os.read(ready[0], 1) or b"q").decode(errors="replace") if ready else ""
+        ready, _, _ = select.select(keyboards, [], [], seconds)
+        if not ready:
+            return ""
+        key = os.read(ready[0], 1) or b"q"  # the terminal is closed
+        return key.decode(errors="replace")
 
     try:
-        for key in keys:
-            tty.setcbreak(key)
+        for descriptor in keyboards:
+            tty.setcbreak(descriptor)
         yield pressed
     finally:
-        for key, mode in zip(keys, before, strict=True):
-            termios.tcsetattr(key, termios.TCSADRAIN, mode)
+        for descriptor, mode in zip(keyboards, modes, strict=True):
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, mode)

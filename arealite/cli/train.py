@@ -47,8 +47,11 @@ def main(argv: Sequence[str]) -> int:
         check_options(config)
     for number, config in enumerate(stages, start=1):
         if len(stages) > 1:
-            what = f"{config.trainer.type}, {run_paths(config).root}"
-            print(f"stage {number} of {len(stages)}: {what}", flush=True)
+            root = run_paths(config).root
+            print(
+                f"stage {number} of {len(stages)}: {config.trainer.type}, {root}",
+                flush=True,
+            )
         if code := run(config):
             return code
     return 0
@@ -100,9 +103,12 @@ def store_of_ranks(config: ExperimentConfig, rank: int) -> Generator[None]:
         return
     from arealite.impl.trainer import world
 
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    limit = f"waits up to {world.RENDEZVOUS_S:g} s"
-    print(f"rank {rank} of {ranks} {limit} for the other ranks, at {where}", flush=True)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    print(
+        f"rank {rank} of {ranks} waits up to {world.RENDEZVOUS_S:g} s for the other ranks, "
+        f"at {address}",
+        flush=True,
+    )
     store = world.serve_store(config.cluster.bound) if rank == 0 else None
     os.environ[world.SHARED_STORE] = "True"
     yield
@@ -116,29 +122,31 @@ def prepared(config: ExperimentConfig, *, has_servers: bool = True) -> Generator
     from arealite.cli.preflight import preflight
 
     paths = run_paths(config)
-    fix = "Stop it, or choose another trial_name."
     names = name_dir(config)
-    new = [folder for folder in (paths.root, *paths.root.parents) if not folder.exists()]
+    lock_fix = "Stop it, or choose another trial_name."
+    root_lock = paths.root / ".lock"
+    new_folders = [path for path in (paths.root, *paths.root.parents) if not path.exists()]
     with ExitStack() as stack:
         with suppress(OSError):  # the check reports it
             paths.root.mkdir(parents=True, exist_ok=True)
             # `arealite why` finds the launcher by this lock until the config is checked.
-            stack.enter_context(lock_file(paths.root / ".lock", fix=fix))
+            stack.enter_context(lock_file(root_lock, fix=lock_fix))
         try:
             preflight(config, has_servers=has_servers)
         except BaseException:
-            if new:
+            if new_folders:
                 shutil.rmtree(paths.root, ignore_errors=True)
             with suppress(OSError):  # another trial uses the folder
-                for folder in new[1:]:
+                for folder in new_folders[1:]:
                     folder.rmdir()
             raise
     for folder in (names, paths.root):
         folder.mkdir(parents=True, exist_ok=True)
-    with lock_file(names / ".lock", fix=fix):  # a run in another folder would use the same names
-        with lock_file(paths.root / ".lock", fix=fix):
+    # A run in another folder would use the same names.
+    with lock_file(names / ".lock", fix=lock_fix):
+        with lock_file(root_lock, fix=lock_fix):
             resume.move_old_run(config)
         paths.logs.mkdir(parents=True, exist_ok=True)
         outputs.log_to(paths.logs / "launcher-0.log")
-        with lock_file(paths.root / ".lock", fix=fix):  # move_old_run may have renamed the folder
+        with lock_file(root_lock, fix=lock_fix):  # move_old_run may have renamed the folder
             yield resume.prepare_folder(config)

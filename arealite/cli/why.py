@@ -26,8 +26,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         folder = name_dir(cast(ExperimentConfig, config)) / "vitals" if config else paths.root
     except AttributeError as error:
-        what = f"{paths.config} is no config of a run: cluster or a name of the trial is missing"
-        raise UserError(f"{what}. Name a run folder, like runs/EXPERIMENT/TRIAL.") from error
+        raise UserError(
+            f"{paths.config} is no config of a run: cluster or a name of the trial is missing. "
+            "Name a run folder, like runs/EXPERIMENT/TRIAL."
+        ) from error
     if launcher and launcher not in [role.vitals.pid for role in read_roles(folder)]:
         print(f"process {launcher} checks the config of the run; it has started no role yet.")
         return 0

@@ -31,8 +31,11 @@ C = TypeVar("C", bound=ExperimentConfig)
 Parts = Mapping[str, Any]
 Overrides = Mapping[str, object] | Sequence[str] | None
 Config = str | Path | Sequence[str | Path]
-NESTED, CHECKER = "AREALITE_NESTED", "arealite-check"
-"""Environment variable of the processes that this API starts, and name of the checking thread."""
+NESTED = "AREALITE_NESTED"
+"""Environment variable of the processes that this API starts."""
+CHECKER = "arealite-check"
+"""Name of the checking thread."""
+COLLECTOR = "trainer.ppo.collector"
 GUARDED = GUARD.replace("kill -9 0", "kill -TERM 0")
 """Shell script: when this process exits, the command gets SIGTERM and writes its checkpoint."""
 POLL_S = 0.2
@@ -47,9 +50,11 @@ def checked(check: Callable[[], T]) -> T:
         UserError: A process of a run, or the check itself, imports the calling script.
     """
     if NESTED in os.environ or threading.current_thread().name.startswith(CHECKER):
-        what = "a process of a run imports this script, which would start another run"
-        fix = 'Move the calls of arealite.train and others below `if __name__ == "__main__":`.'
-        raise UserError(f"{what}. {fix}")
+        raise UserError(
+            "a process of a run imports this script, which would start another run. "
+            "Move the calls of arealite.train and others below "
+            '`if __name__ == "__main__":`.'
+        )
     with ThreadPoolExecutor(1, CHECKER) as thread:
         return thread.submit(check).result()
 
@@ -58,39 +63,58 @@ def words(overrides: Overrides, **options: object) -> list[str]:
     """Return overrides, and the options that are not None, as words of the command line."""
     if isinstance(overrides, str):
         raise UserError(f"overrides={overrides!r}: use a dict, as in {{'trainer.ppo.lr': 1e-6}}.")
-    given = {key: value for key, value in options.items() if value is not None}
-    own = [*overrides] if isinstance(overrides, Sequence) else []
-    given |= overrides if isinstance(overrides, Mapping) else {}
-    return [*own, *(f"{key}={encode(value).decode()}" for key, value in given.items())]
+    written = list[str]()
+    values = {key: value for key, value in options.items() if value is not None}
+    if isinstance(overrides, Mapping):
+        values |= overrides
+    elif overrides is not None:
+        written += overrides
+    return [*written, *(f"{key}={encode(value).decode()}" for key, value in values.items())]
 
 
 def resolve(
-    schema: type[C], config: Config, own: list[str], data: Parts, parts: Parts
+    schema: type[C],
+    config: Config,
+    user_words: Sequence[str],
+    data: Parts,
+    parts: Parts,
 ) -> tuple[C, list[str]]:
     """Return the config of a command, and its words.
 
     Args:
         schema: The command's root config class.
         config: Preset or file, or several.
-        own: Words of the user.
+        user_words: Words of the user.
         data: Rows by option; None: not given.
         parts: `model`, `reward`, `env` and `agent`; None: not given.
 
     Raises:
         UserError: An argument is wrong.
     """
-    named = [config] if isinstance(config, str | Path) else config
-    files = [presets.find(str(each)) for each in named]
-    base = configs.load(schema, files, own)
+    names = [config] if isinstance(config, str | Path) else config
+    files = [presets.find(str(name)) for name in names]
+    argv = [*user_words]
+    base = configs.load(schema, files, argv)
     folder = run_paths(base).root.parent
-    own += words({k: data_path(rows, folder, k) for k, rows in data.items() if rows is not None})
-    own += part_words(base, {name: part for name, part in parts.items() if part is not None})
-    made = configs.load(schema, files, own)
-    is_served = is_self_served(made) or made.llm_server.addresses or made.trainer.is_offline
-    if not (is_served or NameRegistry.of(made).list("llm_server")):
-        own.append("launcher.llm_servers=1")
-        made = configs.load(schema, files, own)
-    return made, [*(f"--config={file}" for file in files), *own]
+    data_paths = {
+        option: data_path(rows, folder, option) for option, rows in data.items() if rows is not None
+    }
+    argv += words(data_paths)
+    argv += part_words(base, {name: part for name, part in parts.items() if part is not None})
+    loaded = configs.load(schema, files, argv)
+    if _needs_server(loaded):
+        argv.append("launcher.llm_servers=1")
+        loaded = configs.load(schema, files, argv)
+    return loaded, [*(f"--config={file}" for file in files), *argv]
+
+
+def _needs_server(config: ExperimentConfig) -> bool:
+    """Return whether the run generates, and there is no server for it."""
+    if config.trainer.is_offline or is_self_served(config):
+        return False
+    if config.llm_server.addresses:
+        return False
+    return not NameRegistry.of(config).list("llm_server")
 
 
 def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
@@ -99,28 +123,45 @@ def part_words(base: ExperimentConfig, parts: Parts) -> list[str]:
     Raises:
         UserError: The run has no such part, or no other process can import it.
     """
-    at = "trainer.ppo.collector"
     collector = base.trainer.ppo.collector
-    found = dict[str, object]()
+    _check_has_one_env(base, parts)
+    options = dict[str, object]()
     imports = [*base.imports]
-    env = collector.env.type
-    if (base.trainer.is_offline or collector.envs) and (wrong := [*parts.keys() - {"model"}]):
-        what = f"several environments: set {at}.envs.NAME in overrides" if collector.envs else ""
-        what = what or f"no environment, because trainer.type={base.trainer.type}: remove it"
-        raise UserError(f"{min(wrong)}: the run has {what}.")
     if "model" in parts:
-        found["model.path"] = local_folder(str(parts["model"]))
+        options["model.path"] = local_folder(str(parts["model"]))
     for name, table in (("env", envs), ("agent", agents)):
         if name in parts:
-            found[f"{at}.{name}.type"], modules = registered(parts[name], table)
+            part_type, modules = registered(parts[name], table)
+            options[f"{COLLECTOR}.{name}.type"] = part_type
             imports += [module for module in modules if module not in imports]
     if "reward" in parts:
-        env = str(found.get(f"{at}.env.type", env))
-        key = env if env in envs.configs else envs.base_of(env)
+        env = str(options.get(f"{COLLECTOR}.env.type", collector.env.type))
+        env_options = env if env in envs.configs else envs.base_of(env)
         if reward_of(replace(collector.env, type=env)) is None:
             raise UserError(f"reward: environment {env} computes its own. Remove the argument.")
-        found[f"{at}.env.{key}.reward"] = reward_options(parts["reward"])
-    return words(found, imports=imports if imports != base.imports else None)
+        options[f"{COLLECTOR}.env.{env_options}.reward"] = reward_options(parts["reward"])
+    return words(options, imports=imports if imports != base.imports else None)
+
+
+def _check_has_one_env(config: ExperimentConfig, parts: Parts) -> None:
+    """Check that the run has the environment that `env`, `agent` and `reward` are for.
+
+    Raises:
+        UserError: An offline trainer has no environment, and collector.envs has several.
+    """
+    env_parts = sorted(parts.keys() - {"model"})
+    if not env_parts:
+        return
+    if config.trainer.ppo.collector.envs:
+        raise UserError(
+            f"{env_parts[0]}: the run has several environments: "
+            f"set {COLLECTOR}.envs.NAME in overrides."
+        )
+    if config.trainer.is_offline:
+        raise UserError(
+            f"{env_parts[0]}: the run has no environment, "
+            f"because trainer.type={config.trainer.type}: remove it."
+        )
 
 
 class Command:
@@ -129,14 +170,19 @@ class Command:
     def __init__(self, argv: Sequence[str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "arealite.cli.main", *argv]
-        own = {NESTED: "1", "PYTHONPATH": os.pathsep.join(own_folders())}
+        environment = {
+            **os.environ,
+            NESTED: "1",
+            "PYTHONPATH": os.pathsep.join(own_folders()),
+            "FORCE_COLOR": "",  # a notebook sets it
+        }
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 ["/bin/sh", "-c", GUARDED, "sh", *command],
                 stdin=subprocess.PIPE,  # closes when this process ends, whatever the reason
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | own | {"FORCE_COLOR": ""},  # a notebook sets it
+                env=environment,
                 start_new_session=True,  # Ctrl-C reaches only this process
             )
         self.log = log
@@ -145,7 +191,8 @@ class Command:
     @property
     def code(self) -> int | None:
         """The exit code; None while the command runs."""
-        if (code := self.process.poll()) is not None and self.process.stdin:
+        code = self.process.poll()
+        if code is not None and self.process.stdin:
             self.process.stdin.close()
             _running.discard(self)
         return code
@@ -186,25 +233,31 @@ class Command:
             ArealiteError: The command has ended.
         """
         line = re.compile(f"^{re.escape(begin)}(.*)\n", re.M)
-        while not (found := line.search(self.log.read_text("utf-8", "replace"))):
+        while True:
+            match = line.search(self.log.read_text("utf-8", "replace"))
+            if match:
+                return match[1]
             if self.code is not None:
                 raise self.error("the server")
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL_S)
-        return found[1]
 
-    def error(self, what: str) -> ArealiteError:
+    def error(self, subject: str) -> ArealiteError:
         """Return the error of a command that failed: its end, its last error line, its log."""
         code = self.code or 0
-        text = self.log.read_text("utf-8", "replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip().startswith(ERROR)]
-        why = (lines or [exit_reason(text, code)])[-1].removeprefix(ERROR)
-        kind = UserError if code == UserError.exit_code else RoleError
-        return kind(f"{what} failed ({how_ended(code)}): {why} Log: {self.log}")
+        output = self.log.read_text("utf-8", "replace")
+        lines = [line.strip() for line in output.splitlines()]
+        errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+        reason = errors[-1] if errors else exit_reason(output, code).removeprefix(ERROR)
+        error_class = UserError if code == UserError.exit_code else RoleError
+        return error_class(f"{subject} failed ({how_ended(code)}): {reason} Log: {self.log}")
 
 
 def own_folders() -> list[str]:
     """List the folders of `sys.path` that other processes of this Python do not have."""
     installed = (f"{sys.prefix}{os.sep}", f"{sys.base_prefix}{os.sep}")
-    every = [folder for folder in sys.path if folder and "-packages" not in folder]
-    return [folder for folder in every if not folder.startswith(installed)]
+    return [
+        folder
+        for folder in sys.path
+        if folder and "-packages" not in folder and not folder.startswith(installed)
+    ]

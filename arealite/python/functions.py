@@ -3,6 +3,7 @@
 import json
 import signal
 import uuid
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,18 @@ AnAgent = str | type[Agent] | None
 
 
 def train(
-    config: Config = "async_ppo", *,
-    model: str | Path | None = None, dataset: Any = None, eval_dataset: Any = None,
-    reward: Any = None, env: AnEnv = None, agent: AnAgent = None,
-    trial: str | None = None, overrides: Overrides = None, wait: bool = True,
-) -> Run:  # fmt: skip
+    config: Config = "async_ppo",
+    *,
+    model: str | Path | None = None,
+    dataset: Any = None,
+    eval_dataset: Any = None,
+    reward: Any = None,
+    env: AnEnv = None,
+    agent: AnAgent = None,
+    trial: str | None = None,
+    overrides: Overrides = None,
+    wait: bool = True,
+) -> Run:
     """Train a model with the run of `arealite train`, in child processes of this one.
 
     This process checks the input first. If there is no LLM server for the run, the run starts one.
@@ -56,24 +64,35 @@ def train(
     """
 
     def check() -> tuple[ExperimentConfig, list[str]]:
-        own = words(overrides)
-        rows = {"dataset.train": dataset, "dataset.eval": eval_dataset}
-        parts = {"model": model, "reward": reward, "env": env, "agent": agent}
-        made = resolve(ExperimentConfig, config, own + words(None, trial_name=trial), rows, parts)
-        preflight.preflight(made[0])
-        return made
+        resolved = resolve(
+            ExperimentConfig,
+            config,
+            words(overrides) + words(None, trial_name=trial),
+            data={"dataset.train": dataset, "dataset.eval": eval_dataset},
+            parts={"model": model, "reward": reward, "env": env, "agent": agent},
+        )
+        run_config, _ = resolved
+        preflight.preflight(run_config)
+        return resolved
 
-    made, argv = checked(check)
-    root = run_paths(made).root
-    run = Run(root, _command=Command(["train", *argv], root.with_name(f"{root.name}.log")))
+    run_config, argv = checked(check)
+    root = run_paths(run_config).root
+    command = Command(["train", *argv], log=root.with_name(f"{root.name}.log"))
+    run = Run(root, _command=command)
     return run.wait() if wait else run
 
 
 def evaluate(
-    model: str | Path, *,
-    dataset: Any = None, env: AnEnv = None, reward: Any = None, agent: AnAgent = None,
-    n: int = 1, config: Config = "async_ppo", overrides: Overrides = None,
-) -> Facts:  # fmt: skip
+    model: str | Path,
+    *,
+    dataset: Any = None,
+    env: AnEnv = None,
+    reward: Any = None,
+    agent: AnAgent = None,
+    n: int = 1,
+    config: Config = "async_ppo",
+    overrides: Overrides = None,
+) -> Facts:
     """Sample a model on held-out tasks, as `arealite eval` does.
 
     Args:
@@ -94,24 +113,39 @@ def evaluate(
         UserError: The input is wrong.
         ArealiteError: The evaluation failed.
     """
-    parts = {"model": model, "reward": reward, "env": env, "agent": agent}
-    own = words(overrides, n=n)
-    rows = {"dataset.eval": dataset}
-    found = json.loads(sample("eval", EvaluateConfig, config, own, rows, parts).read_text())
-    facts = Facts(model=found["model"], n=n, failed=sum(found["failed"].values()))
-    for row in found["results"]:
-        source = " ".join(filter(None, (row["source"], row["seat"].removeprefix("agent"))))
-        means = {"reward": row["reward"], **{f"pass@{k}": at for k, at in row["pass"].items()}}
-        for name, estimate in means.items():
-            facts.setdefault(name, {})[source or "all"] = estimate["mean"]
-    return Facts(facts, results=found["results"])
+    file = sample(
+        "eval",
+        EvaluateConfig,
+        config,
+        words(overrides, n=n),
+        data={"dataset.eval": dataset},
+        parts={"model": model, "reward": reward, "env": env, "agent": agent},
+    )
+    scores = json.loads(file.read_text())
+    results = scores["results"]
+    facts = Facts(model=scores["model"], n=n, failed=sum(scores["failed"].values()))
+    for row in results:
+        seat = row["seat"].removeprefix("agent")
+        source = " ".join(filter(None, (row["source"], seat))) or "all"
+        means = {"reward": row["reward"]["mean"]}
+        for k, estimate in row["pass"].items():
+            means[f"pass@{k}"] = estimate["mean"]
+        for name, mean in means.items():
+            facts.setdefault(name, {})[source] = mean
+    return Facts(facts, results=results)
 
 
 def collect(
-    model: str | Path, *,
-    dataset: Any = None, env: AnEnv = None, reward: Any = None, agent: AnAgent = None,
-    n: int = 1, config: Config = "async_ppo", overrides: Overrides = None,
-) -> list[dict[str, object]]:  # fmt: skip
+    model: str | Path,
+    *,
+    dataset: Any = None,
+    env: AnEnv = None,
+    reward: Any = None,
+    agent: AnAgent = None,
+    n: int = 1,
+    config: Config = "async_ppo",
+    overrides: Overrides = None,
+) -> list[dict[str, object]]:
     """Sample a model on tasks and return its trajectories, as `arealite collect` does.
 
     `arealite.train("sft", dataset=rows)` trains on them.
@@ -133,28 +167,58 @@ def collect(
         UserError: The input is wrong.
         ArealiteError: The collection failed.
     """
-    parts = {"model": model, "reward": reward, "env": env, "agent": agent}
-    own = words(overrides, n=n)
-    rows = {"dataset.train": dataset}
-    out = sample("collect", CollectConfig, config, own, rows, parts)
-    return [row for _, row in read_rows(str(out), "train", ())]
+    file = sample(
+        "collect",
+        CollectConfig,
+        config,
+        words(overrides, n=n),
+        data={"dataset.train": dataset},
+        parts={"model": model, "reward": reward, "env": env, "agent": agent},
+    )
+    return [row for _, row in read_rows(str(file), "train", ())]
 
 
 def sample(
-    kind: str, schema: type[SamplingRunConfig], config: Config, own: list[str],
-    rows: Parts, parts: Parts,
-) -> Path:  # fmt: skip
-    """Run `eval` or `collect` to its end, as a new trial; return the file of its result."""
+    kind: str,
+    schema: type[SamplingRunConfig],
+    config: Config,
+    user_words: Sequence[str],
+    *,
+    data: Parts,
+    parts: Parts,
+) -> Path:
+    """Run `eval` or `collect` to its end, as a new trial; return the file of its result.
+
+    Args:
+        kind: `eval` or `collect`.
+        schema: The command's root config class.
+        config: See resolve.
+        user_words: See resolve.
+        data: See resolve.
+        parts: See resolve.
+
+    Raises:
+        UserError: The input is wrong.
+        ArealiteError: The command failed.
+    """
     name = f"{kind}-{uuid.uuid4().hex[:8]}"
-    own = [f"trial_name={name}", *own]  # `own` may name another
-    made, argv = checked(lambda: resolve(schema, config, own, rows, parts))
-    folder = run_paths(made).root.parent
-    out = Path(made.out or folder / f"{name}.{'json' if kind == 'eval' else 'jsonl'}").expanduser()
-    command = Command([kind, *argv, *words(None, out=out)], folder / f"{name}.log")
-    before = out.stat().st_mtime_ns if out.exists() else 0
-    if command.wait() not in (0, 1) or not out.exists() or out.stat().st_mtime_ns == before:
-        raise command.error(f"arealite {kind}")  # 1 with a result: some samples failed
+    named_words = [f"trial_name={name}", *user_words]  # the user may name another trial
+    run_config, argv = checked(lambda: resolve(schema, config, named_words, data, parts))
+    folder = run_paths(run_config).root.parent
+    suffix = "json" if kind == "eval" else "jsonl"
+    out = Path(run_config.out or folder / f"{name}.{suffix}").expanduser()
+    written_before = _modified_ns(out)
+    command = Command([kind, *argv, *words(None, out=out)], log=folder / f"{name}.log")
+    code = command.wait()
+    has_result = out.exists() and _modified_ns(out) != written_before
+    if code not in (0, 1) or not has_result:  # 1 with a result: some samples failed
+        raise command.error(f"arealite {kind}")
     return out
+
+
+def _modified_ns(file: Path) -> int:
+    """Return the time of a file's last change in nanoseconds; 0 if there is no file."""
+    return file.stat().st_mtime_ns if file.exists() else 0
 
 
 @dataclass
@@ -189,15 +253,19 @@ def serve(envs: Any, *, port: int = 0, overrides: Overrides = None) -> Server:
     """
 
     def check() -> tuple[EnvServerConfig, list[str]]:
-        wanted = [envs] if isinstance(envs, str | type) else envs
-        parts = [registered(each, env_api.envs) for each in wanted]
-        names = [name for name, _ in parts]
-        modules = [each for _, more in parts for each in more]
-        own = words(overrides, **{"server.port": port, "imports": modules or None})
-        own += words({"environments": names} if names[1:] else {"env.type": names[0]})
-        return configs.load(EnvServerConfig, configs.CONFIG_DIR / "env_server.yaml", own), own
+        selected = [envs] if isinstance(envs, str | type) else envs
+        names = list[str]()
+        imports = list[str]()
+        for env in selected:
+            name, modules = registered(env, env_api.envs)
+            names.append(name)
+            imports += modules
+        argv = words(overrides, **{"server.port": port, "imports": imports or None})
+        argv += words({"environments": names} if len(names) > 1 else {"env.type": names[0]})
+        default = configs.CONFIG_DIR / "env_server.yaml"
+        return configs.load(EnvServerConfig, default, argv), argv
 
-    made, argv = checked(check)
-    log = run_paths(made).root.with_name(f"serve-{uuid.uuid4().hex[:8]}.log")
+    server_config, argv = checked(check)
+    log = run_paths(server_config).root.with_name(f"serve-{uuid.uuid4().hex[:8]}.log")
     command = Command(["serve", *argv], log)
     return Server(command.wait_for_line(SERVING), command)

@@ -16,9 +16,12 @@ from arealite.system.data.values import plain_row, rows_of
 
 def encode(value: object) -> bytes:
     """Return a value as JSON, which is also YAML. Paths and values of numpy are converted."""
-    return msgspec.json.encode(
-        value, enc_hook=lambda x: x.tolist() if hasattr(x, "tolist") else str(Path(x))
-    )
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> object:
+    """Return the plain value of an array or a scalar of numpy, or of a path."""
+    return value.tolist() if hasattr(value, "tolist") else str(Path(value))
 
 
 def import_path(value: Any, option: str) -> str:
@@ -31,19 +34,29 @@ def import_path(value: Any, option: str) -> str:
         UserError: No other process can import the object.
     """
     name = getattr(value, "__qualname__", "")
-    home = getattr(value, "__module__", None) or ""
-    module = sys.modules.get(home)
-    if home == "__main__":
-        file = Path(getattr(module, "__file__", None) or "")
-        home = str(file.absolute()) if file.suffix == ".py" and file.is_file() else ""
-        home = module.__spec__.name if module and module.__spec__ else home  # python -m module
-    if home and getattr(module, name, None) is value:
-        return f"{home}:{name}"
-    what = "a lambda, a function in a function, or code of a notebook cell"
-    fix = "Write a function or class at the top level of a file (in a notebook, begin a cell with "
-    fix += f"%%writefile my_{option}.py), and import it"
-    fix += ", or pass reward='my_reward.py:NAME'." if option == "reward" else "."
-    raise UserError(f"{option}={name or repr(value)}: other processes cannot import {what}. {fix}")
+    module_name = getattr(value, "__module__", None) or ""
+    module = sys.modules.get(module_name)
+    if module_name == "__main__":
+        module_name = _main_script()
+    if module_name and getattr(module, name, None) is value:
+        return f"{module_name}:{name}"
+    pass_reward = ", or pass reward='my_reward.py:NAME'" if option == "reward" else ""
+    raise UserError(
+        f"{option}={name or repr(value)}: other processes cannot import "
+        "a lambda, a function in a function, or code of a notebook cell. "
+        "Write a function or class at the top level of a file "
+        f"(in a notebook, begin a cell with %%writefile my_{option}.py), "
+        f"and import it{pass_reward}."
+    )
+
+
+def _main_script() -> str:
+    """Return the name by which another process imports the main script; "" if it cannot."""
+    main = sys.modules.get("__main__")
+    if main and main.__spec__:  # python -m module
+        return main.__spec__.name
+    file = Path(getattr(main, "__file__", None) or "")
+    return str(file.absolute()) if file.suffix == ".py" and file.is_file() else ""
 
 
 def registered(value: Any, registry: Registry[Any]) -> tuple[str, list[str]]:
@@ -58,11 +71,14 @@ def registered(value: Any, registry: Registry[Any]) -> tuple[str, list[str]]:
     kind = registry.kind
     name = registry.name_of(value)
     if name is None:
-        what = f"{kind}={getattr(value, '__name__', value)} is not registered"
-        fix = f'Write @arealite.{kind}s.register("NAME") above the class'
-        raise UserError(f"{what}. {fix}, or pass a registered name.")
-    module = import_path(value, kind).partition(":")[0]
-    return name, [] if module.startswith("arealite.") else [module]
+        raise UserError(
+            f"{kind}={getattr(value, '__name__', value)} is not registered. "
+            f'Write @arealite.{kind}s.register("NAME") above the class, '
+            "or pass a registered name."
+        )
+    module, _, _ = import_path(value, kind).partition(":")
+    imports = [] if module.startswith("arealite.") else [module]
+    return name, imports
 
 
 def reward_options(reward: Any) -> dict[str, object]:
@@ -76,8 +92,8 @@ def reward_options(reward: Any) -> dict[str, object]:
     parts: Any = [reward]
     if isinstance(reward, list | tuple | Mapping):
         parts = cast(Any, reward)
-    paths = [each if isinstance(each, str) else import_path(each, "reward") for each in parts]
     weights = [*parts.values()] if isinstance(reward, Mapping) else []
+    paths = [part if isinstance(part, str) else import_path(part, "reward") for part in parts]
     return {"type": "function", "function": {"paths": paths, "weights": weights}}
 
 
@@ -100,9 +116,10 @@ def data_path(data: Any, folder: Path, option: str) -> str:
             plain = plain_row({**row}, f"{option}, row {number}")
             encoded.append(msgspec.Raw(encode(plain)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        what = f"row {len(encoded)} is no dict of JSON values ({error})"
-        fix = "Pass a list of dicts, a file, or one split, as in data['train']"
-        raise UserError(f"{option}: {what}. {fix}.") from error
+        raise UserError(
+            f"{option}: row {len(encoded)} is no dict of JSON values ({error}). "
+            "Pass a list of dicts, a file, or one split, as in data['train']."
+        ) from error
     if not encoded:
         raise UserError(f"{option} has no rows. Pass at least one.")
     digest = hashlib.blake2b(b"\n".join(map(bytes, encoded)), digest_size=8).hexdigest()

@@ -1,10 +1,11 @@
 """A run as a Python object: its progress, its result, and each of its trajectories."""
 
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
@@ -32,11 +33,23 @@ SHOWN = {
 STATES = {"exit code 0": "finished", "exit code 130": "stopped"}
 """State of a run by the begin of its end.txt; of all others: failed."""
 STOPPED = (130, -signal.SIGINT, -signal.SIGTERM)
+"""Exit codes of a run that was stopped."""
 SELECT = """
 SELECT g.step + 1, state, header, payload
 FROM groups g JOIN trajectories USING (group_id) WHERE ? IS NULL OR g.step + 1 = ?
 ORDER BY g.step IS NULL, g.step DESC, seq, member, seat LIMIT ?"""
 HIDDEN = ("payload_sum", "segment_lengths", "waits")
+"""Fields of headers that are no columns of `Run.trajectories`."""
+
+
+class _Trajectory(NamedTuple):
+    """A row of SELECT."""
+
+    step: int | None
+    state: str
+    header: bytes
+    payload: bytes
+    """b"" if the payload was dropped."""
 
 
 class Facts(dict[str, Any]):
@@ -48,7 +61,10 @@ class Facts(dict[str, Any]):
 
     def html(self) -> str:
         """Return the table for a notebook."""
-        rows = [f"<tr><th>{k}</th><td>{escape(_text(v))}</td></tr>" for k, v in self.items()]
+        rows = [
+            f"<tr><th>{name}</th><td>{escape(_text(value))}</td></tr>"
+            for name, value in self.items()
+        ]
         return f"<table>{''.join(rows)}</table>"
 
     _repr_html_ = html
@@ -82,7 +98,9 @@ class Run:
             ArealiteError: The run failed. The error has the folder, the last error and the log.
         """
         command = self._started()
-        if (code := command.wait()) and not (self._is_stopped and code in STOPPED):
+        code = command.wait()
+        was_stopped = self._is_stopped and code in STOPPED
+        if code and not was_stopped:
             raise command.error(f"run {self.paths.root}")
         return self
 
@@ -106,26 +124,33 @@ class Run:
             return Facts(state=state, step=0, folder=folder)
         shot = self._reader.read()
         newest = shot.metrics.newest
-        failed = sum(shot.failures.values())
-        steps = {"step": shot.metrics.steps, "total_steps": shot.total_steps}
         shown = {name: newest[key] for name, key in SHOWN.items() if key in newest}
-        state = state or shot.state
-        return Facts(state=state, **steps, **shown, failed_episodes=failed, folder=folder)
+        return Facts(
+            state=state or shot.state,
+            step=shot.metrics.steps,
+            total_steps=shot.total_steps,
+            **shown,
+            failed_episodes=sum(shot.failures.values()),
+            folder=folder,
+        )
 
     @property
     def summary(self) -> Facts:
         """First and last reward, held-out result before and after, and the ledger's audit."""
-        found = self.progress()
+        facts = self.progress()
         metrics = self.metrics()
         for name in ("reward", "loss", "accuracy"):
             for label, key in ((name, SHOWN[name]), (f"held_out_{name}", f"eval/{name}")):
-                if values := [line[key] for line in metrics if key in line]:
-                    found |= {f"{label}_first": values[0], f"{label}_last": values[-1]}
+                measured = [line[key] for line in metrics if key in line]
+                if measured:
+                    facts[f"{label}_first"] = measured[0]
+                    facts[f"{label}_last"] = measured[-1]
         with suppress(UserError):  # sft, dpo and reward have no ledger
             report = audit(self.paths.ledger, new_only=True)
-            found |= {"lost": len(report.lost), "repeated": len(report.repeated)}
-            found["balanced"] = report.ok
-        return found
+            facts["lost"] = len(report.lost)
+            facts["repeated"] = len(report.repeated)
+            facts["balanced"] = report.ok
+        return facts
 
     def metrics(self) -> list[Line]:
         """Return the metrics of each step, and of evaluations after it, as rows of a DataFrame.
@@ -149,23 +174,22 @@ class Run:
             UserError: The run has no ledger: no step is sampled yet, or it is sft, dpo or reward.
         """
         with open_read_only(self.paths.ledger) as db:
-            rows = db.execute(SELECT, (step, step, most)).fetchall()
-            # A payload may have been dropped.
-            found = [(*row, whole_payload(db, payload or b"")) for *row, payload in rows]
+            trajectories = [
+                _Trajectory(
+                    step=trained_step,
+                    state=state,
+                    header=header,
+                    payload=whole_payload(db, payload or b""),
+                )
+                for trained_step, state, header, payload in db.execute(SELECT, (step, step, most))
+            ]
         folder = next(filter(Path.is_dir, model_folders(self.paths)), None)
         tokenizer: Any = load_tokenizer(str(folder)) if folder else None
-        decode: Any = tokenizer.decode if tokenizer else _ids
-        made = list[dict[str, Any]]()
-        for number, state, packed, payload in found:
-            header = {k: v for k, v in asdict(decode_header(packed)).items() if k not in HIDDEN}
-            parts = header.pop("reward_parts").items()
-            header |= {f"reward/{name}": value for name, value in parts}
-            for segment in decode_segments(payload) if payload else ():
-                own: dict[str, Any] = columns(segment, decode)
-                prompt = decode(own["tokens"][: segment.loss_mask.find(1)])
-                texts = {"prompt": prompt, "completion": own.pop("text")}
-                made.append({"step": number, "state": state, **header, **texts, **own})
-        return made
+        decode = tokenizer.decode if tokenizer else _ids
+        rows = list[dict[str, Any]]()
+        for trajectory in trajectories:
+            rows += _segment_rows(trajectory, decode)
+        return rows
 
     def report(self) -> Path:
         """Write the run's report, one HTML file with curves and every token; return its path."""
@@ -193,6 +217,29 @@ class Run:
         with suppress(OSError):
             return STATES.get(self.paths.end.read_text().partition(".")[0], "failed")
         return ""
+
+
+def _segment_rows(trajectory: _Trajectory, decode: Any) -> Iterator[dict[str, Any]]:
+    """Yield a row for each segment of a trajectory; none if its payload was dropped."""
+    if not trajectory.payload:
+        return
+    header = asdict(decode_header(trajectory.header))
+    reward_parts = header.pop("reward_parts")
+    header_columns = {name: field for name, field in header.items() if name not in HIDDEN}
+    for name, reward in reward_parts.items():
+        header_columns[f"reward/{name}"] = reward
+    for segment in decode_segments(trajectory.payload):
+        segment_columns: dict[str, Any] = columns(segment, decode)
+        completion = segment_columns.pop("text")
+        prompt_length = segment.loss_mask.find(1)
+        yield {
+            "step": trajectory.step,
+            "state": trajectory.state,
+            **header_columns,
+            "prompt": decode(segment_columns["tokens"][:prompt_length]),
+            "completion": completion,
+            **segment_columns,
+        }
 
 
 def _ids(tokens: list[int], **_: object) -> str:

@@ -129,7 +129,8 @@ def _held_out(shot: Snapshot) -> Iterator[Row]:
         if steps:
             ends = dict.fromkeys((max(steps), min(steps)))
             numbers = [f"{evals[step][metric]:.3f} after {step:,} steps" for step in ends]
-            yield Row(1, "held-out", Text(f"{name} {', '.join(numbers)}"))
+            line = f"{name} {', '.join(numbers)}"
+            yield Row(1, "held-out", Text(line))
 
 
 def _throughput(shot: Snapshot) -> Iterator[Row]:
