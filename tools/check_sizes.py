@@ -30,8 +30,8 @@ WEB_LINES = 1250
 """Lines of JavaScript, CSS and HTML that are not blank."""
 CONFIG_FIELDS = 20
 TREE_KEYS = 230
-TOTAL_TOKENS = 337_000
-CORE_TOKENS = 279_000
+TOTAL_TOKENS = 357_000
+CORE_TOKENS = 296_000
 """Tokens without the folders PARTS. The goal for the core is 125,000; it is not reached."""
 TOKENS_PER_LINE = 8.5
 """Largest density of a folder."""
@@ -57,7 +57,7 @@ READING_PATH = (
     "impl/publisher/disk.py",
 )
 """Files between a prompt and the updated weights, in the order of docs/architecture.md."""
-PATH_TOKENS = 25_000
+PATH_TOKENS = 26_500
 
 PARTS = ("agent", "env", "tool", "sandbox", "browser", "env_server", "env_client")
 """Folders of impl with environments, agents, tools, and what serves them."""
